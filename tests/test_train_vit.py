@@ -1,0 +1,201 @@
+"""The whole script: learning, exact resume, several processes, fine-tuning, and what a user can get wrong."""
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import common
+import evaluate
+import train_vit
+from data.images import DataError
+from model import ConfigError, ImageClassifier, ImageConfig
+
+TINY = ["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--batch_size=20", "--epochs=1", "--log_every=1", "--device=cpu"]
+
+
+@pytest.fixture
+def train(cache, tmp_path):
+    """train(name, *flags): runs train_vit in this process into tmp_path/name; returns its last line of metrics."""
+    def run(name, *flags, first=TINY):
+        return train_vit.main([*first, f"--data_dir={cache}", f"--out_dir={tmp_path / name}", *flags])
+    return run
+
+
+def metrics(folder, split="train"):
+    return [line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line.get("split") == split]
+
+
+def weights(folder, name="ckpt.pt"):
+    content = common.load_checkpoint(folder / name, "vit")
+    return content["model"] | {f"student.{k}": v for k, v in content["extra"].get("student", {}).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("arch", ["crate", "transformer"])
+def test_it_learns(train, tmp_path, arch):
+    train("a", f"--arch={arch}", "--epochs=30", "--lr=3e-3", "--pool=mean", "--label_smoothing=0", "--flip=false", "--crop=none",
+                 "--eval_every=1000", "--log_every=100")
+    losses = [line["loss"] for line in metrics(tmp_path / "a")]
+    assert losses[-1] < 0.9 * losses[0] < 2.4                            # ln 10 = 2.30; 400 pictures are learnt by heart
+
+
+def test_same_seed_same_run(train, tmp_path):
+    train("a")
+    train("b")
+    train("c", "--seed=1")
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b")) and not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
+
+
+EVERYTHING = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--accumulate=2", "--randaugment=1", "--crop=resized"]
+
+
+@pytest.mark.parametrize("flags", [["--optimizer=lion", "--lr=1e-4", *EVERYTHING], ["--optimizer=adamw"]])
+def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, flags):
+    train("whole", *flags)
+    stop_at = iter([False] * 7 + [True])
+
+    def should_stop(run):
+        run.signal = signal.SIGTERM if next(stop_at) else 0
+        return run.signal != 0
+    monkeypatch.setattr(common.Run, "should_stop", should_stop)
+    with pytest.raises(common.Stopped) as stopped:
+        train("cut", *flags)
+    monkeypatch.undo()
+    assert stopped.value.number == signal.SIGTERM and common.load_checkpoint(tmp_path / "cut" / "ckpt.pt")["step"] == 8
+    train("cut", "--resume", *flags)
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
+    assert [m["loss"] for m in metrics(tmp_path / "cut")] == [m["loss"] for m in metrics(tmp_path / "whole")]
+
+
+def test_a_real_signal_saves_first(script, cache, tmp_path):
+    flags = [*TINY, f"--data_dir={cache}", f"--out_dir={tmp_path / 'out'}", "--epochs=400"]
+    process = script("train_vit.py", *flags)
+    deadline = time.time() + 60
+    while not (tmp_path / "out" / "metrics.jsonl").exists() or len(metrics(tmp_path / "out")) < 3:
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "Traceback" not in err and "--resume continues" in out
+    assert common.load_checkpoint(tmp_path / "out" / "ckpt.pt", "vit")["step"] == metrics(tmp_path / "out")[-1]["step"]
+
+
+def test_two_processes_are_one(script, train, cache, tmp_path):
+    flags = [*TINY, "--crop=resized", "--randaugment=1", "--accumulate=2"]
+    process = script("train_vit.py", *flags, f"--data_dir={cache}", f"--out_dir={tmp_path / 'two'}", processes=2)
+    train("one", first=flags)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert len(one) == len(two) == 20 and max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two)) < 1e-5
+    a, b = metrics(tmp_path / "one", "val")[-1], metrics(tmp_path / "two", "val")[-1]
+    assert a["n"] == b["n"] == 100 and abs(a["loss"] - b["loss"]) < 1e-4
+
+
+def test_accumulation_changes_nothing(train, tmp_path):
+    train("one")
+    train("four", "--accumulate=4")
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "four")):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path):
+    with pytest.raises(common.Diverged, match="step"):
+        train("a", "--lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--save_every=1", "--weight_decay=0")
+    kept = common.load_checkpoint(tmp_path / "a" / "ckpt.pt")
+    assert all(m["loss"] is not None for m in metrics(tmp_path / "a")) and kept["step"] >= 1
+
+
+def test_evaluate_agrees_with_the_run(train, tmp_path, cache, capsys):
+    done = train("a", "--ema=0.9", "--save_every=7")
+    last = metrics(tmp_path / "a", "val")[-1]
+    result = evaluate.main(["accuracy", f"--ckpt={tmp_path / 'a' / 'ckpt.pt'}", f"--data_dir={cache}", "--device=cpu", "--batch_size=33"])
+    assert result["acc"] == last["acc"] and result["loss"] == pytest.approx(last["loss"], abs=1e-6) and result["n"] == 100
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result and done["best"] == max(m["acc"] for m in metrics(tmp_path / "a", "val"))
+
+
+def test_fine_tuning_starts_from_the_encoder(train, tmp_path, cache):
+    train("a")
+    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16",
+                                                              "--heads=2", "--layers=2", "--patch_size=8"], "")
+    ours, theirs = train_vit.build_model(c, 5), weights(tmp_path / "a")
+    for name, value in ours.encoder.state_dict().items():
+        if name != "positions":
+            assert torch.equal(value, theirs["encoder." + name]), name
+    small = ImageClassifier(ImageConfig(**common.load_checkpoint(tmp_path / "a" / "ckpt.pt")["model_config"]))
+    small.load_state_dict(theirs)
+    x = torch.randn(2, 3, 48, 48)
+    torch.testing.assert_close(ours.encoder(x), small.encoder(x))        # the same function at the new size, positions resized once
+    assert ours.head[1].out_features == 5
+    c.lambd = 0.7
+    with pytest.raises(common.UserError, match="--lambd=0.7 contradicts"):
+        train_vit.build_model(c, 5)
+
+
+def test_published_checkpoints_are_read_everywhere(tmp_path, cache):
+    d = 384
+    ours = ImageClassifier(ImageConfig(width=d, heads=6, layers=1, image_size=32, patch_size=8, classes=10)).state_dict()
+    names = {"encoder.class_token": "cls_token", "encoder.positions": "pos_embedding", "head.": "mlp_head.", ".attention.U.": ".0.fn.qkv.",
+             ".attention.W.": ".0.fn.to_out.0.", ".norm1.": ".0.norm.", ".norm2.": ".1.norm.", ".sparsification.D": ".1.fn.weight",
+             "encoder.layers.": "transformer.layers."} | {f"encoder.embed.{i}.": f"to_patch_embedding.{i + 1}." for i in range(3)}
+    official = {}
+    for key, value in ours.items():
+        for a, b in names.items():
+            key = key.replace(a, b)
+        official["module." + key] = value
+    torch.save(dict(state_dict=official, epoch=1), tmp_path / "crate.pth")
+    result = evaluate.main(["accuracy", f"--ckpt={tmp_path / 'crate.pth'}", "--data=shapes", f"--data_dir={cache}", "--device=cpu"])
+    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", f"--init_from={tmp_path / 'crate.pth'}"], "")
+    c.width = c.heads = c.layers = c.patch_size = None
+    model = train_vit.build_model(c, 10)
+    assert result["n"] == 100 and torch.equal(model.encoder.layers[0].sparsification.D, ours["encoder.layers.0.sparsification.D"])
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--heads=3"], "does not divide width"), (["--patch_size=5"], "does not divide image_size"), (["--arch=crate", "--step=2"], "step"),
+    (["--accumulate=3"], "accumulate"), (["--batch_size=500"], "batch size"), (["--data=cifar10"], "--source DIR"),
+    (["--init_from=nowhere.pt"], "nowhere.pt"), (["--size=tiny", "--init_from=x"], "exclude"), (["--size=huge"], "did you mean"),
+    (["--arch=crat"], "did you mean crate"), (["--lr=fast"], "a number"), (["--learning_rate=1"], "no flag"),
+])
+def test_mistakes_are_one_line(train, tmp_path, flags, says, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")                 # nothing answers there
+    if says == "did you mean":
+        says = "is not one of"
+    with pytest.raises((common.UserError, ConfigError, DataError)) as error:
+        train("a", *flags)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "a" / "ckpt.pt").exists()
+
+
+def test_resuming_another_model_is_refused(train, tmp_path):
+    train("a")
+    before = weights(tmp_path / "a")
+    with pytest.raises(common.UserError, match="width=16, the flags say 32"):
+        train("a", "--resume", "--width=32")
+    with pytest.raises(common.UserError, match="averages weights"):
+        train("a", "--resume", "--ema=0.9")
+    assert same(before, weights(tmp_path / "a"))
+
+
+def test_the_exit_status_of_a_mistake(script, cache, tmp_path):
+    evil, marker = tmp_path / "evil.pt", tmp_path / "ran"
+
+    class Runs:
+        def __reduce__(self):
+            return os.mkdir, (str(marker),)
+    torch.save(dict(format=common.FORMAT, model=Runs()), evil)
+    torn = tmp_path / "torn.pt"
+    torn.write_bytes(evil.read_bytes()[:200])
+    cases = [["shaped"], ["shapes", "--epoch=1"], ["shapes", f"--init_from={evil}"], ["shapes", f"--init_from={torn}"],
+             ["shapes", "--heads=7", f"--out_dir={tmp_path / 'o'}"]]
+    processes = [script("train_vit.py", *case, f"--data_dir={cache}") for case in cases]
+    for case, process in zip(cases, processes):
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 2 and err.count("\n") == 1 and err.startswith("train_vit.py: "), (case, err)
+    assert not marker.exists()
