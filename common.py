@@ -78,9 +78,11 @@ def cli(main):
 # Flags: one dataclass, one field a flag
 # ---------------------------------------------------------------------------------------------------------------------
 
-def option(default, help, choices=None, low=None, high=None, above=None):
-    """A field of a config with what --help says of it and the range it must lie in: low <= value <= high, value > above."""
-    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, above=above))
+def option(default, help, choices=None, low=None, high=None, above=None, displaces=()):
+    """A field of a config with what --help says of it and the range it must lie in: low <= value <= high, value > above.
+
+    Given on the command line, it displaces the preset's values of the fields named in `displaces`."""
+    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, above=above, displaces=displaces))
 
 
 @dataclass(kw_only=True)
@@ -96,7 +98,7 @@ class RunConfig:
     data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
     workers: int = option(8, "processes that read pictures too many for memory", low=0)
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = option(0, "steps between evaluations; 0: see the script", low=0)
+    eval_every: int = option(0, "steps between evaluations; 0: an epoch, 1000 steps of text", low=0)
     save_every: int = option(0, "steps between checkpoints; 0: at each evaluation", low=0)
 
 
@@ -150,7 +152,7 @@ def parse(config_class, presets, argv, doc, default=None):
     if preset not in presets:
         known = f"one of {', '.join(presets)}"
         raise UserError(f"say which preset: {known}" if preset is None else f"preset {preset!r} is not {known}{nearest(preset, presets)}")
-    values = dict(presets[preset])
+    given = {}
     while argv:
         word = argv.pop(0)
         if not word.startswith("--"):
@@ -165,7 +167,9 @@ def parse(config_class, presets, argv, doc, default=None):
                 text = argv.pop(0)
             else:
                 raise UserError(f"--{name} needs a value")
-        values[name] = _convert(text, hints[name], name)
+        given[name] = _convert(text, hints[name], name)
+    displaced = {other for name in given for other in fields[name].metadata["displaces"]}
+    values = {k: v for k, v in presets[preset].items() if k not in displaced} | given
     for name, value in values.items():
         _check_range(value, fields[name], name)
     return config_class(**values), preset
@@ -536,6 +540,10 @@ def load_resized(encoder, config, state, path):
     load_into(encoder, state, path, "encoder")
 
 
+# What the published image models were trained on, RGB in [0, 1]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
 def load_classifier(path, heads=None):
     """(model in evaluation mode, data_meta) of a classifier's checkpoint, ours or a published one (data_meta is then empty)."""
     content, sealed = read_torch(path)
@@ -735,7 +743,7 @@ class Run:
     def evaluated(self, better=max, key="acc", **values):
         """Records a validation; returns whether `key` is the best so far (by `better`). The time it took is not training time."""
         self.write(dict(step=self.step, split="val", **values))
-        self.say(f"step {self.step}: validation " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()))
+        self.say(f"step {self.step}: validation " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if not isinstance(v, str)))
         value = values[key]
         improved = math.isfinite(value) and (self.best is None or (better(value, self.best) == value and value != self.best))
         if improved:

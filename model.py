@@ -906,3 +906,185 @@ def fill_official(model, tensors, names):
     if left:
         raise ConfigError(f"{next(iter(left))} is in the official checkpoint, but has no place in this model")
     return model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text models
+# ---------------------------------------------------------------------------------------------------------------------
+
+# width, heads, layers. Causal CRATE: [B] Section 7.4; CRATE-alpha, ToST, AoT and the GPT-2 baselines: [B] Section 7.5, inferred
+# from the published parameter counts.
+_SMALL, _BASE, _MEDIUM, _LARGE = (512, 8, 12), (768, 12, 12), (1024, 16, 24), (1280, 20, 36)
+TEXT_SIZES = {arch: {"small": _SMALL, "base": _BASE} for arch in CRATE_FAMILY + ("crate-alpha", "transformer")} | {
+    "tost": {"base": _BASE, "medium": _MEDIUM, "large": _LARGE},
+    "aot": {"base": _MEDIUM, "medium": _LARGE}, "aot-mhsa": {"base": (896, 14, 24)}}
+
+
+@dataclass(kw_only=True)
+class TextConfig(BackboneConfig):
+    """A language model; None means: as nanoGPT and ToST's text code have it, without biases. [B] Sections 7.4, 7.5."""
+    context: int = 1024
+    vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
+    causal: bool = True             # False: every token sees all others (masked language modelling)
+    norm_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("context", "vocab_size"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 2:
+                raise ConfigError(f"{name}={getattr(self, name)!r} must be a whole number, 2 or more")
+        self.norm_eps = 1e-5 if self.norm_eps is None else self.norm_eps
+        self.qkv_bias, self.out_bias = bool(self.qkv_bias), bool(self.out_bias)
+        if self.layer_scale is None:
+            self.layer_scale = 1e-5 if self.arch == "tost" else 0.0
+
+
+def text_config(size, arch="crate", **overrides):
+    """The TextConfig of a named size, with any field overridden. [B] Sections 7.4, 7.5.
+
+    Raises ConfigError for an unknown size, arch or field."""
+    return named_config(TextConfig, TEXT_SIZES, size, arch, overrides)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of softmax(Z W^*) and its two gradients, a block of tokens at a time; see linear_cross_entropy."""
+
+    @staticmethod
+    def forward(ctx, Z, W, targets, block):
+        count = (targets >= 0).sum().clamp_min(1)
+        wanted = torch.is_grad_enabled() or Z.requires_grad or W.requires_grad
+        dZ = torch.empty_like(Z) if wanted else None
+        dW = torch.zeros(W.shape, dtype=torch.promote_types(W.dtype, torch.float32), device=W.device) if wanted else None
+        total = Z.new_zeros((), dtype=torch.promote_types(Z.dtype, torch.float32))
+        for start in range(0, len(Z), block):
+            z, y = Z[start:start + block], targets[start:start + block]
+            logits = (z @ W.mT).to(total.dtype)
+            valid, index = y >= 0, y.clamp_min(0)[:, None]
+            norm = logits.logsumexp(-1, keepdim=True)
+            total = total + ((norm - logits.gather(-1, index))[:, 0] * valid).sum()
+            if wanted:                                                   # d loss / d logits = (softmax - one-hot) / count
+                slope = (logits - norm).exp_().scatter_add_(-1, index, -torch.ones_like(norm))
+                slope = (slope * (valid / count)[:, None]).to(Z.dtype)
+                dZ[start:start + block] = slope @ W
+                dW += slope.mT @ z
+        ctx.save_for_backward(*(t for t in (dZ, dW) if t is not None))
+        return total / count
+
+    @staticmethod
+    def backward(ctx, grad):
+        dZ, dW = ctx.saved_tensors
+        return grad.to(dZ.dtype) * dZ, (grad * dW).to(dZ.dtype), None, None
+
+
+def linear_cross_entropy(Z, W, targets, block=4096):
+    """Mean over targets >= 0 of -log softmax(Z W^*)_target, [B] Eq. (7.4.1) and (7.4.9), for tokens Z (..., d) and the tied head W (V, d).
+
+    The logits of GPT-2's vocabulary outweigh everything else in memory. Since the loss is a scalar, its gradient is
+    known up to a factor in the forward pass already: logits live for `block` tokens at a time and are never kept."""
+    if torch.is_autocast_enabled(Z.device.type):
+        dtype = torch.get_autocast_dtype(Z.device.type)
+        Z, W = Z.to(dtype), W.to(dtype)
+    with torch.autocast(Z.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block)
+
+
+class LanguageModel(nn.Module):
+    """Token and position embeddings, layers, a last LN, and the head, which is the token embedding.  [B] Section 7.4.
+
+    model(ids) takes (B, n) and returns logits (B, n, V); model(ids, targets) returns the mean cross-entropy over targets >= 0."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.embed = nn.Embedding(c.vocab_size, c.width)
+        self.positions = nn.Parameter(torch.zeros(c.context, c.width))
+        rates = [c.drop_path * l / max(c.layers - 1, 1) for l in range(c.layers)]
+        self.layers = nn.ModuleList(Layer(c, causal=c.causal, context=c.context, drop_path=rate) for rate in rates)
+        self.norm = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.init_weights()
+
+    def init_weights(self):
+        """nanoGPT's: N(0, 0.02), and 0.02 / sqrt(2 L) for the maps that end a residual branch ([B] Section 7.4). D as in model.ISTA, ODL."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                last = name.endswith((".attention.W", ".sparsification.down"))
+                nn.init.normal_(module.weight, std=0.02 / (2 * self.config.layers) ** 0.5 if last else 0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.positions, std=0.02)
+
+    def tokens(self, ids, start=0):
+        """Z^1 of [B] Eq. (7.4.2): (B, n) -> (B, n, d), the first token at position `start`. Raises ConfigError past the context."""
+        n = ids.shape[1]
+        if start + n > self.config.context:
+            raise ConfigError(f"{start + n} tokens exceed the context of {self.config.context}")
+        Z = self.embed(ids) + self.positions[start:start + n]
+        return F.dropout(Z, self.config.dropout, self.training)
+
+    def forward(self, ids, targets=None, trace=None):
+        """(B, n) -> logits (B, n, V), or the loss if there are targets (B, n), -1 where none. `trace` receives LayerTraces."""
+        Z = self.norm(run_layers(self.layers, self.tokens(ids), trace))
+        return Z @ self.embed.weight.mT if targets is None else linear_cross_entropy(Z, self.embed.weight, targets)
+
+    def count(self):
+        """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 count them."""
+        return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
+
+    def train_flops(self):
+        """Floating-point operations of forward and backward per token at full context; see train_flops_per_token ([J] Eq. (44))."""
+        return train_flops_per_token(self.layers, self.config.context) + 6 * self.embed.weight.numel()
+
+    def advance(self, ids, state):
+        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `state`, a dict for each layer.
+
+        The first call takes any m, later ones one token each. What `state` keeps is one tensor a layer for MSSA, two for MHSA,
+        running sums for TSSA ([B] Section 7.5.2)."""
+        if not state:
+            state.extend(dict(room=self.config.context) for _ in self.layers)
+        Z = self.tokens(ids, state[0].get("n", 0))
+        for layer, past in zip(self.layers, state):
+            Z = layer(Z, past)
+        return self.norm(Z[:, -1]) @ self.embed.weight.mT
+
+    @torch.no_grad()
+    def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
+        """Yields n times the next tokens (B,) of the prompts `ids` (B, m), drawn from [B] Eq. (7.4.9); ends early when all rows met `stop`.
+
+        temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total probability. At the end of
+        the context the last half of it is read again and the rest forgotten. A row that met `stop` repeats it."""
+        state, half = [], self.config.context // 2
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        ids = new = ids if ids.shape[1] < self.config.context else ids[:, -half:]
+        for _ in range(n):
+            if state and state[0]["n"] == self.config.context:
+                state, new = [], ids[:, -half:]
+            chosen = choose(self.advance(new, state), temperature, top_k, top_p, generator)
+            if stop is not None:
+                chosen = torch.where(ended, stop, chosen)
+                ended |= chosen == stop
+            yield chosen
+            if stop is not None and ended.all():
+                return
+            new = chosen[:, None]
+            ids = torch.cat([ids[:, -self.config.context:], new], 1)
+
+    def generate(self, ids, n, **options):
+        """The prompts `ids` (B, m) with up to n tokens behind them; options as in `stream` ([B] Eq. (7.4.9))."""
+        return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
+
+
+def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+    """One token a row from logits (B, V), [B] Eq. (7.4.9): (B,). See LanguageModel.stream for the options."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+    probability = logits.softmax(-1)
+    if top_p is not None and top_p < 1:
+        ordered, order = probability.sort(-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)          # the likeliest token always stays
+        probability = torch.zeros_like(probability).scatter_(-1, order, ordered)
+    return torch.multinomial(probability, 1, generator=generator)[:, 0]

@@ -27,7 +27,7 @@ class Config(common.RunConfig):
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     # model: a named size of the arch, or width, heads and layers, or both
     arch: str | None = option(None, "the layer (model.py's table); auto is crate, or the checkpoint's", choices=tuple(ARCHS))
-    size: str | None = option(None, "tiny, small, base or large; sets width, heads and layers")
+    size: str | None = option(None, "tiny, small, base or large; sets width, heads and layers", displaces=("width", "heads", "head_dim", "layers"))
     width: int | None = option(None, "d", low=1)
     heads: int | None = option(None, "K", low=1)
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
@@ -40,7 +40,8 @@ class Config(common.RunConfig):
     step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
     dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
-    init_from: str | None = option(None, "a checkpoint whose encoder to start from, ours or a published one")
+    init_from: str | None = option(None, "a checkpoint whose encoder to start from, ours or a published one",
+                                   displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size", "stem", "pool"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("lion", "adamw"))
     lr: float = option(1e-3, "peak learning rate", above=0)

@@ -19,6 +19,7 @@ class Config(common.RunConfig):
     arch: str = option("crate", "word", choices=("crate", "tost"))
     limit: int | None = option(None, "maybe")
     flip: bool = option(False, "yes or no")
+    size: str | None = option(None, "instead of the preset's width", displaces=("width",))
 
 
 PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
@@ -45,6 +46,10 @@ def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv)
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_flag_displaces_what_the_preset_says_of_the_same():
+    assert parse("large", "--size=big")[0].width == 8 and parse("large", "--size=big", "--width=5")[0].width == 5
 
 
 def test_help_names_every_flag(capsys):

@@ -122,8 +122,7 @@ def test_evaluate_agrees_with_the_run(train, tmp_path, cache, capsys):
 
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path, cache):
     train("a")
-    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16",
-                                                              "--heads=2", "--layers=2", "--patch_size=8"], "")
+    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16"], "")
     ours, theirs = train_vit.build_model(c, 5), weights(tmp_path / "a")
     for name, value in ours.encoder.state_dict().items():
         if name != "positions":
@@ -152,7 +151,6 @@ def test_published_checkpoints_are_read_everywhere(tmp_path, cache):
     torch.save(dict(state_dict=official, epoch=1), tmp_path / "crate.pth")
     result = evaluate.main(["accuracy", f"--ckpt={tmp_path / 'crate.pth'}", "--data=shapes", f"--data_dir={cache}", "--device=cpu"])
     c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", f"--init_from={tmp_path / 'crate.pth'}"], "")
-    c.width = c.heads = c.layers = c.patch_size = None
     model = train_vit.build_model(c, 10)
     assert result["n"] == 100 and torch.equal(model.encoder.layers[0].sparsification.D, ours["encoder.layers.0.sparsification.D"])
 
