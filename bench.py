@@ -1,60 +1,172 @@
 """
-Speed, side by side: our fast path, the literal form it replaces, and the obvious alternatives.
+Speed and memory, side by side: our fast path, the literal form it replaces, and the obvious alternatives.
 
-    python bench.py vit          whole training steps (forward, backward): CRATE-Tiny at 224 px, the cifar10 preset
+    python bench.py vit          training steps of image models: CRATE-Tiny at 224 px, the cifar10 preset
+    python bench.py gpt          whole training steps of language models: the pydoc preset, on CUDA CRATE-Base
     python bench.py ista         the sparsification operator alone
     python bench.py attention    the compression operator alone
+    python bench.py head         the cross-entropy behind GPT-2's vocabulary: time and memory
+    python bench.py length       TSSA, MSSA, MHSA: time against sequence length, and its exponent
+    python bench.py generate     what the cache of each arch holds, and the time of a new token after a prefix
+    python bench.py longrange    ToST, CRATE, transformer at equal parameters on sequences of 1,024 pixels or on ListOps
 
-All variants of a row run in one process, in turn, so that what disturbs one disturbs all; the median is reported, with its
-ratio to the literal form, the FLOP/s that the mathematics needs, and their share of what a large matmul reaches here.
+All variants of a row run in one process, in turn, so that what disturbs one disturbs all; times are medians. The first
+five tables add the ratio to the literal form; the FLOP/s that the mathematics needs, and their share of what a large
+matmul reaches here; the bytes/s that the operators read and write, and their share of what a large copy reaches here
+(of compiled code a lower bound: matmuls, attention and optimizer alone); and the peak memory.
 """
 import copy
+import ctypes
+import functools
 import json
+import math
+import re
 import statistics
 import time
-import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import common
 from common import option
-from model import ISTA, MSSA, ImageClassifier, ImageConfig, image_config, train_flops_per_token
+from data import images, text
+from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel, TextConfig, image_config,
+                   linear_cross_entropy, run_layers, train_flops_per_token)
 
 
 @dataclass(kw_only=True)
-class Bench:
-    """One table. The first column of times is the median over --repeats turns."""
-    repeats: int = option(9, "turns of every variant", low=1)
+class Table:
+    """What every table has."""
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast", choices=("auto", "float32", "bfloat16"))
-    compile: bool = option(False, "add a row for the compiled model")
+    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda, float32 elsewhere",
+                        choices=("auto", "float32", "bfloat16"))
     json: str | None = option(None, "also write the table to this file")
 
 
-def released_mssa(self, Z, state=None):
+@dataclass(kw_only=True)
+class Bench(Table):
+    """One table. Times are the median over --repeats turns."""
+    repeats: int = option(9, "turns of every variant", low=1)
+    compile: bool | None = option(None, "add rows for the compiled form; auto is cuda only")
+
+
+@dataclass(kw_only=True)
+class Gpt(Bench):
+    """Training steps of a language model and of the transformer of its width. auto: the sizes for cuda / elsewhere."""
+    arch: str = option("crate", "the layer (model.py's table)",
+                       choices=tuple(arch for arch in ARCHS if ARCHS[arch].output in ("learned", None)))
+    width: int | None = option(None, "d; auto is 768 / 256; heads have 64 of it each", low=1)
+    layers: int | None = option(None, "L; auto is 12 / 4", low=1)
+    context: int | None = option(None, "tokens a sequence; auto is 1024 / 128", low=2)
+    batch_size: int | None = option(None, "sequences a step; auto is 16 / 32", low=1)
+    vocab_size: int | None = option(None, "tokens there are; auto is 50304 / 96, printable ASCII and one", low=2)
+
+
+@dataclass(kw_only=True)
+class Head(Bench):
+    """The cross-entropy of a language model's tied head, forward and backward."""
+    repeats: int = option(5, "turns of every variant", low=1)
+    width: int | None = option(None, "d; auto is 768 on cuda, 256 elsewhere", low=1)
+    tokens: int | None = option(None, "tokens of the batch; auto is 16,384 on cuda, 4,096 elsewhere", low=1)
+    vocab_size: int = option(50304, "tokens there are", low=2)
+
+
+@dataclass(kw_only=True)
+class Length(Table):
+    """Forward and backward of the attention operators against the number of tokens; exponents over the longer half."""
+    repeats: int = option(3, "turns of every variant", low=1)
+    lengths: str = option("1024,2048,4096,8192,16384", "numbers of tokens")
+    width: int = option(256, "d", low=1)
+    heads: int = option(4, "K", low=1)
+    batch_size: int | None = option(None, "sequences; auto is 16 on cuda, so that it has work, 1 elsewhere", low=1)
+
+
+@dataclass(kw_only=True)
+class Generate(Table):
+    """One new token behind a prefix, with the cache and by reading everything again."""
+    repeats: int = option(9, "turns of every variant", low=1)
+    prefixes: str = option("128,256,512,1024,2048,4096", "numbers of tokens that came before")
+    width: int = option(256, "d; heads have 64 of it each", low=1)
+    layers: int = option(4, "L", low=1)
+    vocab_size: int = option(512, "tokens there are: few, so that the head does not hide the layers", low=2)
+    batch_size: int = option(1, "sequences", low=1)
+
+
+@dataclass(kw_only=True)
+class LongRange(Table):
+    """[B] Table 7.10 without downloads: long sequences, classified at equal parameters (same depth, within 3 %)."""
+    task: str = option("pixels", "CIFAR-10 as 1,024 grey values, or generated ListOps", choices=("pixels", "listops"))
+    width: int = option(128, "d of crate, of which the other widths follow; heads have about 32 of it each", low=8)
+    layers: int = option(4, "L", low=1)
+    length: int = option(512, "longest ListOps expression, in tokens; the shortest are half as long", low=8)
+    examples: int | None = option(None, "to train on; auto is all 50,000 pictures, or 10,000 expressions", low=1)
+    held_out: int = option(2000, "to measure accuracy on", low=1)
+    steps: int = option(500, "optimizer steps; the first two are not timed", low=3)
+    batch_size: int = option(16, "sequences a step", low=1)
+    lr: float = option(1e-3, "AdamW's, reached after a tenth of the steps; then half a cosine to 0", above=0)
+    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
+    seed: int = option(0, "the same seed gives the same run", low=0)
+    compile: bool | None = option(None, "torch.compile the models; auto is cuda only")
+    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The literal form: what the released code computes, with the same parameters
+# ---------------------------------------------------------------------------------------------------------------------
+
+class ReleasedMSSA(MSSA):
     """MSSA as the released code has it: one projection, an explicit softmax, two matmuls ([J] Eq. (37))."""
-    w = self.project(Z)
-    weights = (w @ w.mT * self.scale).softmax(-1)
-    return self.W((weights @ w).transpose(1, 2).flatten(-2))
+
+    def forward(self, Z, state=None):
+        """(B, n, d) -> (B, n, d)."""
+        w = self.project(Z)
+        gram = w @ w.mT * self.scale
+        if self.causal:
+            gram = gram.masked_fill(torch.ones(gram.shape[-2:], dtype=torch.bool, device=Z.device).triu(1), -math.inf)
+        return self.W((gram.softmax(-1) @ w).transpose(1, 2).flatten(-2))
 
 
-def released_ista(self, Z):
+class ReleasedISTA(ISTA):
     """ISTA as the released code has it: three matmuls over the tokens ([J] Eq. (44))."""
-    reconstruction = F.linear(Z, self.D)
-    ascent = F.linear(reconstruction, self.D.mT)
-    descent = F.linear(Z, self.D.mT)
-    return F.relu(Z + self.eta * (descent - ascent) - self.eta * self.lambd)
+
+    def forward(self, Z):
+        """(B, n, d) -> (B, n, d)."""
+        reconstruction = F.linear(Z, self.D)
+        ascent = F.linear(reconstruction, self.D.mT)
+        descent = F.linear(Z, self.D.mT)
+        return F.relu(Z + self.eta * (descent - ascent) - self.eta * self.lambd)
+
+
+class ReleasedLanguageModel(LanguageModel):
+    """A language model that forms all its logits before it takes their cross-entropy, as nanoGPT does."""
+
+    def forward(self, ids, targets=None):
+        """As LanguageModel.forward."""
+        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+        return Z @ self.embed.weight.mT if targets is None else cross_entropy_at_once(Z, self.embed.weight, targets)
+
+
+def cross_entropy_at_once(Z, W, targets):
+    """What linear_cross_entropy computes, from all logits together ([B] Eq. (7.4.9))."""
+    return F.cross_entropy((Z @ W.mT).flatten(0, -2), targets.flatten(), ignore_index=-1)
+
+
+RELEASED = {MSSA: ReleasedMSSA, ISTA: ReleasedISTA, LanguageModel: ReleasedLanguageModel}
 
 
 def literal(model):
-    """A copy of the model whose MSSA and ISTA compute as the released code does. Same parameters, same function."""
+    """A copy of the model whose MSSA, ISTA and text head compute as the released code does: the same function."""
     model = copy.deepcopy(model)
     for module in model.modules():
-        if isinstance(module, (MSSA, ISTA)):
-            module.forward = types.MethodType(released_mssa if isinstance(module, MSSA) else released_ista, module)
+        module.__class__ = RELEASED.get(type(module), type(module))
     return model
 
 
@@ -66,12 +178,17 @@ class TorchEncoder(nn.Module):
         self.model = ImageClassifier(config)
         c = config
         self.model.encoder.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(c.width, c.heads, 4 * c.width, 0.0, "gelu", batch_first=True, norm_first=True) for _ in range(c.layers))
+            nn.TransformerEncoderLayer(c.width, c.heads, 4 * c.width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(c.layers))
 
     def forward(self, x):
         """Logits of a batch of pictures."""
         return self.model(x)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Measuring: seconds, FLOP/s, bytes/s, memory
+# ---------------------------------------------------------------------------------------------------------------------
 
 def synchronize(device):
     """Waits until the device has done what was asked of it."""
@@ -80,7 +197,7 @@ def synchronize(device):
 
 
 def alternate(variants, device, repeats):
-    """Seconds of each variant (a function), the median of `repeats` turns through all of them after one unmeasured turn."""
+    """Seconds of each variant (a function): the median of `repeats` turns through them all, after an unmeasured one."""
     seconds = {name: [] for name in variants}
     for turn in range(repeats + 1):
         for name, function in variants.items():
@@ -94,12 +211,145 @@ def alternate(variants, device, repeats):
 
 
 def matmul_peak(device, dtype, n=None):
-    """FLOP/s of a large square matmul here, best of five: the ceiling for everything below."""
+    """FLOP/s of a large square matmul here, best of five: the ceiling of everything that computes."""
     n = n or (8192 if device.type == "cuda" else 2048)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     best = min(alternate({"matmul": lambda: a @ b}, device, 1)["matmul"] for _ in range(5))
     return 2 * n ** 3 / best
 
+
+def copy_peak(device, n=None):
+    """Bytes/s, read and written, of a large copy here, best of five: the ceiling of everything that moves data."""
+    n = n or (2 ** 28 if device.type == "cuda" else 2 ** 25)
+    a, b = (torch.zeros(n, device=device) for _ in range(2))
+    best = min(alternate({"copy": lambda: a.copy_(b)}, device, 1)["copy"] for _ in range(5))
+    return 8 * n / best
+
+
+class Traffic(TorchDispatchMode):
+    """Inside it: `bytes` that all operators read and write, each for itself, and `unfusable` of them.
+
+    Unfusable are matmuls, attention and the optimizer; what else there is, a compiler may melt into fewer passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.unfusable = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        read, written, schema = tensors((args, kwargs)), tensors(out), func._schema
+        if schema.is_mutable:       # what is written is among the arguments; operators on lists return nothing
+            written = tensors([value for spec, value in zip(schema.arguments, args)
+                               if spec.alias_info is not None and spec.alias_info.is_write])
+        elif "empty" in schema.name or memory_of(written) <= memory_of(read):
+            return out              # nothing moves: memory that is only set aside, or a view
+        moved = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in read + written)
+        self.bytes += moved
+        self.unfusable += moved * any(word in schema.name for word in ("mm", "scaled_dot_product", "_fused_"))
+        return out
+
+
+def memory_of(tensors):
+    """The addresses of the tensors' memory, as a set: views share theirs."""
+    return {t.untyped_storage().data_ptr() for t in tensors}
+
+
+def tensors(tree):
+    """The tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def peak_memory(function, device):
+    """Bytes by which a call raises the memory in use at its peak: allocated (CUDA), resident (Linux); else None."""
+    if device.type == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+    if device.type != "cpu" or not reset.exists():
+        return None
+
+    def resident(key):
+        return 1024 * int(re.search(rf"{key}:\s*(\d+)", status.read_text())[1])
+    try:
+        ctypes.CDLL(None).malloc_trim(0)        # what earlier calls freed would serve this one unseen
+        reset.write_text("5")                   # sets VmHWM, the peak, back to what is resident now
+    except (OSError, AttributeError):
+        return None
+    before = resident("VmRSS")
+    function()
+    return resident("VmHWM") - before
+
+
+def held_memory(model, optimizer=None):
+    """Bytes of parameters, buffers and optimizer state, which stay between steps."""
+    states = optimizer.state.values() if optimizer is not None else ()
+    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers(), *tensors([*states])])
+
+
+class Variant(NamedTuple):
+    """One line of a table: what to call, and what one call needs."""
+    run: Callable
+    flops: float                    # by the mathematics
+    items: int = 0                  # images or tokens
+    held: Callable = lambda: 0      # bytes that stay between calls
+    eager: Callable | None = None   # the same function where `run` is compiled
+    fields: dict = {}               # what else the line should say
+
+
+class Ceilings(NamedTuple):
+    """What this machine reaches at best."""
+    flops: float                    # a second, by a matmul
+    bytes: float                    # a second, by a copy
+
+
+def row(title, variants, processes, c, peak, unit):
+    """Times the variants, counts their bytes and memory, prints their lines, and returns them."""
+    device, memory, traffic = processes.device, {}, {}
+    for name, v in variants.items():
+        v.run()                     # compiles, warms up, and makes the optimizer's state
+        used = peak_memory(v.run, device)
+        memory[name] = None if used is None else used + v.held()
+        with Traffic() as count:
+            (v.eager or v.run)()
+        traffic[name] = count.unfusable if v.eager else count.bytes
+    times = alternate({name: v.run for name, v in variants.items()}, device, c.repeats)
+    base = next((t for name, t in times.items() if "literal" in name), None)
+    known, lines = common.peak_flops(device), []                         # the data sheet's, as in the training scripts
+    for name, v in variants.items():
+        seconds, rate, moved = times[name], v.flops / times[name], traffic[name] / times[name]
+        line = dict(row=title, variant=name, ms=1e3 * seconds, ratio=seconds / base if base else None,
+                    gflops_per_s=rate / 1e9, of_matmul=rate / peak.flops, mfu=known and rate / known,
+                    gb_per_s=moved / 1e9, of_copy=moved / peak.bytes, peak_mb=megabytes(memory[name]))
+        lines.append(line | {f"{unit}_per_s": v.items / seconds} | v.fields)
+        print(f"{title:34} {name:26} {line['ms']:10.2f} ms", f"{line['ratio']:6.2f}" if base else " " * 6,
+              f"{line['gflops_per_s']:10.1f} GFLOP/s {line['of_matmul']:6.1%}",
+              f"{'>' if v.eager else ' '}{line['gb_per_s']:8.1f} GB/s {line['of_copy']:6.1%}",
+              f"{shown(line['peak_mb'])} MB {v.items / seconds:12,.0f} {unit}/s", flush=True)
+    return lines
+
+
+def megabytes(count):
+    """Bytes in MB; None stays None."""
+    return None if count is None else count / 1e6
+
+
+def shown(number):
+    """A number of a table, or a dash where there is none."""
+    return f"{'-':>9}" if number is None else f"{number:9,.0f}"
+
+
+def free_gradients(model):
+    """Drops the gradients, so that each step makes its own."""
+    for p in model.parameters():
+        p.grad = None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The tables
+# ---------------------------------------------------------------------------------------------------------------------
 
 def training_step(model, x, y, processes, dtype):
     """Forward, loss and backward of one batch, as a function without arguments."""
@@ -107,48 +357,70 @@ def training_step(model, x, y, processes, dtype):
         with processes.autocast(dtype):
             loss = F.cross_entropy(model(x), y)
         loss.backward()
-        for p in model.parameters():
-            p.grad = None
+        free_gradients(model)
     return step
 
 
-def row(title, variants, flops, processes, c, peak):
-    """Times the variants, prints their lines, and returns them. `flops` is what the mathematics of each needs."""
-    if processes.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = alternate(variants, processes.device, c.repeats)
-    base = next((t for name, t in times.items() if "literal" in name), None)
-    lines = []
-    for name, seconds in times.items():
-        rate = flops[name] / seconds
-        lines.append(dict(row=title, variant=name, ms=1e3 * seconds, ratio=seconds / base if base else None, gflops_per_s=rate / 1e9, of_matmul=rate / peak))
-        ratio = f"{seconds / base:6.2f}" if base else "      "
-        print(f"{title:34} {name:26} {1e3 * seconds:10.2f} ms {ratio} {rate / 1e9:10.1f} GFLOP/s {rate / peak:6.1%}", flush=True)
-    return lines
-
-
 def bench_vit(c, processes, peak):
-    """Training steps of the fast path, the literal form, a ViT of equal parameters, and PyTorch's own layer at equal width."""
+    """Training steps: fast, literal, a ViT of equal parameters, and PyTorch's own layer at equal width."""
     device, lines = processes.device, []
-    settings = [("CRATE-Tiny, 224 px, batch 16", image_config("tiny"), 16),
-                ("cifar10 preset, 32 px, batch 64", ImageConfig(width=384, heads=6, layers=12, image_size=32, patch_size=4, classes=10), 64)]
-    for title, config, batch in settings:
+    for title, config, batch in PICTURES:
         x = torch.randn(batch, 3, config.image_size, config.image_size, device=device)
         y = torch.randint(config.classes, (batch,), device=device)
-        equal = ImageConfig(**{**vars(config), "arch": "transformer", "width": config.width // 2, "heads": config.heads // 2, "head_dim": None,
-                               **dict.fromkeys(("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"))})
+        as_usual = dict.fromkeys(("head_dim", "stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"))
+        equal = ImageConfig(**{**vars(config), **as_usual, "arch": "transformer", "width": config.width // 2,
+                               "heads": config.heads // 2})
         wide = ImageConfig(**{**vars(equal), "width": config.width, "heads": config.heads, "head_dim": None})
-        fast = ImageClassifier(config).to(device)
-        models = {"fast": fast, "literal (released code)": literal(fast), "transformer, equal params": ImageClassifier(equal).to(device),
-                  "torch layer, equal width": TorchEncoder(wide).to(device)}
-        need = {name: batch * fast.train_flops() for name in ("fast", "literal (released code)", "fast, compiled")}
-        need["transformer, equal params"] = batch * models["transformer, equal params"].train_flops()
-        need["torch layer, equal width"] = batch * ImageClassifier(wide).train_flops()
-        if c.compile:
-            models["fast, compiled"] = torch.compile(copy.deepcopy(fast))
-        steps = {name: training_step(model, x, y, processes, c.dtype) for name, model in models.items()}
-        lines += row(title, steps, need, processes, c, peak)
+        fast, small = ImageClassifier(config).to(device), ImageClassifier(equal).to(device)
+        models = {"fast": (fast, fast), "literal (released code)": (literal(fast), fast),
+                  "transformer, equal params": (small, small),
+                  "torch layer, equal width": (TorchEncoder(wide).to(device), ImageClassifier(wide))}
+        variants = {}
+        for name, (model, counted) in models.items():
+            step = training_step(model, x, y, processes, c.dtype)
+            variants[name] = Variant(step, batch * counted.train_flops(), batch, functools.partial(held_memory, model),
+                                     fields=dict(parameters=common.count(model)))
+        if common.wants_compile(c, device):
+            step = training_step(torch.compile(fast), x, y, processes, c.dtype)
+            variants["fast, compiled"] = variants["fast"]._replace(run=step, eager=variants["fast"].run)
+        lines += row(title, variants, processes, c, peak, "images")
     return lines
+
+
+def bench_gpt(c, processes, peak):
+    """Whole training steps (forward, backward, clipping, AdamW): fast, literal, and the transformer of equal width."""
+    device, cuda = processes.device, processes.device.type == "cuda"
+    width, layers = c.width or (768 if cuda else 256), c.layers or (12 if cuda else 4)
+    context, batch = c.context or (1024 if cuda else 128), c.batch_size or (16 if cuda else 32)
+    vocab = c.vocab_size or (50304 if cuda else 96)
+    x, y = torch.randint(vocab, (2, batch, context), device=device)
+
+    def build(arch):
+        config = TextConfig(arch=arch, width=width, heads=max(1, width // 64), layers=layers, context=context,
+                            vocab_size=vocab)
+        return LanguageModel(config).to(device)
+
+    def whole_step(model, optimizer):
+        def step():
+            with processes.autocast(c.dtype):
+                loss = model(x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return step
+    fast = build(c.arch)
+    models, variants = {f"{c.arch}, fast": fast, f"{c.arch}, literal": literal(fast)}, {}
+    if c.arch != "transformer":
+        models["transformer"] = build("transformer")
+    for name, model in models.items():
+        optimizer = common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
+        held = functools.partial(held_memory, model, optimizer)
+        v = variants[name] = Variant(whole_step(model, optimizer), x.numel() * model.train_flops(), x.numel(), held,
+                                     fields=dict(parameters=model.count()))
+        if common.wants_compile(c, device):
+            variants[f"{name}, compiled"] = v._replace(run=whole_step(torch.compile(model), optimizer), eager=v.run)
+    return row(f"{batch} x {context} x {width}, {layers} layers", variants, processes, c, peak, "tokens")
 
 
 def operator_steps(modules, Z, g, processes, dtype):
@@ -159,44 +431,340 @@ def operator_steps(modules, Z, g, processes, dtype):
                 out = module(Z)
             out.backward(g.to(out.dtype))
             Z.grad = None
-            for p in module.parameters():
-                p.grad = None
+            free_gradients(module)
         return run
     return {name: step(module) for name, module in modules.items()}
 
 
-def bench_operator(c, processes, peak, make, shapes):
+def bench_operator(c, processes, peak, make):
     """Fast against literal for one operator at the shapes of CRATE-Tiny (224 px), CRATE-Base and the cifar10 preset."""
     lines = []
-    for title, B, n, d, K in shapes:
+    for title, B, n, d, K in SHAPES:
         module = make(d, K).to(processes.device)
         Z = torch.randn(B, n, d, device=processes.device, requires_grad=True)
         models = {"fast": module, "literal (released code)": literal(module)}
-        layer = types.SimpleNamespace(parameters=module.parameters, attention=module, sparsification=None)
-        per_token = 6 * sum(p.numel() for p in module.parameters() if p.ndim == 2) if isinstance(module, ISTA) else train_flops_per_token([layer], n)
-        lines += row(title, operator_steps(models, Z, torch.randn_like(Z), processes, c.dtype), dict.fromkeys(models, B * n * per_token), processes, c, peak)
+        compiled = common.wants_compile(c, processes.device)
+        if compiled:
+            models["fast, compiled"] = torch.compile(module)
+        per_token = 6 * sum(p.numel() for p in module.parameters() if p.ndim == 2)
+        if isinstance(module, MSSA):
+            layer = nn.Module()
+            layer.attention, layer.sparsification = module, None
+            per_token = train_flops_per_token([layer], n)
+        steps = operator_steps(models, Z, torch.randn_like(Z), processes, c.dtype)
+        variants = {name: Variant(step, B * n * per_token, B * n) for name, step in steps.items()}
+        if compiled:
+            variants["fast, compiled"] = variants["fast, compiled"]._replace(eager=steps["fast"])
+        lines += row(title, variants, processes, c, peak, "tokens")
     return lines
 
 
-SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6), ("16 x 197 x 768, 12 heads", 16, 197, 768, 12), ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
+def bench_head(c, processes, peak):
+    """linear_cross_entropy, in blocks of two sizes, against the cross-entropy of all logits at once."""
+    device, cuda = processes.device, processes.device.type == "cuda"
+    d, n, V = c.width or (768 if cuda else 256), c.tokens or (16_384 if cuda else 4096), c.vocab_size
+    Z, W = (torch.randn(m, d, device=device).mul_(scale).requires_grad_() for m, scale in ((n, 1.0), (V, 0.02)))
+    y = torch.randint(V, (n,), device=device)
+
+    def step(loss_of):
+        def run():
+            with processes.autocast(c.dtype):
+                loss = loss_of(Z, W, y)
+            loss.backward()
+            Z.grad = W.grad = None
+        return run
+    ways = {"fast": linear_cross_entropy, "fast, blocks of 1024": functools.partial(linear_cross_entropy, block=1024),
+            "literal": cross_entropy_at_once}
+    variants = {name: Variant(step(loss_of), 6 * n * V * d, n) for name, loss_of in ways.items()}
+    if common.wants_compile(c, device):
+        v = variants["literal"]
+        variants["literal, compiled"] = v._replace(run=step(torch.compile(cross_entropy_at_once)), eager=v.run)
+    return row(f"{n} x {d}, vocabulary {V}", variants, processes, c, peak, "tokens")
+
+
+def whole_numbers(text, flag):
+    """"128,256" as [128, 256], rising. Raises UserError."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        raise common.UserError(f"--{flag}={text}: expected whole numbers with commas between them, as in 128,256,512")
+    return sorted({int(word) for word in words})
+
+
+def fitted_exponent(lengths, seconds):
+    """The least-squares slope of log seconds over log length, for the longer half (two at least; None of one)."""
+    longer = max(0, min(len(lengths) // 2, len(lengths) - 2))
+    x, y = np.log(lengths[longer:]), np.log(seconds[longer:])
+    return float(np.polyfit(x, y, 1)[0]) if len(x) > 1 else None
+
+
+def bench_length(c, processes, peak):
+    """Time of TSSA, MSSA and MHSA, each with and without a causal mask, against the number of tokens."""
+    device, lengths = processes.device, whole_numbers(c.lengths, "lengths")
+    batch = c.batch_size or (16 if device.type == "cuda" else 1)
+    operators = {}
+    for causal, suffix in ((False, ""), (True, ", causal")):
+        operators |= {f"TSSA{suffix}": TSSA(c.width, c.heads, causal=causal, context=lengths[-1]),
+                      f"MSSA{suffix}": MSSA(c.width, c.heads, causal=causal),
+                      f"MHSA{suffix}": MHSA(c.width, c.heads, causal=causal)}
+    operators = {name: module.to(device) for name, module in operators.items()}
+    times = {name: [] for name in operators}
+    for n in lengths:
+        Z = torch.randn(batch, n, c.width, device=device, requires_grad=True)
+        steps = operator_steps(operators, Z, torch.randn_like(Z), processes, c.dtype)
+        for name, seconds in alternate(steps, device, c.repeats).items():
+            times[name].append(seconds)
+    title = f"{batch} x n x {c.width}, {c.heads} heads; ms"
+    print(f"{title:34}" + "".join(f"{n:11,}" for n in lengths) + "   exponent")
+    lines = []
+    for name, seconds in times.items():
+        exponent = fitted_exponent(lengths, seconds)
+        lines.append(dict(row=title, variant=name, lengths=lengths, ms=[1e3 * s for s in seconds], exponent=exponent))
+        print(f"{name:34}" + "".join(f"{1e3 * s:11.2f}" for s in seconds),
+              f"{exponent:9.2f}" if exponent is not None else "", flush=True)
+    return lines
+
+
+def cache_bytes(state):
+    """Bytes of what generation has kept for the tokens it has read; of a buffer with room for more, the part in use."""
+    return sum(t[:, :, :layer["n"]].numel() * t.element_size() for layer in state for t in tensors(layer))
+
+
+TIMED = ("crate", "tost", "transformer")
+
+
+@torch.no_grad()
+def bench_generate(c, processes, peak):
+    """Every arch's cache, in bytes a token and a sequence; for three, the time of one more token, cached or not."""
+    device, prefixes = processes.device, whole_numbers(c.prefixes, "prefixes")
+    ids = torch.randint(c.vocab_size, (c.batch_size, prefixes[-1] + 1), device=device)
+    models, lines = {}, {}
+    title = f"{c.layers} layers, width {c.width}"
+    for arch in ARCHS:
+        config = TextConfig(arch=arch, width=c.width, heads=max(1, c.width // 64), layers=c.layers,
+                            context=prefixes[-1] + 1, vocab_size=c.vocab_size)
+        model, state, sizes = LanguageModel(config).to(device).eval(), [], []
+        with processes.autocast(c.dtype):
+            for new in ids[:, :prefixes[0]], ids[:, :1]:
+                model.advance(new, state)
+                sizes.append(cache_bytes(state) / c.batch_size)
+        growth = sizes[1] - sizes[0]
+        constant = sizes[0] - growth * prefixes[0]
+        lines[arch] = dict(row=title, variant=arch, bytes_per_token=growth, bytes_constant=constant)
+        if arch in TIMED:
+            models[arch] = model
+            lines[arch] |= dict(prefixes=prefixes, cached_ms=[], uncached_ms=[])
+
+    def one_more(model, new, state):
+        with processes.autocast(c.dtype):
+            model.advance(new, [dict(layer) for layer in state])         # copies of the dicts: the same token each time
+    for n in prefixes:
+        variants = {}
+        for arch, model in models.items():
+            state = []
+            with processes.autocast(c.dtype):
+                model.advance(ids[:, :n], state)
+            variants[arch, "cached_ms"] = functools.partial(one_more, model, ids[:, n:n + 1], state)
+            variants[arch, "uncached_ms"] = functools.partial(one_more, model, ids[:, :n + 1], [])
+        for (arch, kind), seconds in alternate(variants, device, c.repeats).items():
+            lines[arch][kind].append(1e3 * seconds)
+
+    print(f"cache, {title:26} {'bytes a token':>14} {'and constant':>14}")
+    for arch, line in lines.items():
+        print(f"{arch:33} {line['bytes_per_token']:14,.0f} {line['bytes_constant']:14,.0f}")
+    print(f"{'ms of one more token, behind':34}" + "".join(f"{n:10,}" for n in prefixes))
+    for arch in models:
+        for kind in ("cached", "uncached"):
+            print(f"{arch + ', ' + kind:34}" + "".join(f"{ms:10.2f}" for ms in lines[arch][f"{kind}_ms"]))
+    return list(lines.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Long range
+# ---------------------------------------------------------------------------------------------------------------------
+
+class SequenceClassifier(nn.Module):
+    """The backbone of a bidirectional language model, the mean of its tokens, and a linear head.
+
+    model(ids) takes (B, n) and returns logits (B, classes). To the layers of every arch padding is a token like any
+    other; in the mean it does not count."""
+
+    def __init__(self, config, classes, pad=None):
+        super().__init__()
+        self.backbone, self.pad = LanguageModel(config), pad
+        self.head = nn.Linear(config.width, classes)
+
+    def forward(self, ids):
+        """(B, n) -> (B, classes)."""
+        model = self.backbone
+        Z = model.norm(run_layers(model.layers, model.tokens(ids)))
+        if self.pad is None:
+            return self.head(Z.mean(1))
+        counts = (ids != self.pad)[..., None]
+        return self.head((Z * counts).sum(1) / counts.sum(1))
+
+
+def non_embedding(model):
+    """Parameters of a LanguageModel but for the embedding of tokens and positions."""
+    return sum(p.numel() for name, p in model.named_parameters() if name not in ("embed.weight", "positions"))
+
+
+def equal_config(arch, width, head_dim=32, **fields):
+    """The bidirectional TextConfig of `arch` with as many parameters, embeddings not counted, as crate of this width.
+
+    Heads have about `head_dim` features each. Same depth; the count agrees within 3 % from width 64 on."""
+    def config(arch, width):
+        heads = max(1, round(width / head_dim))
+        return TextConfig(arch=arch, width=width, heads=heads, head_dim=round(width / heads), causal=False, **fields)
+
+    def count(config):
+        with torch.device("meta"):
+            return non_embedding(LanguageModel(config))
+    target = count(config("crate", width))
+    guess = round(width * (target / count(config(arch, width))) ** 0.5)      # counts grow with the width's square
+    near = (config(arch, w) for w in range(max(1, guess - 4), guess + 5))
+    return min(near, key=lambda found: abs(count(found) - target))
+
+
+class Sequences(NamedTuple):
+    """A task: token ids (N, n), labels (N,), and those held out."""
+    x: torch.Tensor
+    y: torch.Tensor
+    x_test: torch.Tensor
+    y_test: torch.Tensor
+    vocab_size: int
+    classes: int
+    pad: int | None
+
+
+def sequences(c):
+    """The Sequences of --task."""
+    if c.task == "listops":
+        x, y = text.listops(c.examples or 10_000, common.derive_seed(c.seed, "train"), c.length)
+        x_test, y_test = text.listops(c.held_out, common.derive_seed(c.seed, "test"), c.length)
+        longest = int((torch.cat([x, x_test]) != 0).any(0).sum())        # rarely all of --length
+        return Sequences(x[:, :longest].byte(), y, x_test[:, :longest].byte(), y_test, len(text.LISTOPS_VOCAB), 10, 0)
+    data = images.load("cifar10", c.data_dir)
+
+    def grey(pictures):             # in parts, since text.grey_pixels counts in int64
+        parts = np.array_split(pictures, len(pictures) // 1000 + 1)
+        return torch.from_numpy(np.concatenate([text.grey_pixels(part).astype(np.uint8) for part in parts]))
+    n, m = c.examples or len(data.train_labels), c.held_out
+    y, y_test = torch.from_numpy(data.train_labels[:n]), torch.from_numpy(data.val_labels[:m])
+    return Sequences(grey(data.train_images[:n]), y, grey(data.val_images[:m]), y_test, 256, len(data.classes), None)
+
+
+@torch.no_grad()
+def accuracy(model, x, y, batch_size, processes, dtype):
+    """The share of sequences x (N, n) that the model puts in their class y (N,), each counted once."""
+    right = 0
+    for start in range(0, len(x), batch_size):
+        rows = torch.arange(start, start + batch_size) % len(x)          # one shape; what wraps round is not counted
+        with processes.autocast(dtype):
+            chosen = model(x[rows].long().to(processes.device)).argmax(-1)
+        right += (chosen.cpu() == y[rows])[:len(x) - start].sum().item()
+    return right / len(x)
+
+
+def bench_longrange(c, processes, peak):
+    """Trains tost, crate and transformer at equal parameters on the same batches, in turn: accuracy, time, memory."""
+    device, data = processes.device, sequences(c)
+    n = data.x.shape[1]
+    schedule = common.warmup_cosine(c.lr, c.steps, c.steps // 10)
+    models, steps, optimizers = {}, {}, {}
+    for arch in ("tost", "crate", "transformer"):
+        torch.manual_seed(common.derive_seed(c.seed, "weights"))
+        config = equal_config(arch, c.width, layers=c.layers, context=n, vocab_size=data.vocab_size)
+        models[arch] = model = SequenceClassifier(config, data.classes, data.pad).to(device)
+        if common.wants_compile(c, device):
+            model.compile()
+        optimizers[arch] = common.make_optimizer(model, "adamw", c.lr, c.weight_decay, (0.9, 0.95))
+
+    def train(arch, lr, x, y):
+        model, optimizer = models[arch], optimizers[arch]
+        common.set_lr(optimizer, lr)
+        with processes.autocast(c.dtype):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses[arch].append(loss.detach())
+
+    batches = images.index_batches(len(data.x), c.batch_size, c.seed)
+    memory, losses, seconds = {}, {arch: [] for arch in models}, {arch: [] for arch in models}
+    tenth = max(1, c.steps // 10)
+
+    def recent(arch):
+        return torch.stack(losses[arch][-tenth:]).mean().item()
+    for step in range(c.steps):
+        index = torch.from_numpy(next(batches))
+        x, y = data.x[index].long().to(device), data.y[index].to(device)
+        for arch in models:
+            run = functools.partial(train, arch, schedule[step], x, y)
+            if step == 1:                              # the first step also compiles and warms up
+                used = peak_memory(run, device)
+                memory[arch] = None if used is None else used + held_memory(models[arch], optimizers[arch])
+                continue
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            seconds[arch].append(time.perf_counter() - start)
+        if (step + 1) % tenth == 0:
+            print(f"step {step + 1}/{c.steps}: loss", *(f"{arch} {recent(arch):.3f}" for arch in models), flush=True)
+    lines = []
+    for arch, model in models.items():
+        right = accuracy(model, data.x_test, data.y_test, c.batch_size, processes, c.dtype)
+        width, count = model.backbone.config.width, non_embedding(model.backbone)
+        ms = 1e3 * statistics.median(seconds[arch][1:])
+        line = dict(row=c.task, variant=arch, width=width, parameters=count, length=n, examples=len(data.x),
+                    held_out=len(data.x_test), steps=c.steps, batch_size=c.batch_size, loss=recent(arch),
+                    accuracy=right, ms=ms, peak_mb=megabytes(memory[arch]))
+        lines.append(line)
+        print(f"{c.task}, {n} tokens: {arch:12} width {width:4} {count:10,} parameters",
+              f"{right:7.2%} of {len(data.x_test):,} {ms:10.1f} ms a step {shown(line['peak_mb'])} MB", flush=True)
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+_CIFAR10 = ImageConfig(width=384, heads=6, layers=12, image_size=32, patch_size=4, classes=10)
+PICTURES = [("CRATE-Tiny, 224 px, batch 16", image_config("tiny"), 16),
+            ("cifar10 preset, 32 px, batch 64", _CIFAR10, 64)]
+SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6), ("16 x 197 x 768, 12 heads", 16, 197, 768, 12),
+          ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
 COMMANDS = {
-    "vit": bench_vit,
-    "ista": lambda c, processes, peak: bench_operator(c, processes, peak, lambda d, K: ISTA(d), SHAPES),
-    "attention": lambda c, processes, peak: bench_operator(c, processes, peak, lambda d, K: MSSA(d, K), SHAPES),
+    "vit": (Bench, bench_vit),
+    "gpt": (Gpt, bench_gpt),
+    "ista": (Bench, functools.partial(bench_operator, make=lambda d, K: ISTA(d))),
+    "attention": (Bench, functools.partial(bench_operator, make=MSSA)),
+    "head": (Head, bench_head),
+    "length": (Length, bench_length),
+    "generate": (Generate, bench_generate),
+    "longrange": (LongRange, bench_longrange),
 }
 
 
 def main(argv):
     """Runs one table, prints it, and returns its lines."""
-    command, c = common.parse_command(dict.fromkeys(COMMANDS, Bench), argv, __doc__)
+    command, c = common.parse_command({name: config for name, (config, _) in COMMANDS.items()}, argv, __doc__)
     processes = common.Processes(c.device)
-    half = c.dtype == "bfloat16" or (c.dtype == "auto" and processes.device.type == "cuda")
-    peak = matmul_peak(processes.device, torch.bfloat16 if half else torch.float32)
-    print(f"{common.device_name(processes.device)}, torch {torch.__version__}, matmul {peak / 1e9:,.0f} GFLOP/s; ratio is to the literal form")
-    lines = COMMANDS[command](c, processes, peak)
-    if c.json:
-        with open(c.json, "w") as f:
-            json.dump(dict(device=common.device_name(processes.device), torch=torch.__version__, matmul_gflops_per_s=peak / 1e9, rows=lines), f, indent=1)
+    device = processes.device
+    half = c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
+    try:
+        report = open(c.json, "a") if c.json else None                   # before the measurement, not after
+    except OSError as error:
+        raise common.UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
+    peak = Ceilings(matmul_peak(device, torch.bfloat16 if half else torch.float32), copy_peak(device))
+    machine = dict(device=common.device_name(device), torch=torch.__version__, matmul_gflops_per_s=peak.flops / 1e9,
+                   copy_gb_per_s=peak.bytes / 1e9)
+    print(f"{machine['device']}, torch {torch.__version__},",
+          f"matmul {peak.flops / 1e9:,.0f} GFLOP/s, copy {peak.bytes / 1e9:,.0f} GB/s")
+    lines = COMMANDS[command][1](c, processes, peak)
+    if report:
+        report.truncate(0)
+        json.dump(dict(command=command, **machine, rows=lines), report, indent=1)
+        report.close()
     return lines
 
 

@@ -726,8 +726,8 @@ class Run:
         if not self.bar.disable:
             self.bar.set_postfix_str(text)
             return
-        left = (self.total - self.step) * self.per_step / max(rate, 1e-9)
-        print(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left", flush=True)
+        left = f", {(self.total - self.step) * self.per_step / rate:,.0f} s left" if rate else ""
+        print(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}{left}", flush=True)
 
     def say(self, text):
         """A line for the reader, from rank 0, that does not tear the bar."""
@@ -740,11 +740,11 @@ class Run:
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
             self.metrics.write(json.dumps(clean) + "\n")
 
-    def evaluated(self, better=max, key="acc", **values):
-        """Records a validation; returns whether `key` is the best so far (by `better`). The time it took is not training time."""
+    def evaluated(self, better=max, key="acc", value=None, **values):
+        """Records a validation; returns whether `key` (or `value`, if given) is the best so far, by `better`."""
         self.write(dict(step=self.step, split="val", **values))
         self.say(f"step {self.step}: validation " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if not isinstance(v, str)))
-        value = values[key]
+        value = values[key] if value is None else value
         improved = math.isfinite(value) and (self.best is None or (better(value, self.best) == value and value != self.best))
         if improved:
             self.best = value

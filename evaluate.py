@@ -3,18 +3,25 @@ Numbers on a trained checkpoint.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/best.pt            top-1 on the validation split it was trained for
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet     a published checkpoint
+    python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext      loss per token; --stride=512: in sliding windows
+    python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt         the last word of a passage, by greedy decoding
+    python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt --task=NE   the one of ten candidates that fits a gap
 
-A number is printed as one JSON object, so that a script can read it.
+A number is printed as one JSON object, so that a script can read it. Losses are in nats.
 """
 import json
+import math
+import os
 from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tqdm import tqdm
 
 import common
 from common import option
-from data import images
-
-# What the published image models were trained on, RGB in [0, 1]
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+from data import images, text
+from model import LanguageModel, TextConfig, make_config, run_layers
 
 
 @dataclass(kw_only=True)
@@ -41,7 +48,7 @@ def accuracy(c):
     if "mean" in meta:
         data.mean, data.std = meta["mean"], meta["std"]
     else:
-        data.mean, data.std = IMAGENET_MEAN, IMAGENET_STD
+        data.mean, data.std = common.IMAGENET_MEAN, common.IMAGENET_STD
     processes = common.Processes(c.device)
     pictures, labels = (data.train_images, data.train_labels) if c.split == "train" else (data.val_images, data.val_labels)
     c.image_size = model.config.image_size
@@ -56,14 +63,195 @@ def needed(value, flag):
     return value
 
 
-COMMANDS = {"accuracy": Accuracy}
+@dataclass(kw_only=True)
+class TextFlags:
+    """What the evaluations of a language model have in common."""
+    ckpt: str | None = option(None, "a checkpoint of train_gpt.py")
+    batch_size: int = option(16, "sequences at once", low=1)
+    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
+    dtype: str = option("auto", "of autocast", choices=("auto", "float32", "bfloat16"))
+    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+
+
+@dataclass(kw_only=True)
+class LM(TextFlags):
+    """Loss per token of a text, each token but the first predicted once; of a masked model, loss and accuracy on its masked tokens."""
+    data: str | None = option(None, "which text; auto is what the checkpoint was trained on")
+    split: str | None = option(None, "which part; auto is test if there, else val", choices=text.SPLITS)
+    stride: int = option(0, "tokens from one window to the next; 0: the context, no overlap", low=0)
+
+
+@dataclass(kw_only=True)
+class Lambada(TextFlags):
+    """Accuracy of the last word of LAMBADA's passages by greedy decoding, and its loss."""
+
+
+@dataclass(kw_only=True)
+class CBT(TextFlags):
+    """Accuracy on the Children's Book Test: which of ten candidates makes the passage likeliest."""
+    task: str = option("both", "common nouns, named entities, or both", choices=("CN", "NE", "both"))
+
+
+def load_language_model(c, processes, causal=False):
+    """(language model in evaluation mode on its device, the checkpoint's content); `causal`: refuse a masked one."""
+    content = common.load_checkpoint(needed(c.ckpt, "ckpt"), "gpt")
+    model = LanguageModel(make_config(TextConfig, content["model_config"]))
+    common.load_into(model, content["model"], c.ckpt)
+    if causal and not model.config.causal:
+        raise common.UserError(f"{c.ckpt} is a masked model: this needs one that predicts the next token (--objective=causal)")
+    return model.eval().to(processes.device), content
+
+
+def count_bytes(tokenizer, tokens):
+    """Bytes of UTF-8 that the tokens stand for: none for end-of-text, one for a character that the tokenizer does not know."""
+    if isinstance(tokenizer, text.CharTokenizer):
+        sizes = [len(character.encode("utf-8", "surrogatepass")) for character in tokenizer.characters] + [1]
+    else:
+        sizes = [0 if i == tokenizer.eot else len(tokenizer.encoding.decode_single_token_bytes(i)) for i in range(tokenizer.n_vocab)]
+    return int(np.bincount(tokens, minlength=len(sizes)) @ np.array(sizes))
+
+
+def score(model, x, y):
+    """(log-probability of each target y >= 0, whether it is the likeliest token), row by row: two (m,) tensors for x, y (B, n)."""
+    Z = model.norm(run_layers(model.layers, model.tokens(x)))
+    logits = (Z[y >= 0] @ model.embed.weight.mT).float()                     # the head for these tokens only
+    targets = y[y >= 0]
+    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+
+
+@torch.no_grad()
+def lm(c):
+    """{"loss" per token, "ppl", "n" tokens, ...} of a text that was prepared with the checkpoint's tokenizer.
+
+    Causal: also "loss_per_byte", which compares tokenizers. Masked: also "acc"; the masks are those of train_gpt.py's evaluation."""
+    processes = common.Processes(c.device)
+    model, content = load_language_model(c, processes)
+    meta, context, masked = content["data_meta"], model.config.context, not model.config.causal
+    data = text.load(c.data or meta["name"], cache=c.data_dir)
+    if data.tokenizer.meta() != meta["tokenizer"] or data.tokenizer.n_vocab != meta["n_vocab"]:
+        raise common.UserError(f"{data.name} is in {tokens_of(data.meta)}, {c.ckpt} reads {tokens_of(meta)}: "
+                               "evaluate it on a text that was prepared with its own tokenizer")
+    there = [split for split in text.SPLITS if getattr(data, split) is not None]
+    split = c.split or next(split for split in ("test", "val", "train") if split in there)
+    if split not in there:
+        raise common.UserError(f"{data.name} has no {split} part: use --split={' or --split='.join(there)}")
+    tokens, stride = getattr(data, split), c.stride or context
+    total = torch.zeros(3, dtype=torch.float64 if processes.device.type != "mps" else torch.float32, device=processes.device)
+    step = c.batch_size * processes.world                                    # windows a batch of all processes
+    batches = text.eval_batches(tokens, context, c.batch_size, processes.rank, processes.world, stride)
+    for i, (x, y) in enumerate(progress(batches, math.ceil(len(text.eval_windows(len(tokens), context, stride)) / step), processes)):
+        if masked:                                                           # one mask for each window's number, as in training
+            for row in range(len(x)):
+                window = i * step + row * processes.world + processes.rank
+                hide = torch.Generator().manual_seed(common.derive_seed("masked evaluation", window))
+                x[row], targets = text.mask_tokens(x[row:row + 1], hide, meta["n_vocab"], meta["n_vocab"], content["run_config"]["mask_rate"])
+                y[row] = torch.where(y[row] >= 0, targets, -1)
+        x, y = x.to(processes.device), y.to(processes.device)
+        count = (y >= 0).sum()
+        with processes.autocast(c.dtype):
+            if masked:
+                logp, hit = score(model, x, y)
+                loss, right = -logp.sum(), hit.sum()
+            else:
+                loss, right = model(x, y) * count, count.new_zeros(())
+        total += torch.stack([loss, right, count])
+    loss, right, n = processes.sum(total).tolist()
+    result = dict(data=data.name, split=split, stride=stride, loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
+    return result | (dict(acc=right / n) if masked else dict(loss_per_byte=loss / count_bytes(data.tokenizer, tokens[1:])))
+
+
+def tokens_of(meta):
+    """What a description of a text calls its tokens, for a message."""
+    return "GPT-2's tokens" if meta["tokenizer"]["kind"] == "gpt2" else f"characters of its own ({meta['n_vocab']})"
+
+
+def progress(batches, total, processes):
+    """A bar on rank 0's terminal."""
+    return tqdm(batches, total=total, unit="batch", disable=None if processes.rank == 0 else True)
+
+
+@torch.no_grad()
+def continuations(model, examples, c, processes):
+    """For each (ids, k), the log-probability of ids[k:] after ids[:k], and 1 if greedy decoding would write just that: (N, 2).
+
+    Greedy decoding writes ids[k:] exactly if each of them is the likeliest token after the true ones before it."""
+    scores = torch.zeros(len(examples), 2)
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]))[processes.rank::processes.world]     # little padding
+    batches = [order[first:first + c.batch_size] for first in range(0, len(order), c.batch_size)]
+    for batch in progress(batches, len(batches), processes):
+        n = max(len(examples[i][0]) for i in batch) - 1
+        x, y = torch.zeros(len(batch), n, dtype=torch.int64), torch.full((len(batch), n), -1)
+        for row, i in enumerate(batch):                                      # filled up on the right, which a causal model does not see
+            ids, k = examples[i]
+            x[row, :len(ids) - 1] = torch.from_numpy(ids[:-1].astype(np.int64))
+            y[row, k - 1:len(ids) - 1] = torch.from_numpy(ids[k:].astype(np.int64))
+        row = torch.tensor(batch)[(y >= 0).nonzero()[:, 0]]
+        with processes.autocast(c.dtype):
+            logp, hit = score(model, x.to(processes.device), y.to(processes.device))
+        scores[:, 0].index_add_(0, row, logp.float().cpu())
+        scores[:, 1].index_add_(0, row, 1 - hit.float().cpu())               # the number of tokens missed
+    scores = processes.sum(scores.to(processes.device)).cpu()
+    return torch.stack([scores[:, 0], (scores[:, 1] == 0).float()], 1)
+
+
+def cut(ids, k, context):
+    """[(ids, k), ...] for `continuations` from token arrays that share ids[:k], cut on the left, equally, until a context holds the longest."""
+    extra = max(0, max(map(len, ids)) - context - 1)
+    if extra >= k:
+        raise common.UserError(f"a context of {context} tokens is too short: {max(map(len, ids)) - k} have to be predicted from others")
+    return [(one[extra:], k - extra) for one in ids]
+
+
+def lambada(c):
+    """{"acc", "word_loss", "n"}: how often greedy decoding writes the target word, and the mean of its -log-probability.
+
+    The prompt is a newline and the passage up to its last space; the target is the rest, with that space. (In 7 of the 5,153
+    passages a line break comes after the last space; the field's usual code splits there all the same.)"""
+    processes = common.Processes(c.device)
+    model, content = load_language_model(c, processes, causal=True)
+    tokenizer = text.tokenizer_from_meta(content["data_meta"])
+    examples = []
+    for passage in text.load("lambada", cache=c.data_dir).passages:
+        before, _, word = passage["text"].rstrip().rpartition(" ")
+        prompt = tokenizer.encode("\n" + before)
+        examples += cut([np.concatenate([prompt, tokenizer.encode(" " + word)])], len(prompt), model.config.context)
+    logp, right = continuations(model, examples, c, processes).double().mean(0).tolist()
+    return dict(data="lambada", acc=right, word_loss=-logp, n=len(examples))
+
+
+def cbt(c):
+    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often the passage is likeliest with the right candidate in the gap.
+
+    Up to the gap the candidates' passages are the same, and so is its probability: only what follows is scored."""
+    processes = common.Processes(c.device)
+    model, content = load_language_model(c, processes, causal=True)
+    tokenizer = text.tokenizer_from_meta(content["data_meta"])
+    data, result = text.load("cbt", cache=c.data_dir), {}
+    for task in ("CN", "NE") if c.task == "both" else (c.task,):
+        passages, examples = [p for p in data.passages if p["task"] == task], []
+        if not passages:
+            raise common.UserError(f"the prepared cbt has no {task} passages: prepare it again from both folders, or give the other --task")
+        for p in passages:
+            context = tokenizer.encode(p["context"])
+            filled = [tokenizer.encode(" " + p["question"].replace("XXXXX", option)) for option in p["options"]]
+            shared = next((k for k, tokens in enumerate(zip(*filled)) if len(set(tokens)) > 1), min(map(len, filled)))
+            examples += cut([np.concatenate([context, one]) for one in filled], len(context) + shared, model.config.context)
+        logp, right = iter(continuations(model, examples, c, processes)[:, 0].tolist()), 0
+        for p in passages:
+            right += max(p["options"], key=lambda option: next(logp)) == p["answer"]
+        result |= {f"acc_{task}": right / len(passages), f"n_{task}": len(passages)}
+    return dict(data="cbt") | result
+
+
+COMMANDS = {"accuracy": (Accuracy, accuracy), "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
 
 
 def main(argv):
-    """Runs one subcommand, prints its result, and returns it."""
-    command, config = common.parse_command(COMMANDS, argv, __doc__)
-    result = {"accuracy": accuracy}[command](config)
-    print(json.dumps(result))
+    """Runs one subcommand, prints its result (rank 0 only), and returns it."""
+    command, config = common.parse_command({name: flags for name, (flags, _) in COMMANDS.items()}, argv, __doc__)
+    result = COMMANDS[command][1](config)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(result))
     return result
 
 

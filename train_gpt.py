@@ -36,6 +36,7 @@ class Config(common.RunConfig):
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
     lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1", low=0)
     step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
+    layer_scale: float | None = option(None, "LayerScale at initialization; auto is 1 for tost, none elsewhere", low=0)
     dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
     init_from: str | None = option(None, "a checkpoint of this script whose weights to start from")
     # optimization
@@ -186,7 +187,9 @@ def main(argv):
                 scores = evaluate(model, data.val, c, tokenizer, processes, all_tokens=last)
                 if c.sample and not masked and run.is_main:
                     scores["sample"] = write_sample(model, tokenizer, c, run, device)
-                best = run.evaluated(min, "loss", **scores)
+                # the best checkpoint is chosen on the same windows throughout
+                windows = evaluate(model, data.val, c, tokenizer, processes, all_tokens=False) if last and c.eval_windows else scores
+                best = run.evaluated(min, "loss", windows["loss"], **scores)
                 run.save(checkpoint(), best=best, last=last)
         elif stop or (step + 1) % save_every == 0:
             with run.untimed():

@@ -38,6 +38,7 @@ class Config(common.RunConfig):
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
     lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1", low=0)
     step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
+    layer_scale: float | None = option(None, "LayerScale at initialization; auto is the arch's", low=0)
     dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(None, "a checkpoint whose encoder to start from, ours or a published one",

@@ -1,15 +1,21 @@
 """The whole script: learning, exact resume, several processes, fine-tuning, and what a user can get wrong."""
+import io
 import json
 import os
 import signal
 import time
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 
 import common
 import evaluate
 import train_vit
+from data import prepare
 from data.images import DataError
 from model import ConfigError, ImageClassifier, ImageConfig
 
@@ -197,3 +203,32 @@ def test_the_exit_status_of_a_mistake(script, cache, tmp_path):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 2 and err.count("\n") == 1 and err.startswith("train_vit.py: "), (case, err)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize("name, columns, classes, stored", [("cifar100", ("img", "fine_label"), 100, 32), ("flowers102", ("image", "label"), 102, 256),
+                                                            ("pets", ("image", "label"), 37, 256)])
+def test_presets_run_on_other_sets(train, tmp_path, name, columns, classes, stored):
+    """From Parquet laid out as on the Hub to a fine-tuned checkpoint: every class, pictures of every shape."""
+    draw = np.random.default_rng(0)
+    for split, n in (("train", 2 * classes), ("test", classes)):
+        cells = []
+        for i in range(n):
+            shape = (32, 32, 3) if stored == 32 else (20 + i % 7, 24, 3)
+            file = io.BytesIO()
+            Image.fromarray(draw.integers(0, 256, shape, np.uint8)).save(file, "png")
+            cells.append({"bytes": file.getvalue(), "path": None})
+        table = pa.table({columns[0]: pa.array(cells, pa.struct([("bytes", pa.binary()), ("path", pa.string())])),
+                          columns[1]: [i % classes for i in range(n)]})
+        (tmp_path / "source").mkdir(exist_ok=True)
+        pq.write_table(table, tmp_path / "source" / f"{split}-00000-of-00001.parquet")
+    assert prepare.main([name, "--source", str(tmp_path / "source"), "--cache", str(tmp_path / "cache")]) == 0
+    first = [*TINY, f"--data={name}", "--epochs=1", "--batch_size=37", "--randaugment=2", "--crop=resized"]
+    train("first", f"--data_dir={tmp_path / 'cache'}", first=first)
+    content = common.load_checkpoint(tmp_path / "first" / "best.pt")
+    assert content["model"]["head.1.weight"].shape[0] == classes == len(content["data_meta"]["classes"])
+    assert content["data_meta"]["image_size"] == stored and metrics(tmp_path / "first", "val")[-1]["n"] == classes
+    train("second", f"--data_dir={tmp_path / 'cache'}", f"--data={name}", "--batch_size=37", "--epochs=1", "--lr=1e-9", "--image_size=64",
+          f"--init_from={tmp_path / 'first' / 'best.pt'}", first=["finetune-cifar10", "--device=cpu"])
+    tuned = weights(tmp_path / "second")
+    torch.testing.assert_close(tuned["encoder.layers.0.sparsification.D"], content["model"]["encoder.layers.0.sparsification.D"], atol=1e-6, rtol=0)
+    assert tuned["encoder.positions"].shape[1] == 65
