@@ -3,6 +3,8 @@ Numbers on a trained checkpoint.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/best.pt            top-1 on the validation split it was trained for
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet     a published checkpoint
+    python evaluate.py linear --ckpt=out/vit-cifar10/best.pt              logistic regression on frozen features; --features=pixels: a floor
+    python evaluate.py knn --ckpt=out/vit-cifar10/best.pt                 the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext      loss per token; --stride=512: in sliding windows
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt         the last word of a passage, by greedy decoding
     python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt --task=NE   the one of ten candidates that fits a gap
@@ -20,8 +22,8 @@ from tqdm import tqdm
 
 import common
 from common import option
-from data import images, text
-from model import LanguageModel, TextConfig, make_config, run_layers
+from data import augment, images, text
+from model import ImageEncoder, LanguageModel, TextConfig, make_config, run_layers
 
 
 @dataclass(kw_only=True)
@@ -61,6 +63,112 @@ def needed(value, flag):
     if value is None:
         raise common.UserError(f"--{flag} is needed")
     return value
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """How well frozen features tell classes apart: of an encoder (any image checkpoint), of that encoder untrained, or the pixels."""
+    ckpt: str | None = option(None, "any image checkpoint, ours or a published classifier; needed unless --features=pixels")
+    data: str | None = option(None, "which pictures; auto is what the checkpoint was trained on", choices=tuple(images.SETS))
+    features: str = option("class", "class token, mean of the patch tokens, both side by side, or the pixels themselves",
+                           choices=("class", "mean", "both", "pixels"))
+    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
+    seed: int = option(0, "of that initialization and of the held-out tenth", low=0)
+    k: int = option(20, "neighbours (knn)", low=1)
+    temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
+    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
+    batch_size: int = option(500, "pictures at once", low=1)
+    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
+    dtype: str = option("auto", "of autocast", choices=("auto", "float32", "bfloat16"))
+    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+    workers: int = option(8, "processes that read pictures too many for memory", low=0)
+
+
+@torch.no_grad()
+def extract(encoder, kind, pictures, data, c, processes):
+    """Features (N, D) float32 of all pictures of a split, on the CPU; `encoder` None gives the pixels."""
+    split = images.Images(pictures, np.zeros(len(pictures), np.int64), processes.device)
+    out = []
+    for batch, _ in split.batches([i.numpy() for i in torch.arange(len(split)).split(c.batch_size)], c.workers):
+        x = augment.to_float(batch)
+        if encoder is not None:
+            x = augment.normalize(common.at_size(x, encoder.config.image_size), data.mean, data.std)
+            with processes.autocast(c.dtype):
+                Z = encoder(x).float()
+            parts = dict(zip(("class", "mean"), (Z[:, 0], Z[:, 1:].mean(1))))
+            x = torch.cat([parts["class"], parts["mean"]], 1) if kind == "both" else parts[kind]
+        out.append(x.flatten(1).cpu())
+    return torch.cat(out)
+
+
+def logistic_regression(x, y, classes, decay, iterations=200):
+    """(W, b) that minimize the mean cross-entropy of x W + b plus decay / 2 ||W||^2, by L-BFGS. x (N, D), y (N,)."""
+    W = torch.zeros(x.shape[1], classes, requires_grad=True, device=x.device)
+    b = torch.zeros(classes, requires_grad=True, device=x.device)
+    optimizer = torch.optim.LBFGS([W, b], max_iter=iterations, tolerance_grad=1e-5, tolerance_change=1e-9, line_search_fn="strong_wolfe")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(x @ W + b, y) + 0.5 * decay * W.square().sum()
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+    return W.detach(), b.detach()
+
+
+def linear_probe(x, y, x_test, y_test, classes, c):
+    """Accuracy on the test split of a logistic regression on standardized features, its decay chosen on a held-out tenth."""
+    mean, std = x.mean(0), x.std(0).clamp_min(1e-6)
+    x, x_test = (x - mean) / std, (x_test - mean) / std
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(c.seed)).to(x.device)
+    held, kept = order[:len(x) // 10], order[len(x) // 10:]
+
+    def score(decay, fit, test, labels):
+        W, b = logistic_regression(x[fit], y[fit], classes, decay)
+        return ((test @ W + b).argmax(1) == labels).float().mean().item()
+    decays = [10.0 ** e for e in range(-5, 1)]
+    best = max(decays, key=lambda decay: score(decay, kept, x[held], y[held]))
+    return dict(acc=score(best, order, x_test, y_test), decay=best)
+
+
+def nearest_neighbours(x, y, x_test, y_test, classes, c, chunk=1000):
+    """Accuracy of the k nearest by cosine: each votes for its class with weight exp(cosine / temperature), and with weight 1.
+
+    In chunks of test samples, so that only (chunk, N) similarities are held: DINO's protocol ([B] Section 7.2)."""
+    x, x_test = (torch.nn.functional.normalize(t, dim=1) for t in (x, x_test))
+    k, right = min(c.k, len(x)), torch.zeros(2)
+    for test, labels in zip(x_test.split(chunk), y_test.split(chunk)):
+        cosine, index = (test @ x.mT).topk(k)
+        for i, weight in enumerate(((cosine / c.temperature).exp(), torch.ones_like(cosine))):
+            votes = torch.zeros(len(test), classes, device=x.device).scatter_add_(1, y[index], weight)
+            right[i] += (votes.argmax(1) == labels).sum().cpu()
+    weighted, plain = (right / len(x_test)).tolist()
+    return dict(acc=weighted, plain=plain, k=k)
+
+
+def probe(c, classifier):
+    """Features of both splits, extracted once, then `classifier` (x, y, x_test, y_test, classes, c) on them."""
+    encoder = None
+    name, mean_std = c.data, None
+    if c.features != "pixels":
+        config, state = common.load_encoder(needed(c.ckpt, "ckpt"), c.heads)
+        content, _ = common.read_torch(c.ckpt)
+        meta = content.get("data_meta") or {}
+        name, mean_std = c.data or meta.get("name"), (meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD))
+        torch.manual_seed(c.seed)
+        encoder = ImageEncoder(config).eval()
+        if not c.random:
+            common.load_into(encoder, state, c.ckpt, "encoder")
+    data = images.load(needed(name, "data"), cache=c.data_dir)
+    if mean_std:
+        data.mean, data.std = mean_std
+    processes = common.Processes(c.device)
+    if encoder is not None:
+        encoder.to(processes.device)
+    x, x_test = (extract(encoder, c.features, p, data, c, processes).to(processes.device) for p in (data.train_images, data.val_images))
+    y, y_test = (torch.from_numpy(np.array(v)).to(processes.device) for v in (data.train_labels, data.val_labels))
+    found = classifier(x, y, x_test, y_test, len(data.classes), c)
+    return dict(data=name, features=c.features, encoder=None if encoder is None else "random" if c.random else c.ckpt) | found
 
 
 @dataclass(kw_only=True)
@@ -243,7 +351,8 @@ def cbt(c):
     return dict(data="cbt") | result
 
 
-COMMANDS = {"accuracy": (Accuracy, accuracy), "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
+COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, lambda c: probe(c, linear_probe)),
+            "knn": (Probe, lambda c: probe(c, nearest_neighbours)), "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
 
 
 def main(argv):

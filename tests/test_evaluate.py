@@ -1,5 +1,6 @@
-"""Numbers on language models, against whole passages read one at a time and against models whose answers are known."""
+"""Numbers on frozen features and on language models, against whole passages read one at a time and against models whose answers are known."""
 import json
+import math
 from dataclasses import asdict
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch.nn import functional as F
 import common
 import evaluate
 import train_gpt
-from data import text
+from data import augment, images, text
 from data.images import DataError
-from model import LanguageModel, TextConfig
+from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 CHARACTERS = text.CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
@@ -257,3 +258,50 @@ def test_mistakes_are_one_line(tmp_path, run, letters):
         run("lm")
     with pytest.raises(common.UserError, match="--ckpt is needed"):
         evaluate.main(["lm"])
+
+
+# Frozen features
+
+def test_nearest_neighbours_by_hand():
+    x = torch.nn.functional.normalize(torch.randn(60, 5), dim=1)
+    y, tests = torch.randint(3, (60,)), torch.randn(23, 5)
+    labels, right = torch.randint(3, (23,)), [0, 0]
+    for t, label in zip(tests, labels.tolist()):
+        cosine = (x @ (t / t.norm())).tolist()
+        nearest = sorted(range(60), key=lambda i: -cosine[i])[:7]
+        for j, weigh in enumerate((lambda i: math.exp(cosine[i] / 0.1), lambda i: 1.0)):
+            votes = [sum(weigh(i) for i in nearest if y[i] == k) for k in range(3)]
+            right[j] += votes.index(max(votes)) == label
+    c = evaluate.Probe(k=7, temperature=0.1)
+    found = evaluate.nearest_neighbours(3 * x, y, tests, labels, 3, c, chunk=10)
+    assert found["acc"] == pytest.approx(right[0] / 23) and found["plain"] == pytest.approx(right[1] / 23, abs=1 / 23)      # ties may differ
+
+
+def test_logistic_regression_is_at_its_minimum():
+    x, y = torch.randn(200, 4), torch.randint(3, (200,))
+    W, b = evaluate.logistic_regression(x, y, 3, decay=0.1)
+    slope = (x @ W + b).softmax(1) - torch.nn.functional.one_hot(y, 3)
+    torch.testing.assert_close(x.T @ slope / 200 + 0.1 * W, torch.zeros(4, 3), atol=1e-4, rtol=0)
+    torch.testing.assert_close(slope.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
+
+
+def test_probes_on_features(cache, tmp_path):
+    import train_vit
+    train_vit.main(["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--epochs=0.1", "--device=cpu", "--ema=0.5",
+                    f"--data_dir={cache}", f"--out_dir={tmp_path / 'run'}"])
+    base = [f"--data_dir={cache}", "--device=cpu", f"--ckpt={tmp_path / 'run' / 'ckpt.pt'}"]
+    data = images.load("shapes", cache)
+    content = common.load_checkpoint(tmp_path / "run" / "ckpt.pt")
+    model = ImageClassifier(ImageConfig(**content["model_config"])).eval()
+    model.load_state_dict(content["model"])
+    with torch.no_grad():
+        x = augment.normalize(augment.to_float(torch.from_numpy(data.train_images[:9].copy())), data.mean, data.std)
+        Z = model.encoder(x)
+    c = common.parse_command({"linear": evaluate.Probe}, ["linear", *base, "--features=both", "--batch_size=4"], "")[1]
+    found = evaluate.extract(model.encoder, "both", data.train_images[:9], data, c, common.Processes("cpu"))
+    torch.testing.assert_close(found, torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1))
+    trained, fresh, again = (evaluate.main(["linear", *base, "--features=mean", *more]) for more in ([], ["--random"], ["--random"]))
+    assert fresh == again and fresh["encoder"] == "random" and trained["encoder"] != "random" and 0 < trained["acc"] < 1
+    assert evaluate.main(["knn", f"--data_dir={cache}", "--data=shapes", "--features=pixels"])["encoder"] is None
+    with pytest.raises(common.UserError, match="--ckpt is needed"):
+        evaluate.main(["knn", "--data=shapes"])
