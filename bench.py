@@ -401,6 +401,7 @@ def bench_gpt(c, processes, peak):
         return LanguageModel(config).to(device)
 
     def whole_step(model, optimizer):
+        """Forward, backward, clipping and AdamW, as train_gpt.py does them, as a function without arguments."""
         def step():
             with processes.autocast(c.dtype):
                 loss = model(x, y)
@@ -426,6 +427,7 @@ def bench_gpt(c, processes, peak):
 def operator_steps(modules, Z, g, processes, dtype):
     """Forward and backward of each operator on Z (B, n, d) with upstream gradient g."""
     def step(module):
+        """One of them, as a function without arguments."""
         def run():
             with processes.autocast(dtype):
                 out = module(Z)
@@ -680,6 +682,7 @@ def bench_longrange(c, processes, peak):
         optimizers[arch] = common.make_optimizer(model, "adamw", c.lr, c.weight_decay, (0.9, 0.95))
 
     def train(arch, lr, x, y):
+        """One optimizer step of one arch on a batch."""
         model, optimizer = models[arch], optimizers[arch]
         common.set_lr(optimizer, lr)
         with processes.autocast(c.dtype):

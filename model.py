@@ -952,10 +952,11 @@ def text_config(size, arch="crate", **overrides):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The mean cross-entropy of softmax(Z W^*) and its two gradients, a block of tokens at a time; see linear_cross_entropy."""
+    """The mean cross-entropy of softmax(Z W^*), [B] Eq. (7.4.1), and its gradients in one pass; see linear_cross_entropy."""
 
     @staticmethod
     def forward(ctx, Z, W, targets, block, wanted):
+        """Z (N, d), W (V, d), targets (N,) -> the loss; the gradients, if `wanted`, are kept for backward."""
         count = (targets >= 0).sum().clamp_min(1)
         dZ = torch.empty_like(Z) if wanted else None
         dW = torch.zeros(W.shape, dtype=torch.promote_types(W.dtype, torch.float32), device=W.device) if wanted else None

@@ -70,7 +70,7 @@ def damaged(prepared, tmp_path):
     return tmp_path / "cache"
 
 
-def fails(function, *words):
+def assert_fails(function, *words):
     """The one line of the DataError that `function` raises, which has all `words`."""
     with pytest.raises(DataError) as caught:
         function()
@@ -137,7 +137,7 @@ def test_processes_decode_to_the_same_files(tmp_path):
 def test_imagenet_takes_the_validation_split(tmp_path):
     write_parquet(tmp_path / "data/train-00000-of-00001.parquet", [noise(30, 30, 0)], label=[999])
     write_parquet(tmp_path / "data/test-00000-of-00001.parquet", [noise(30, 30, 1)], label=[-1])
-    fails(lambda: prepare.prepare("imagenet", tmp_path, tmp_path / "cache"), "validation")
+    assert_fails(lambda: prepare.prepare("imagenet", tmp_path, tmp_path / "cache"), "validation")
     write_parquet(tmp_path / "data/validation-00000-of-00001.parquet", [noise(30, 30, 2)], label=[7])
     assert prepare.prepare("imagenet", tmp_path, tmp_path / "cache")
     assert images.load("imagenet", tmp_path / "cache").val_labels.tolist() == [7]
@@ -157,11 +157,11 @@ def test_missing_data_offline(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     both = ("cifar10 is not prepared", f"python data/prepare.py cifar10 --cache {tmp_path};",
             f"python data/prepare.py cifar10 --source DIR --cache {tmp_path}", "uoft-cs/cifar10")
-    line = fails(lambda: images.load("cifar10", tmp_path), *both)
+    line = assert_fails(lambda: images.load("cifar10", tmp_path), *both)
     assert command("cifar10", "--cache", tmp_path) == 2
     assert capsys.readouterr().err == f"prepare.py: {line}\n"
-    fails(lambda: images.load("imagenet", tmp_path), "python data/prepare.py imagenet", "--source DIR", "hf auth login")
-    fails(lambda: images.load("cifar10", tmp_path, allow_prepare=False), "is missing", "--source DIR")
+    assert_fails(lambda: images.load("imagenet", tmp_path), "python data/prepare.py imagenet", "--source DIR", "hf auth login")
+    assert_fails(lambda: images.load("cifar10", tmp_path, allow_prepare=False), "is missing", "--source DIR")
     assert not (tmp_path / "cifar10").exists()
 
 
@@ -180,7 +180,7 @@ def test_errors_of_the_user(tmp_path, capsys):
     assert "no such folder" in line("pets", "--source", tmp_path / "nowhere")
     assert "--frobnicate" in line("pets", "--frobnicate")
     assert "not prepared" in line("pets", "--verify")
-    fails(lambda: images.load("cifra10"), "did you mean 'cifar10'")
+    assert_fails(lambda: images.load("cifra10"), "did you mean 'cifar10'")
 
     source = tmp_path / "source"
     source.mkdir()
@@ -224,7 +224,7 @@ def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch, error):
     with pytest.raises((type(error), DataError) if isinstance(error, OSError) else error):
         prepare.prepare("cifar100", tmp_path / "source", tmp_path / "cache")
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [".cifar100.lock"]
-    fails(lambda: images.load("cifar100", tmp_path / "cache", allow_prepare=False), "is missing")
+    assert_fails(lambda: images.load("cifar100", tmp_path / "cache", allow_prepare=False), "is missing")
 
 
 def test_left_over_of_a_killed_run_is_replaced(tmp_path):
@@ -232,7 +232,7 @@ def test_left_over_of_a_killed_run_is_replaced(tmp_path):
     draft = tmp_path / "cache" / ".cifar100.draft"
     draft.mkdir(parents=True)
     (draft / "train_images.npy").write_bytes(b"half")
-    fails(lambda: images.load("cifar100", tmp_path / "cache", allow_prepare=False), "is missing")
+    assert_fails(lambda: images.load("cifar100", tmp_path / "cache", allow_prepare=False), "is missing")
     assert prepare.prepare("cifar100", tmp_path / "source", tmp_path / "cache") and not draft.exists()
     images.verify("cifar100", tmp_path / "cache")
 
@@ -289,7 +289,7 @@ def test_mutated_files_load_unaffected_or_give_one_line(damaged):
             assert "\n" not in str(error) and "cifar100" in str(error) and "--overwrite" in str(error)
             refused += 1
         if path.suffix == ".npy" and content != whole[path]:
-            fails(lambda: images.verify("cifar100", damaged), path.name)
+            assert_fails(lambda: images.verify("cifar100", damaged), path.name)
         path.write_bytes(whole[path])
     assert refused > 150
 
@@ -297,7 +297,7 @@ def test_mutated_files_load_unaffected_or_give_one_line(damaged):
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"null", b"[" * 100_000, b'{"seal": NaN}', b"\xff\xfe\x00"])
 def test_meta_that_is_something_else(damaged, content):
     (damaged / "cifar100" / "meta.json").write_bytes(content)
-    fails(lambda: images.load("cifar100", damaged), "meta.json", "--overwrite")
+    assert_fails(lambda: images.load("cifar100", damaged), "meta.json", "--overwrite")
 
 
 @pytest.mark.parametrize("change", [
@@ -309,7 +309,7 @@ def test_meta_with_a_valid_checksum_but_wrong_content(damaged, change):
     path = damaged / "cifar100" / "meta.json"
     meta = json.loads(path.read_text()) | change
     path.write_text(json.dumps(meta | {"seal": images._seal(meta)}))
-    fails(lambda: images.load("cifar100", damaged), "cifar100", "--overwrite")
+    assert_fails(lambda: images.load("cifar100", damaged), "cifar100", "--overwrite")
 
 
 def test_labels_out_of_range_and_missing_files(damaged):
@@ -318,9 +318,9 @@ def test_labels_out_of_range_and_missing_files(damaged):
     for wrong in (-1, 5):
         labels[7] = wrong
         np.save(path, labels)
-        fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "allowed are 0 to 4")
+        assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "allowed are 0 to 4")
     path.unlink()
-    fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "No such file")
+    assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "No such file")
 
 
 def test_a_pickle_is_never_run(damaged):
@@ -335,9 +335,9 @@ def test_a_pickle_is_never_run(damaged):
                   lambda: path.write_bytes(pickle.dumps(Trap()))):
         write()
         path.write_bytes(path.read_bytes().ljust(size, b"\0"))
-        fails(lambda: images.load("cifar100", damaged), "train_labels.npy")
+        assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy")
         meta.write_bytes(pickle.dumps(Trap()))
-        fails(lambda: images.load("cifar100", damaged), "meta.json")
+        assert_fails(lambda: images.load("cifar100", damaged), "meta.json")
         meta.write_bytes(description)
     assert not (damaged / "sprung").exists()
 
@@ -359,7 +359,7 @@ def test_index_batches_cover_each_epoch_once_and_start_anywhere():
     other = next(images.index_batches(n, size, seed=4))
     assert not np.array_equal(other, steps[0])
     assert np.array_equal(np.sort(images.order(n, 5, 3)), np.arange(n)) and images.order(n, 5, 3).dtype == np.int64
-    fails(lambda: next(images.index_batches(9, 10, 0)), "batch size 10")
+    assert_fails(lambda: next(images.index_batches(9, 10, 0)), "batch size 10")
 
 
 def test_ranks_share_the_global_batch():

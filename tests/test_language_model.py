@@ -24,7 +24,7 @@ def draw(rows, n):
     return torch.randint(V, (rows, n))
 
 
-def close(found, expected, tol=1e-10):
+def assert_near(found, expected, tol=1e-10):
     torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
 
 
@@ -87,13 +87,13 @@ def test_forward_is_the_chain_it_says(arch):
         Z = layer(Z)
     mean, variance = Z.mean(-1, True), Z.var(-1, unbiased=False, keepdim=True)
     logits = (Z - mean) / (variance + 1e-5).sqrt() * model.norm.weight @ model.embed.weight.T
-    close(model(ids), logits)
+    assert_near(model(ids), logits)
     targets[0, :4] = -1
     chosen = logits.log_softmax(-1).gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-    close(model(ids, targets), -chosen[targets >= 0].mean())
+    assert_near(model(ids, targets), -chosen[targets >= 0].mean())
     trace = []
-    close(model(ids, trace=trace), logits)
-    close(trace[-1].out, Z)
+    assert_near(model(ids, trace=trace), logits)
+    assert_near(trace[-1].out, Z)
     assert len(trace) == 2 and trace[0].attention.shape[:2] == (3, 4)
 
 
@@ -142,7 +142,7 @@ def test_linear_cross_entropy(block):
     for found in (both(lambda Z, W: linear_cross_entropy(Z, W, targets, block), Z, W),
                   both(lambda Z, W: linear_cross_entropy(Z[None], W, targets[None], block), Z, W)):
         for a, b in zip(found, expected):
-            close(a, b)
+            assert_near(a, b)
     assert torch.autograd.gradcheck(lambda Z, W: 3 * linear_cross_entropy(Z, W, targets, block), (Z, W))
     for value in both(lambda Z, W: linear_cross_entropy(Z, W, torch.full_like(targets, -1), block), Z, W):
         assert (value == 0).all()                                                     # a share of a batch without targets
@@ -175,7 +175,7 @@ def test_linear_cross_entropy_compiled():
     Z, W, targets = tokens_and_head()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     for a, b in zip(both(lambda Z, W: compiled(Z, W, targets, 8), Z, W), both(lambda Z, W: linear_cross_entropy(Z, W, targets, 8), Z, W)):
-        close(a, b)
+        assert_near(a, b)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
@@ -186,7 +186,7 @@ def test_compiled_model(arch):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found, expected = (torch.autograd.grad(f(ids, ids.roll(-1, 1)), list(model.parameters())) for f in (compiled, model))
     for a, b in zip(found, expected):
-        close(a, b, 1e-9)
+        assert_near(a, b, 1e-9)
 
 
 def test_linear_cross_entropy_in_bf16():
@@ -208,9 +208,9 @@ def test_linear_cross_entropy_in_bf16():
 def test_cached_equals_uncached(arch, prefill):
     model, ids, state = build(arch), draw(3, CONTEXT), []
     logits = model(ids)
-    close(model.advance(ids[:, :prefill], state), logits[:, prefill - 1], 1e-5)
+    assert_near(model.advance(ids[:, :prefill], state), logits[:, prefill - 1], 1e-5)
     for i in range(prefill, CONTEXT):
-        close(model.advance(ids[:, i:i + 1], state), logits[:, i], 1e-5)
+        assert_near(model.advance(ids[:, i:i + 1], state), logits[:, i], 1e-5)
     with pytest.raises(ConfigError, match="13 tokens exceed the context of 12"):
         model.advance(ids[:, :1], state)
 

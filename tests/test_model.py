@@ -17,7 +17,7 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def close(found, expected, tol=1e-10):
+def assert_near(found, expected, tol=1e-10):
     torch.testing.assert_close(found, expected, rtol=tol, atol=tol)
 
 
@@ -51,10 +51,10 @@ def Rc(Z, U, eps):
 def test_coding_rate(n, d):
     Z, eps = torch.randn(2, n, d), 0.3
     alpha, rate = d / (n * eps ** 2), model.coding_rate(Z, eps)
-    close(rate, torch.stack([R(z.T, eps) for z in Z]))
-    close(rate, 0.5 * torch.logdet(torch.eye(n) + alpha * Z @ Z.mT))                  # the other Gram matrix
-    close(rate, 0.5 * torch.log1p(alpha * torch.linalg.svdvals(Z) ** 2).sum(-1))      # its eigenvalues
-    close(rate, model.coding_rate(orthonormal(n, n) @ Z @ orthonormal(d, d), eps))    # a rotation of either side
+    assert_near(rate, torch.stack([R(z.T, eps) for z in Z]))
+    assert_near(rate, 0.5 * torch.logdet(torch.eye(n) + alpha * Z @ Z.mT))                  # the other Gram matrix
+    assert_near(rate, 0.5 * torch.log1p(alpha * torch.linalg.svdvals(Z) ** 2).sum(-1))      # its eigenvalues
+    assert_near(rate, model.coding_rate(orthonormal(n, n) @ Z @ orthonormal(d, d), eps))    # a rotation of either side
     assert (model.coding_rate(0 * Z, eps) == 0).all() and (model.coding_rate(Z, 1e9) < 1e-12).all()
     assert (model.coding_rate(Z, eps / 2) > rate).all()
 
@@ -63,9 +63,9 @@ def test_coding_rate(n, d):
 def test_subspace_coding_rate(n, d, K, p):
     Z, U, eps = torch.randn(2, n, d), torch.randn(K, d, p), 0.7
     rate = model.subspace_coding_rate(Z, U, eps)
-    close(rate, torch.stack([Rc(z.T, U, eps) for z in Z]))
-    close(rate, model.projected_coding_rate(torch.stack([torch.stack([z @ Uk for Uk in U]) for z in Z]), eps))
-    close(model.subspace_coding_rate(Z, orthonormal(1, d, d), eps), model.coding_rate(Z, eps))
+    assert_near(rate, torch.stack([Rc(z.T, U, eps) for z in Z]))
+    assert_near(rate, model.projected_coding_rate(torch.stack([torch.stack([z @ Uk for Uk in U]) for z in Z]), eps))
+    assert_near(model.subspace_coding_rate(Z, orthonormal(1, d, d), eps), model.coding_rate(Z, eps))
     spectrum = torch.stack([torch.linalg.svdvals(Z @ Uk) ** 2 for Uk in U]) * p / (n * eps ** 2)
     assert (rate >= (spectrum / 2 - spectrum ** 2 / 4).sum((0, 2))).all()             # [S]'s lower bound
 
@@ -75,21 +75,21 @@ def test_class_coding_rate():
     Z, label = torch.randn(n, d), torch.randint(3, (n,))
     parts = sum(R(Z[label == k].T, eps) for k in range(3))
     one_hot = F.one_hot(label, 4).to(Z.dtype)                                         # the fourth class is empty
-    close(model.class_coding_rate(Z, one_hot, eps), parts)
-    close(model.rate_reduction(Z, one_hot, eps), R(Z.T, eps) - parts)
-    close(model.rate_reduction(Z, torch.ones(n, 1), eps), torch.tensor(0.0))          # one class: nothing to reduce
+    assert_near(model.class_coding_rate(Z, one_hot, eps), parts)
+    assert_near(model.rate_reduction(Z, one_hot, eps), R(Z.T, eps) - parts)
+    assert_near(model.rate_reduction(Z, torch.ones(n, 1), eps), torch.tensor(0.0))          # one class: nothing to reduce
     Pi = 0.05 * torch.rand(2, n, 3)
     gammas = d / (Pi.sum(1) * eps ** 2)
     literal = [sum(0.5 * torch.logdet(torch.eye(d) + g * Z.T @ pi.diag() @ Z) for pi, g in zip(P.T, gamma))
                for P, gamma in zip(Pi, gammas)]
-    close(model.class_coding_rate(Z.expand(2, n, d), Pi, eps), torch.stack(literal))
+    assert_near(model.class_coding_rate(Z.expand(2, n, d), Pi, eps), torch.stack(literal))
 
 
 def test_sparse_rate_reduction():
     Z, U = torch.randn(2, 6, 8) * (torch.rand(2, 6, 8) < 0.6), torch.randn(2, 8, 3)
     for norm, size in (("l0", lambda z: int(z.count_nonzero())), ("l1", lambda z: z.abs().sum())):
         expected = torch.stack([R(z.T, 0.5) - Rc(z.T, U, 0.5) - 0.2 * size(z) for z in Z])
-        close(model.sparse_rate_reduction(Z, U, lambd=0.2, norm=norm), expected)
+        assert_near(model.sparse_rate_reduction(Z, U, lambd=0.2, norm=norm), expected)
     with pytest.raises(ConfigError, match="l2.*l0, l1"):
         model.sparse_rate_reduction(Z, U, norm="l2")
 
@@ -110,12 +110,12 @@ def test_precision_of_rates(name):
     rate, inputs = RATES[name], (torch.randn(3, 40, 24).relu(), torch.randn(2, 24, 8), torch.rand(3, 40, 2))
     exact = rate(*inputs)
     torch.set_default_dtype(torch.float32)
-    close(rate(*inputs), exact)
+    assert_near(rate(*inputs), exact)
     single, half = [t.float() for t in inputs], [t.bfloat16() for t in inputs]
     with torch.autocast("cpu", torch.bfloat16):
         cast = rate(*single)
     assert cast.dtype == rate(*half).dtype == torch.float32 and torch.equal(cast, rate(*single))
-    close(rate(*half), rate(*(t.float() for t in half)), 1e-6)
+    assert_near(rate(*half), rate(*(t.float() for t in half)), 1e-6)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -135,8 +135,8 @@ def test_gradient_of_subspace_rate(n, p):
     beta = p / (n * eps ** 2)
     Z, U = torch.randn(2, n, d, requires_grad=True), torch.randn(K, d, p)
     exact, = torch.autograd.grad(sum(Rc(z.T, U, eps) for z in Z), Z)
-    close(model.subspace_coding_rate_grad(Z, U, eps), exact)
-    close(model.subspace_coding_rate_grad(Z, U, eps, neumann=True), by_column(
+    assert_near(model.subspace_coding_rate_grad(Z, U, eps), exact)
+    assert_near(model.subspace_coding_rate_grad(Z, U, eps, neumann=True), by_column(
         lambda z: sum(beta * Uk @ Uk.T @ z - beta ** 2 * Uk @ Uk.T @ z @ (Uk.T @ z).T @ (Uk.T @ z) for Uk in U), Z))
 
 
@@ -161,9 +161,9 @@ def test_gaussian_mixture_denoise():
     found, basis = model.gaussian_mixture_denoise(z, U, sigma), torch.cat(list(U), 1)  # [U_1 .. U_K], d x K p
     for zi, xi in zip(z.flatten(0, 1), found.flatten(0, 1)):
         weight = torch.stack([(Uk.T @ zi).norm() ** 2 / (2 * sigma ** 2) for Uk in U]).softmax(0)
-        close(xi, basis @ torch.kron(weight.diag(), torch.eye(p)) @ (basis.T @ zi))
+        assert_near(xi, basis @ torch.kron(weight.diag(), torch.eye(p)) @ (basis.T @ zi))
     for zi, xi in zip(z[0], model.gaussian_mixture_denoise(z[0], U, 1e-3)):           # a projection in the limit
-        close(xi, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
+        assert_near(xi, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
 
 
 def stacked_ssa(Z, U, scale, causal):
@@ -183,9 +183,9 @@ def test_mssa_function(causal):
     for scale in (1.0, p ** -0.5):
         derived = by_column(lambda z: torch.cat(list(U), 1) @ stacked_ssa(z, U, scale, causal), Z)
         learned = by_column(lambda z: W @ stacked_ssa(z, U, scale, causal), Z)
-        close(model.mssa(Z, U, scale=scale, causal=causal), derived)
-        close(model.mssa(Z, U, W, scale=scale, causal=causal), learned)
-        close(model.mssa(Z[0], U, W, bias, scale, causal), learned[0] + bias)
+        assert_near(model.mssa(Z, U, scale=scale, causal=causal), derived)
+        assert_near(model.mssa(Z, U, W, scale=scale, causal=causal), learned)
+        assert_near(model.mssa(Z[0], U, W, bias, scale, causal), learned[0] + bias)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -196,21 +196,21 @@ def test_mssa_module(output, causal):
     p = 4 if output == "transpose" else 5
     op = randomize(MSSA(d, K, p, output, causal, step))
     U = [op.U.weight[k * p:(k + 1) * p].T for k in range(K)]
-    close(op.bases(), torch.stack(U))
+    assert_near(op.bases(), torch.stack(U))
     basis, bias = torch.cat(U, 1), op.W.bias[:, None] if output == "learned" else 0
     outer = {"subspace": step * basis, "negative": -step * basis, "transpose": step * basis.T}.get(output)
     outer = op.W.weight if output == "learned" else outer
     Z, probe = torch.randn(2, n, d, requires_grad=True), torch.randn(2, n, d)
     found, literal = op(Z), by_column(lambda z: outer @ stacked_ssa(z, U, p ** -0.5, causal) + bias, Z)
-    close(found, literal)
+    assert_near(found, literal)
     for g, h in zip(*(torch.autograd.grad((out * probe).sum(), (Z, op.U.weight)) for out in (found, literal))):
-        close(g, h)
+        assert_near(g, h)
 
 
 def test_where_mssa_has_W():
     op, Z = MSSA(8, 1), torch.randn(1, 5, 8)                                          # K = 1, p = d: W is the identity
     assert [name for name, _ in op.named_parameters()] == ["U.weight"]
-    close(op(Z), by_column(lambda z: stacked_ssa(z, [op.U.weight.T], 8 ** -0.5, False), Z))
+    assert_near(op(Z), by_column(lambda z: stacked_ssa(z, [op.U.weight.T], 8 ** -0.5, False), Z))
     assert MSSA(8, 1, p=4).W.weight.shape == (8, 4) and not hasattr(MSSA(8, 2, output="subspace"), "W")
     assert MSSA(8, 2).W.bias is not None and MSSA(8, 2, bias=False).W.bias is None
     with pytest.raises(ConfigError, match="crate-t"):
@@ -228,7 +228,7 @@ def test_mhsa(causal):
         gram = gram.masked_fill(torch.ones_like(gram).tril(-1) > 0, -math.inf) if causal else gram
         return op.W.weight @ (v @ gram.softmax(-2)).flatten(0, 1) + op.W.bias[:, None]
 
-    close(op(Z), by_column(literal, Z))
+    assert_near(op(Z), by_column(literal, Z))
 
 
 def tssa(Z, op):
@@ -250,8 +250,8 @@ def tssa(Z, op):
 @torch.no_grad()
 def test_tssa(causal):
     op, Z = randomize(TSSA(12, 3, p=5, causal=causal, context=9)), torch.randn(2, 7, 12)
-    close(op(Z), by_column(lambda z: tssa(z, op), Z))
-    close(op.map(Z).sum(1), torch.ones(2, 7))                                         # memberships: over heads
+    assert_near(op(Z), by_column(lambda z: tssa(z, op), Z))
+    assert_near(op.map(Z).sum(1), torch.ones(2, 7))                                         # memberships: over heads
 
 
 @torch.no_grad()
@@ -260,11 +260,11 @@ def test_tssa_details():
     assert (TSSA(12, 3, causal=True, context=7).b == 0).all() and (whole.eta == 1).all()
     causal.b.zero_()
     whole.load_state_dict({k: v for k, v in causal.state_dict().items() if k != "b"})
-    close(causal.map(Z)[..., -1], whole.map(Z)[..., -1])                              # the last token has seen all
+    assert_near(causal.map(Z)[..., -1], whole.map(Z)[..., -1])                              # the last token has seen all
     assert not torch.allclose(causal.map(Z)[..., 0], whole.map(Z)[..., 0])
     op = randomize(TSSA(12, 3, bias=False))
     op.W.bias.zero_()
-    close(1e12 * op(1e-12 * Z), 1e12 * by_column(lambda z: tssa(z, op), 1e-12 * Z), 1e-6)     # about the guard
+    assert_near(1e12 * op(1e-12 * Z), 1e12 * by_column(lambda z: tssa(z, op), 1e-12 * Z), 1e-6)     # about the guard
     assert (op(0 * Z) == 0).all()
     assert op.project(Z).dtype == torch.float64 and op.bfloat16().project(Z.bfloat16()).dtype == torch.float32
 
@@ -285,7 +285,7 @@ def test_causality_and_equivariance(kind):
         other[:, j] = torch.randn(2, 12)
         assert torch.equal(op(other)[:, :j], op(Z)[:, :j]) and not torch.allclose(op(other)[:, j:], op(Z)[:, j:])
     op = randomize(ATTENTION[kind](False))
-    close(op(Z[:, order]), op(Z)[:, order])
+    assert_near(op(Z[:, order]), op(Z)[:, order])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -295,8 +295,8 @@ def test_attention_maps(kind, causal):
     op, Z = randomize(ATTENTION[kind](causal)), torch.randn(2, 7, 12)
     A, values = op.map(Z), op.project(Z) if kind == "mssa" else op.project(Z)[2]
     assert (A >= 0).all() and (A.triu(1) == 0).all() == causal
-    close(A.sum(-1), torch.ones(2, 3, 7))
-    close(op.W((A @ values).transpose(1, 2).flatten(2)), op(Z))
+    assert_near(A.sum(-1), torch.ones(2, 3, 7))
+    assert_near(op.W((A @ values).transpose(1, 2).flatten(2)), op(Z))
 
 
 @pytest.mark.parametrize("chunks", [(1,) * 7, (4, 1, 1, 1), (3, 2, 2)], ids=str)
@@ -304,7 +304,7 @@ def test_attention_maps(kind, causal):
 @torch.no_grad()
 def test_cached_generation(kind, chunks):
     op, Z, state = randomize(ATTENTION[kind](True)), torch.randn(2, 7, 12), {"room": 7}
-    close(torch.cat([op(z, state) for z in Z.split(chunks, 1)], 1), op(Z))
+    assert_near(torch.cat([op(z, state) for z in Z.split(chunks, 1)], 1), op(Z))
     held = sum(t.numel() for t in state.values() if isinstance(t, torch.Tensor))      # one tensor, two, running sums
     assert held == {"mhsa": 2 * 2 * 7 * 12, "tssa": 2 * (12 + 12 + 3)}.get(kind, 2 * 7 * 12) and state["n"] == 7
 
@@ -320,8 +320,8 @@ def test_ista():
     d, eta, lambd = 9, 0.15, 0.25
     Z, op = torch.randn(2, 6, d), randomize(model.ISTA(d, eta, lambd))
     literal = by_column(lambda z: prox_step(z, z, op.D, eta, lambd), Z)
-    close(model.ista(Z, op.D, eta, lambd), literal)
-    close(op(Z), literal)
+    assert_near(model.ista(Z, op.D, eta, lambd), literal)
+    assert_near(op(Z), literal)
     assert model.ISTA(d).eta == model.ISTA(d).lambd == 0.1
 
 
@@ -332,16 +332,16 @@ def test_ista_solves_the_lasso():
         before, after = (0.5 * (Z - D @ X).norm() ** 2 + lambd * X.abs().sum() for X in (Z, A))
         assert (A >= 0).all() and after <= before
     D, A = orthonormal(9, 9), torch.randn(4, 9).relu()                                # orthogonal: one step is enough
-    close(model.ista(A @ D.T, D, eta=1.0, lambd=0.0), A)
-    close(model.ista(A @ D.T, D, eta=1.0, lambd=0.2), (A - 0.2).relu())
+    assert_near(model.ista(A @ D.T, D, eta=1.0, lambd=0.0), A)
+    assert_near(model.ista(A @ D.T, D, eta=1.0, lambd=0.2), (A - 0.2).relu())
     swap, Z = torch.eye(8)[[1, 0, 3, 2, 5, 4, 7, 6]], torch.rand(4, 4).repeat_interleave(2, 1)
-    close(model.ista(Z, swap, 0.3, 0.0), Z)                                           # D Z = Z: a fixed point
+    assert_near(model.ista(Z, swap, 0.3, 0.0), Z)                                           # D Z = Z: a fixed point
 
 
 def test_mmprox():
     d, n, lambd, eps = 8, 5, 0.3, 0.4
     Z, op, alpha = torch.randn(2, n, d), randomize(model.MMProx(d, lambd, eps)), d / (n * eps ** 2)
-    close(op(Z), by_column(lambda z: ((1 + 4 / (9 * (1 + alpha))) * op.D.T @ z - 4 * lambd / (9 * alpha)).relu(), Z))
+    assert_near(op(Z), by_column(lambda z: ((1 + 4 / (9 * (1 + alpha))) * op.D.T @ z - 4 * lambd / (9 * alpha)).relu(), Z))
 
 
 def test_odl():
@@ -351,14 +351,14 @@ def test_odl():
     def code(z):
         return prox_step(prox_step(torch.zeros(C * d, 5), z, op.D, eta, lambd), z, op.D, eta, lambd)
 
-    close(op.code(Z), by_column(code, Z))
-    close(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
+    assert_near(op.code(Z), by_column(code, Z))
+    assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
 
 
 def test_mlp():
     Z, op = torch.randn(2, 5, 6), randomize(MLP(6, 24))
     x = Z @ op.up.weight.T + op.up.bias
-    close(op(Z), x * 0.5 * (1 + torch.erf(x / 2 ** 0.5)) @ op.down.weight.T + op.down.bias)
+    assert_near(op(Z), x * 0.5 * (1 + torch.erf(x / 2 ** 0.5)) @ op.down.weight.T + op.down.bias)
 
 
 # Layers
@@ -390,8 +390,8 @@ def test_layer(arch):
         out = layer.sparsification(ln(half, layer.norm2))
     elif layer.sparsification is not None:
         out = half + layer.scale2 * layer.sparsification(ln(half, layer.norm2))
-    close(layer.compress(Z), half)
-    close(layer(Z), out)
+    assert_near(layer.compress(Z), half)
+    assert_near(layer(Z), out)
     parts = PARTS.get(arch, ("MSSA", "ISTA"))
     assert (type(layer.attention).__name__, type(layer.sparsification).__name__) == parts
     if parts[0] == "MSSA":
@@ -407,8 +407,8 @@ def test_causal_layer(arch):
     """[B] Eq. (7.4.3): the first tokens of a sequence come out the same whatever follows them, and from a cache."""
     layer = randomize(model.Layer(config(arch), causal=True, context=7))
     Z, state = torch.randn(2, 7, 16), {"room": 7}
-    close(layer(Z[:, :4]), layer(Z)[:, :4])
-    close(torch.cat([layer(z, state) for z in Z.split((4, 1, 1, 1), 1)], 1), layer(Z))
+    assert_near(layer(Z[:, :4]), layer(Z)[:, :4])
+    assert_near(torch.cat([layer(z, state) for z in Z.split((4, 1, 1, 1), 1)], 1), layer(Z))
 
 
 @torch.no_grad()
@@ -445,7 +445,7 @@ def test_drop_path(arch):
     assert torch.equal(layer(Z)[0], layer(Z)[1])
     dropped = layer.train().compress(Z) - Z
     kept = dropped.abs().sum((1, 2)) > 0
-    close(dropped[kept], branch[kept] / 0.7)                                          # so that the mean stays
+    assert_near(dropped[kept], branch[kept] / 0.7)                                          # so that the mean stays
     assert float(kept.double().mean()) == pytest.approx(0.7, abs=0.03)
     rates = [layer.drop_path for layer in ImageEncoder(config(arch, layers=4, drop_path=0.3)).layers]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3])
@@ -476,14 +476,14 @@ def test_classifier(arch):
     assert torch.equal(net(x, trace), logits) and torch.equal(net(x), logits)
     Z = e.tokens(x)
     for layer, (half, out, attention) in zip(e.layers, trace, strict=True):
-        close(half, layer.compress(Z))
-        close(out, layer(Z))
-        close(attention, layer.attention.map(layer.norm1(Z)))
+        assert_near(half, layer.compress(Z))
+        assert_near(out, layer(Z))
+        assert_near(attention, layer.attention.map(layer.norm1(Z)))
         assert half.shape == out.shape == (3, 5, 16)
         assert attention.shape == ((3, 4, 5) if arch == "tost" else (3, 4, 5, 5))
         Z = out
     plain = arch in NO_RESIDUAL + ("crate-alpha",)                                    # the others end with an LN
-    close(e(x), Z if plain else F.layer_norm(Z, (16,), e.norm.weight, e.norm.bias, 1e-6))
+    assert_near(e(x), Z if plain else F.layer_norm(Z, (16,), e.norm.weight, e.norm.bias, 1e-6))
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -492,11 +492,11 @@ def test_compiled_equals_eager(arch):
     torch._dynamo.reset()
     net, x, y = randomize(ImageClassifier(config(arch, layers=1))), torch.randn(2, 3, 8, 8), torch.randn(2, 3, 16, 16)
     compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=None if arch == "crate" else False)
-    close(compiled(x), net(x), 1e-9)
+    assert_near(compiled(x), net(x), 1e-9)
     for g, h in zip(*(torch.autograd.grad(f(x).square().sum(), list(net.parameters())) for f in (compiled, net))):
-        close(g, h, 1e-9)
+        assert_near(g, h, 1e-9)
     with torch.no_grad():
-        close(compiled(y), net(y), 1e-6)
+        assert_near(compiled(y), net(y), 1e-6)
 
 
 @pytest.mark.parametrize("size, arch, count", [
@@ -527,7 +527,7 @@ def test_sincos_positions():
     table, omega = model.sincos_positions(d, side), [10000 ** (-4 * i / d) for i in range(d // 4)]
     code = [[f(at * o) for at in (column, row) for f in (math.sin, math.cos) for o in omega]
             for row in range(side) for column in range(side)]
-    close(table.double(), torch.tensor([[0.0] * d] + code)[None], 1e-6)
+    assert_near(table.double(), torch.tensor([[0.0] * d] + code)[None], 1e-6)
     buffers = dict(ImageEncoder(config("crate", positions="sincos")).named_buffers())
     assert torch.equal(buffers["positions"], model.sincos_positions(16, 2))
 
@@ -563,10 +563,10 @@ def test_stem_and_pooling(arch, pool):
         Z = ln(ln(Z, e.embed[0]) @ e.embed[1].weight.T + e.embed[1].bias, e.embed[2])
     else:
         Z = Z @ e.embed[0].weight.T + e.embed[0].bias
-    close(e.tokens(x), torch.cat([e.class_token.expand(2, 1, 16), Z], 1) + e.positions)
+    assert_near(e.tokens(x), torch.cat([e.class_token.expand(2, 1, 16), Z], 1) + e.positions)
     pooled = e(x)[:, 0] if pool == "class" else sum(e(x)[:, i] for i in range(1, 5)) / 4
     pooled = ln(pooled, net.head[0]) if arch == "crate" else pooled
-    close(net(x), pooled @ net.head[1].weight.T + net.head[1].bias)
+    assert_near(net(x), pooled @ net.head[1].weight.T + net.head[1].bias)
 
 
 # Published checkpoints
@@ -628,7 +628,7 @@ def test_from_official(alpha, wrap):
     net = ImageClassifier.from_official(wrap(tensors), heads=4)
     c = net.config
     assert (c.width, c.layers, c.patch_size, c.image_size, c.classes, net.training) == (16, 2, 4, 12, 7, False)
-    close(net(x), released_forward(tensors, x, heads=4))
+    assert_near(net(x), released_forward(tensors, x, heads=4))
 
 
 def test_from_official_knows_published_heads():
