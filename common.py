@@ -325,7 +325,8 @@ def peak_flops(device):
 # ---------------------------------------------------------------------------------------------------------------------
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
-    """A list of `total` values: linear up to `base` over `warmup` steps, then half a cosine down to `final`."""
+    """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most), then half a cosine to `final`."""
+    warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     return [base * (i + 1) / warmup if i < warmup else final + (base - final) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / down))
             for i in range(total)]
@@ -467,8 +468,8 @@ def read_torch(path):
             if sealed and _digest(f, size - tail - 2) != comment[len(_SEAL):]:
                 raise UserError(f"{path} is damaged: its checksum does not match")
         return torch.load(path, map_location="cpu", weights_only=True), sealed
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or 'not a checkpoint'}") from None
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UserError:
         raise
     except Exception as error:      # what torch.load raises for a foreign or torn file depends on where it is torn
@@ -587,6 +588,8 @@ class Run:
         c = self.config
         if c.resume and c.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
+        if c.resume and not self.dir.exists() and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+            raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.dir / ".lock", "a+")
@@ -793,7 +796,7 @@ class Run:
         if rate:
             mfu = self.mfu(rate)
             self.say(f"done: {self.step} steps in {line['seconds']:.0f} s, first step {self.first_step_s:.1f} s, then {rate:,.0f} {self.unit}/s"
-                     + (f" (mfu {mfu:.1%})" if mfu else "") + f"; best {self.best}; written to {self.dir}")
+                     + (f" (mfu {mfu:.1%})" if mfu else "") + (f"; best validation {self.best:.4f}" if self.best is not None else "") + f"; written to {self.dir}")
         self.close()
         return line
 

@@ -6,7 +6,7 @@ Supervised image classification with CRATE, its variants, and ViT.
     torchrun --standalone --nproc_per_node=8 train_vit.py                 ImageNet, the setting of [N]
 
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes a checkpoint of this
-project (train_vit.py, train_mae.py, train_simdino.py) or a published one.
+project or a published one.
 """
 import copy
 from dataclasses import asdict, dataclass
@@ -78,7 +78,7 @@ PRESETS = {
                           warmup_epochs=0.5),
     # The README's first command.
     "shapes": dict(data="shapes", width=64, heads=4, layers=4, patch_size=4, pool="mean", lr=3e-3, batch_size=50, epochs=12,
-                   warmup_epochs=0.5, padding=2, label_smoothing=0.0, log_every=200),
+                   warmup_epochs=0.5, padding=2, label_smoothing=0.0, log_every=50),
     # [N] B.1.2: any checkpoint, at 224 px. torchvision's scale for the magnitude, as in the released code.
     "finetune-cifar10": dict(data="cifar10", image_size=224, optimizer="adamw", lr=5e-5, weight_decay=0.01, beta2=0.999, batch_size=512,
                              epochs=200, warmup_epochs=5, crop="resized", randaugment=2, magnitude=14),

@@ -150,6 +150,8 @@ def _write(name, folder, train, val, workers):
     columns = _columns(schema, train[0])
     numbers = [str(i) for i in range(spec.classes)]
     classes = _class_names(schema, columns[1]) or (CIFAR10 if name == "cifar10" else numbers)
+    if len(classes) != spec.classes:
+        raise DataError(f"{name} has {spec.classes} classes, these files name {len(classes)}: they are another set")
     jobs = {split: list(_jobs(files, columns)) for split, files in (("train", train), ("val", val))}
     counts = {split: sum(n for *_, n in jobs[split]) for split in jobs}
     needed, free = sum(counts.values()) * spec.size**2 * 3, shutil.disk_usage(folder).free

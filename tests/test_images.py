@@ -18,6 +18,9 @@ from data import images, prepare
 from data.images import DataError
 
 
+NAMES = [f"class {i}" for i in range(100)]
+
+
 def noise(width, height, seed, mode="RGB"):
     channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, *channels), np.uint8))
@@ -45,7 +48,7 @@ def cifar100_folder(folder, train=40, val=20):
     pictures = [noise(32, 32, i) for i in range(train + val)]
     labels = [i % 5 for i in range(train + val)]
     for split, rows in (("train", slice(0, train)), ("test", slice(train, None))):
-        write_parquet(folder / "cifar100" / f"{split}-00000-of-00001.parquet", pictures[rows], "img", list("abcde"),
+        write_parquet(folder / "cifar100" / f"{split}-00000-of-00001.parquet", pictures[rows], "img", NAMES,
                       fine_label=labels[rows], coarse_label=[0] * len(labels[rows]))
     return np.stack([np.asarray(p) for p in pictures]), np.array(labels)
 
@@ -86,9 +89,9 @@ def test_small_pictures_are_stored_as_they_are(tmp_path, capsys):
     pictures, labels = cifar100_folder(tmp_path / "source")
     arguments = "cifar100", "--source", tmp_path / "source", "--cache", tmp_path / "cache"
     assert command(*arguments) == 0
-    assert "40 + 20 pictures of 32 px, 5 classes" in capsys.readouterr().out
+    assert "40 + 20 pictures of 32 px, 100 classes" in capsys.readouterr().out
     data = images.load("cifar100", tmp_path / "cache", allow_prepare=False)
-    assert (data.name, data.classes, data.image_size) == ("cifar100", list("abcde"), 32)
+    assert (data.name, data.classes, data.image_size) == ("cifar100", NAMES, 32)
     assert np.array_equal(data.train_images, pictures[:40]) and np.array_equal(data.val_images, pictures[40:])
     assert np.array_equal(data.train_labels, labels[:40]) and np.array_equal(data.val_labels, labels[40:])
     assert data.train_labels.dtype == np.int64 and data.train_masks is None and data.val_masks is None
@@ -315,10 +318,10 @@ def test_meta_with_a_valid_checksum_but_wrong_content(damaged, change):
 def test_labels_out_of_range_and_missing_files(damaged):
     path = damaged / "cifar100" / "train_labels.npy"
     labels = np.load(path)
-    for wrong in (-1, 5):
+    for wrong in (-1, 100):
         labels[7] = wrong
         np.save(path, labels)
-        assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "allowed are 0 to 4")
+        assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "allowed are 0 to 99")
     path.unlink()
     assert_fails(lambda: images.load("cifar100", damaged), "train_labels.npy", "No such file")
 
@@ -459,3 +462,10 @@ def test_shapes_are_prepared_on_first_use(tmp_path, monkeypatch):
     pixels = data.train_images.reshape(-1, 3) / 255
     np.testing.assert_allclose([data.mean, data.std], [pixels.mean(0), pixels.std(0)], rtol=1e-10)
     images.verify("shapes", tmp_path)
+
+
+def test_files_of_another_set_are_refused(tmp_path, capsys):
+    for split in ("train", "test"):
+        write_parquet(tmp_path / "source" / f"{split}.parquet", [noise(32, 32, i) for i in range(4)], "img", list("abcde"), fine_label=[0, 1, 2, 3])
+    assert command("cifar100", "--source", tmp_path / "source", "--cache", tmp_path / "cache") == 2
+    assert "another set" in capsys.readouterr().err and not (tmp_path / "cache" / "cifar100").exists()
