@@ -763,6 +763,8 @@ def main(argv):
                    copy_gb_per_s=peak.bytes / 1e9)
     print(f"{machine['device']}, torch {torch.__version__},",
           f"matmul {peak.flops / 1e9:,.0f} GFLOP/s, copy {peak.bytes / 1e9:,.0f} GB/s")
+    if command in ("vit", "gpt", "ista", "attention", "head"):
+        print(f"{'':61} {'median':>13} {'ratio':>6} {'arithmetic, of matmul':>25} {'moved, of copy':>20} {'peak memory':>14}")
     lines = COMMANDS[command][1](c, processes, peak)
     if report:
         report.truncate(0)
