@@ -20,11 +20,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 from tqdm import tqdm
 
 from data import augment
 from data.images import DataError
-from model import ConfigError, ImageClassifier, ImageConfig, ImageEncoder, make_config, nearest
+from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, MAEConfig, MaskedAutoencoder, make_config, nearest,
+                   official_tensors)
 
 try:
     import fcntl
@@ -514,17 +516,20 @@ def load_into(module, state, path, what="model"):
 
 
 def load_encoder(path, heads=None):
-    """(config, encoder state dict) of any image checkpoint: ours (`encoder.*`), or a published one."""
+    """(config, encoder state dict) of any image checkpoint: ours (`encoder.*`), or a published classifier or CRATE-MAE.
+
+    The config is a MAEConfig where a masked autoencoder was trained, otherwise an ImageConfig."""
     content, sealed = read_torch(path)
     if isinstance(content, dict) and "format" in content:
         content = check_checkpoint(path, content, sealed)
         state = {k.removeprefix("encoder."): v for k, v in content["model"].items() if k.startswith("encoder.")}
         if not state:
             raise UserError(f"{path} has no image encoder: it is a checkpoint of task {content['task']}")
-        fields = {k: v for k, v in content["model_config"].items() if k in ImageConfig.__dataclass_fields__}
-        return make_config(ImageConfig, fields), state
+        cls = MAEConfig if content["task"] == "mae" else ImageConfig
+        return make_config(cls, {k: v for k, v in content["model_config"].items() if k in cls.__dataclass_fields__}), state
     try:
-        model = ImageClassifier.from_official(content, heads=heads)
+        masked = any(name.startswith("decoder_blocks.") for name in official_tensors(content))
+        model = (MaskedAutoencoder if masked else ImageClassifier).from_official(content, heads=heads)
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
     return model.config, model.encoder.state_dict()
@@ -879,3 +884,54 @@ def classify(model, split, data, config, processes, batch_size=500):
         total += torch.stack([loss, (logits.argmax(-1) == labels).sum(), torch.as_tensor(n, device=loss.device)])
     loss, right, n = processes.sum(total).tolist()
     return dict(loss=loss / n, acc=right / n, n=int(n))
+
+
+@torch.no_grad()
+def features(encoder, split, data, config, processes, kind="class", batch_size=500):
+    """Frozen features (N, D) float32 of all pictures of a split, on the device: the class token, the mean of the other tokens, or both.
+
+    `encoder` None gives the pixels. Every process extracts its share and receives the whole."""
+    out = None
+    mine = torch.arange(processes.rank, len(split), processes.world).split(batch_size)
+    for index, (pictures, _) in zip(mine, split.batches([part.numpy() for part in mine], getattr(config, "workers", 0))):
+        x = augment.to_float(pictures)
+        if encoder is not None:
+            x = augment.normalize(at_size(x, encoder.config.image_size), data.mean, data.std)
+            with processes.autocast(config.dtype):
+                Z = encoder(x).float()
+            x = dict(mean=Z[:, 1:].mean(1), both=torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1)).get(kind, Z[:, 0])
+        if out is None:
+            out = x.new_zeros(len(split), x[0].numel())
+        out[index.to(x.device)] = x.flatten(1)
+    return processes.sum(out)
+
+
+def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None, chunk=1000):
+    """Accuracy of the k nearest by cosine: each votes for its class with weight exp(cosine / temperature), and with weight 1.
+
+    In chunks of test samples, so that only (chunk, N) similarities are held: DINO's protocol ([B] Section 7.2). The test
+    samples are shared among the processes. Returns dict(acc=weighted, plain=unweighted, k=k)."""
+    x, x_test = (torch.nn.functional.normalize(t, dim=1) for t in (x, x_test))
+    k, right, mine = min(k, len(x)), torch.zeros(2, device=x.device), slice(processes.rank if processes else 0, None, processes.world if processes else 1)
+    for test, labels in zip(x_test[mine].split(chunk), y_test[mine].split(chunk)):
+        cosine, index = (test @ x.mT).topk(k)
+        for i, weight in enumerate(((cosine / temperature).exp(), torch.ones_like(cosine))):
+            votes = torch.zeros(len(test), classes, device=x.device).scatter_add_(1, y[index], weight)
+            right[i] += (votes.argmax(1) == labels).sum()
+    weighted, plain = ((processes.sum(right) if processes else right) / len(x_test)).tolist()
+    return dict(acc=weighted, plain=plain, k=k)
+
+
+def write_overlays(path, pictures, maps, enlarge=4):
+    """A PNG with one picture a row: the picture, then each of its maps in red over its greys. pictures (n, 3, H, H) in [0, 1], maps (n, m, patches),
+    each map stretched from its least to its largest value."""
+    n, m, patches = maps.shape
+    side, size = math.isqrt(patches), pictures.shape[-1]
+    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+    heat = ((maps - low) / (high - low).clamp_min(1e-12)).view(n, m, side, side)
+    heat = heat.repeat_interleave(size // side, 2).repeat_interleave(size // side, 3)[:, :, None]                    # (n, m, 1, H, H)
+    red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
+    grey = augment.luma(pictures)[:, None]
+    shown = torch.cat([pictures[:, None], (1 - 0.7 * heat) * 0.7 * grey + 0.7 * heat * red], 1)                      # (n, 1 + m, 3, H, H)
+    sheet = shown.permute(0, 3, 1, 4, 2).reshape(n * size, (1 + m) * size, 3).clamp(0, 1).mul(255).round().byte().cpu().numpy()
+    Image.fromarray(sheet.repeat(enlarge, 0).repeat(enlarge, 1)).save(path)

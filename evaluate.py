@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 import common
 from common import option
-from data import augment, images, text
-from model import ImageEncoder, LanguageModel, TextConfig, make_config, run_layers
+from data import images, text
+from model import ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, run_layers
 
 
 @dataclass(kw_only=True)
@@ -84,23 +84,6 @@ class Probe:
     workers: int = option(8, "processes that read pictures too many for memory", low=0)
 
 
-@torch.no_grad()
-def extract(encoder, kind, pictures, data, c, processes):
-    """Features (N, D) float32 of all pictures of a split, on the CPU; `encoder` None gives the pixels."""
-    split = images.Images(pictures, np.zeros(len(pictures), np.int64), processes.device)
-    out = []
-    for batch, _ in split.batches([i.numpy() for i in torch.arange(len(split)).split(c.batch_size)], c.workers):
-        x = augment.to_float(batch)
-        if encoder is not None:
-            x = augment.normalize(common.at_size(x, encoder.config.image_size), data.mean, data.std)
-            with processes.autocast(c.dtype):
-                Z = encoder(x).float()
-            parts = dict(zip(("class", "mean"), (Z[:, 0], Z[:, 1:].mean(1))))
-            x = torch.cat([parts["class"], parts["mean"]], 1) if kind == "both" else parts[kind]
-        out.append(x.flatten(1).cpu())
-    return torch.cat(out)
-
-
 def logistic_regression(x, y, classes, decay, iterations=200):
     """(W, b) that minimize the mean cross-entropy of x W + b plus decay / 2 ||W||^2, by L-BFGS. x (N, D), y (N,)."""
     W = torch.zeros(x.shape[1], classes, requires_grad=True, device=x.device)
@@ -116,11 +99,11 @@ def logistic_regression(x, y, classes, decay, iterations=200):
     return W.detach(), b.detach()
 
 
-def linear_probe(x, y, x_test, y_test, classes, c):
+def linear_probe(x, y, x_test, y_test, classes, seed=0):
     """Accuracy on the test split of a logistic regression on standardized features, its decay chosen on a held-out tenth."""
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)
     x, x_test = (x - mean) / std, (x_test - mean) / std
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(c.seed)).to(x.device)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
     held, kept = order[:len(x) // 10], order[len(x) // 10:]
 
     def score(decay, fit, test, labels):
@@ -131,23 +114,8 @@ def linear_probe(x, y, x_test, y_test, classes, c):
     return dict(acc=score(best, order, x_test, y_test), decay=best)
 
 
-def nearest_neighbours(x, y, x_test, y_test, classes, c, chunk=1000):
-    """Accuracy of the k nearest by cosine: each votes for its class with weight exp(cosine / temperature), and with weight 1.
-
-    In chunks of test samples, so that only (chunk, N) similarities are held: DINO's protocol ([B] Section 7.2)."""
-    x, x_test = (torch.nn.functional.normalize(t, dim=1) for t in (x, x_test))
-    k, right = min(c.k, len(x)), torch.zeros(2)
-    for test, labels in zip(x_test.split(chunk), y_test.split(chunk)):
-        cosine, index = (test @ x.mT).topk(k)
-        for i, weight in enumerate(((cosine / c.temperature).exp(), torch.ones_like(cosine))):
-            votes = torch.zeros(len(test), classes, device=x.device).scatter_add_(1, y[index], weight)
-            right[i] += (votes.argmax(1) == labels).sum().cpu()
-    weighted, plain = (right / len(x_test)).tolist()
-    return dict(acc=weighted, plain=plain, k=k)
-
-
 def probe(c, classifier):
-    """Features of both splits, extracted once, then `classifier` (x, y, x_test, y_test, classes, c) on them."""
+    """Features of both splits, extracted once, then `classifier` (x, y, x_test, y_test, classes) on them."""
     encoder = None
     name, mean_std = c.data, None
     if c.features != "pixels":
@@ -156,7 +124,7 @@ def probe(c, classifier):
         meta = content.get("data_meta") or {}
         name, mean_std = c.data or meta.get("name"), (meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD))
         torch.manual_seed(c.seed)
-        encoder = ImageEncoder(config).eval()
+        encoder = (MaskedAutoencoder(config).encoder if isinstance(config, MAEConfig) else ImageEncoder(config)).eval()
         if not c.random:
             common.load_into(encoder, state, c.ckpt, "encoder")
     data = images.load(needed(name, "data"), cache=c.data_dir)
@@ -165,10 +133,21 @@ def probe(c, classifier):
     processes = common.Processes(c.device)
     if encoder is not None:
         encoder.to(processes.device)
-    x, x_test = (extract(encoder, c.features, p, data, c, processes).to(processes.device) for p in (data.train_images, data.val_images))
+    splits = [images.Images(*split, processes.device) for split in ((data.train_images, data.train_labels), (data.val_images, data.val_labels))]
+    x, x_test = (common.features(encoder, split, data, c, processes, c.features, c.batch_size) for split in splits)
     y, y_test = (torch.from_numpy(np.array(v)).to(processes.device) for v in (data.train_labels, data.val_labels))
-    found = classifier(x, y, x_test, y_test, len(data.classes), c)
+    found = classifier(x, y, x_test, y_test, len(data.classes))
     return dict(data=name, features=c.features, encoder=None if encoder is None else "random" if c.random else c.ckpt) | found
+
+
+def linear(c):
+    """Accuracy of a linear probe."""
+    return probe(c, lambda *split: linear_probe(*split, seed=c.seed))
+
+
+def knn(c):
+    """Accuracy of the k nearest neighbours."""
+    return probe(c, lambda *split: common.nearest_neighbours(*split, k=c.k, temperature=c.temperature))
 
 
 @dataclass(kw_only=True)
@@ -351,8 +330,8 @@ def cbt(c):
     return dict(data="cbt") | result
 
 
-COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, lambda c: probe(c, linear_probe)),
-            "knn": (Probe, lambda c: probe(c, nearest_neighbours)), "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
+COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": (Probe, knn),
+            "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
 
 
 def main(argv):

@@ -20,7 +20,7 @@ K heads (subspaces), each of dimension p; d is the width.
 """
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -41,18 +41,23 @@ def _exact(*tensors):
     return [t if t.dtype == torch.float64 else t.float() for t in tensors]
 
 
-def _half_logdet(Z, a):
-    """1/2 logdet(I + a Z^* Z) = 1/2 logdet(I + a Z Z^*), [J] Eq. (8), for Z (..., n, d): (...).
+def gram_coding_rate(G, a):
+    """1/2 logdet(I + a G), [J] Eq. (8), of Gram matrices G (..., m, m): (...).
 
-    Factors the smaller of the two Gram matrices: with I + a G = L L^*, 1/2 logdet is the sum of log diag(L). A matrix that
-    Cholesky cannot factor (Z not finite) gives NaN instead of an error, since reading the error would stall a GPU."""
-    with torch.autocast(Z.device.type, enabled=False):
-        n, d = Z.shape[-2:]
-        G = Z @ Z.mT if n < d else Z.mT @ Z
-        identity = torch.eye(min(n, d), dtype=Z.dtype, device=Z.device)
-        L, failed = torch.linalg.cholesky_ex(identity + a * G)
+    With I + a G = L L^*, that is the sum of log diag(L). A matrix that Cholesky cannot factor (G not finite) gives NaN instead
+    of an error, since reading the error would stall a GPU."""
+    with torch.autocast(G.device.type, enabled=False):
+        G, = _exact(G)
+        L, failed = torch.linalg.cholesky_ex(torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) + a * G)
         half = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return torch.where((failed == 0) & half.isfinite(), half, math.nan)
+
+
+def _half_logdet(Z, a):
+    """1/2 logdet(I + a Z^* Z) = 1/2 logdet(I + a Z Z^*), [J] Eq. (8), for Z (..., n, d): (...). Factors the smaller of the two."""
+    with torch.autocast(Z.device.type, enabled=False):
+        n, d = Z.shape[-2:]
+        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, a)
 
 
 def coding_rate(Z, eps=0.5):
@@ -596,14 +601,16 @@ class Layer(nn.Module):
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
-def run_layers(layers, Z, trace=None):
-    """Z^1 -> Z^{L+1}, [J] Eq. (45) L times; a list given as `trace` receives each layer's LayerTrace."""
+def run_layers(layers, Z, trace=None, outputs=None):
+    """Z^1 -> Z^{L+1}, [J] Eq. (45) L times; a list given as `trace` receives each layer's LayerTrace, one given as `outputs` its Z^{l+1}."""
     for layer in layers:
         if trace is None:
             Z = layer(Z)
         else:
             trace.append(layer.trace(Z))
             Z = trace[-1].out
+        if outputs is not None:
+            outputs.append(Z)
     return Z
 
 
@@ -785,9 +792,9 @@ class ImageEncoder(nn.Module):
         Z = torch.cat([self.class_token.expand(B, -1, -1), Z], 1) + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, x, trace=None):
-        """(B, C, H, W) -> (B, 1 + n, d). A list given as `trace` receives one LayerTrace a layer."""
-        return self.norm(run_layers(self.layers, self.tokens(x), trace))
+    def forward(self, x, trace=None, outputs=None):
+        """(B, C, H, W) -> (B, 1 + n, d). A list given as `trace` receives one LayerTrace a layer, as `outputs` one Z^{l+1}."""
+        return self.norm(run_layers(self.layers, self.tokens(x), trace, outputs))
 
 
 class ImageClassifier(nn.Module):
@@ -809,9 +816,11 @@ class ImageClassifier(nn.Module):
         """(B, 1 + n, d) -> (B, d): the class token ([B] Eq. (7.2.23)), or the mean of the others ([N] Algorithm 1 includes it)."""
         return Z[:, 0] if self.config.pool == "class" else Z[:, 1:].mean(1)
 
-    def forward(self, x, trace=None):
-        """(B, C, H, W) -> logits (B, classes). A list given as `trace` receives one LayerTrace a layer."""
-        return self.head(self.pool(self.encoder(x, trace)))
+    def forward(self, x, trace=None, outputs=False):
+        """(B, C, H, W) -> logits (B, classes), or (logits, every Z^{l+1}) if `outputs`. A list given as `trace` receives LayerTraces."""
+        kept = [] if outputs else None
+        logits = self.head(self.pool(self.encoder(x, trace, kept)))
+        return (logits, kept) if outputs else logits
 
     def train_flops(self, image_size=None):
         """Floating-point operations of forward and backward for one image; see train_flops_per_token ([J] Eq. (44))."""
@@ -908,6 +917,224 @@ def fill_official(model, tensors, names):
     if left:
         raise ConfigError(f"{next(iter(left))} is in the official checkpoint, but has no place in this model")
     return model.eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masked autoencoder
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class MAEConfig(ImageConfig):
+    """An encoder of `layers` layers and the decoder that mirrors it. [B] Section 7.6; None means: as CRATE-MAE's released code."""
+    decoder_layers: int | None = None       # None: as many as encode
+    decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
+    decoder_heads: int | None = None
+    mask_ratio: float = 0.75
+    mask_tokens: str = "before"             # before the encoder (released CRATE-MAE), or after it (He et al.)
+    normalize_targets: bool = False         # each patch to mean 0 and variance 1
+    stem: str | None = "plain"
+    positions: str = "sincos"
+    final_norm: bool | None = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("layers", "width", "heads"):
+            if getattr(self, f"decoder_{name}") is None:
+                setattr(self, f"decoder_{name}", getattr(self, name))
+        self._whole("decoder_layers", "decoder_width", "decoder_heads")
+        if not 0 < self.mask_ratio < 1:
+            raise ConfigError(f"mask_ratio={self.mask_ratio} must be between 0 and 1")
+        if not 1 <= self.masked() < self.patches():
+            raise ConfigError(f"mask_ratio={self.mask_ratio} leaves {self.patches() - self.masked()} of {self.patches()} patches")
+        if self.mask_tokens not in ("before", "after"):
+            raise ConfigError(f"mask_tokens={self.mask_tokens!r} is not one of before, after")
+        if self.mask_tokens == "before" and self.decoder_width != self.width:
+            raise ConfigError(f"decoder_width={self.decoder_width} needs mask_tokens=after: before, encoder and decoder share the tokens")
+        if not self.same_decoder() and self.decoder_width % self.decoder_heads:
+            raise ConfigError(f"decoder_heads={self.decoder_heads} does not divide decoder_width={self.decoder_width}")
+        if self.mask_tokens == "after" and self.decoder_width % 4:
+            raise ConfigError(f"sincos positions need a decoder_width that 4 divides, not {self.decoder_width}")
+
+    def same_decoder(self):
+        """Whether the decoder has the encoder's width and heads, and so its head_dim ([B] Section 7.6)."""
+        return (self.decoder_width, self.decoder_heads) == (self.width, self.heads)
+
+    def patches(self):
+        """n, the number of patches of a picture ([B] Section 7.6)."""
+        return (self.image_size // self.patch_size) ** 2
+
+    def masked(self):
+        """How many of them are hidden ([B] Section 7.6); the rest is rounded down, as in the released code."""
+        return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)      # 100 * (1 - 0.9) is a little below 10
+
+
+MAE_SIZES = {arch: {"small": (576, 12, 12), "base": (768, 12, 12)} for arch in CRATE_FAMILY + ("aot",)} | {
+    arch: {"small": (384, 6, 12), "base": (768, 12, 12)} for arch in ("crate-alpha", "transformer", "aot-mhsa")} | {
+    "tost": {"small": (384, 8, 12)}}
+
+
+def mae_config(size, arch="crate", **overrides):
+    """The MAEConfig of a named size, with any field overridden. [B] Section 7.6.
+
+    CRATE-MAE encodes with 12 layers and decodes with 12, lambda 0.5; ViT-MAE decodes with 8 layers of width 512 (small) or 768.
+    Raises ConfigError for an unknown size, arch or field."""
+    defaults = dict(lambd=0.5) if arch in CRATE_FAMILY else {}
+    if arch == "transformer":
+        defaults = dict(mask_tokens="after", decoder_layers=8, decoder_width=512 if size == "small" else 768, decoder_heads=16)
+    return named_config(MAEConfig, MAE_SIZES, size, arch, defaults | overrides)
+
+
+class DecoderLayer(nn.Module):
+    """A CRATE layer run backwards.  [B] Eq. (7.6.3)-(7.6.4), [J] Section 3.3.
+
+        Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
+
+    Sparsification first, since it came last, and the sign of the compression reversed: D~ takes the place of the inverse of
+    ISTA (on codes >= 0 with orthogonal D and eta = 1 it is exact at lambda = 0, at most lambda sqrt(nnz) off otherwise), and
+    I - MSSA that of I + MSSA, up to second order in MSSA. What LN divides out and ReLU cuts off cannot be brought back: it
+    has to be learned. D~ is a plain d x d map without bias or residual. (B, n, d) -> (B, n, d)."""
+
+    def __init__(self, config):
+        super().__init__()
+        c = config
+        self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.D = nn.Parameter(torch.empty(c.width, c.width))
+        nn.init.kaiming_uniform_(self.D)
+        self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.attention = MSSA(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, step=c.step, bias=c.out_bias, dropout=c.dropout)
+        self.sparsification = None
+
+    def forward(self, Z):
+        """(B, n, d) -> (B, n, d)."""
+        Y = self.norm1(Z) @ self.D.mT
+        return Y - self.attention(self.norm2(Y))
+
+    def trace(self, Z):
+        """The same as a LayerTrace; `half` is Y of [B] Eq. (7.6.3)."""
+        Y = self.norm1(Z) @ self.D.mT
+        return LayerTrace(Y, Y - self.attention(self.norm2(Y)), self.attention.map(self.norm2(Y)))
+
+
+class MaskedAutoencoder(nn.Module):
+    """Hides three quarters of the patches and learns to paint them.  [B] Eq. (7.6.1)-(7.6.7).
+
+    model(x, noise) takes pictures (B, C, H, W) and uniform noise (B, n) that chooses the patches to hide, and returns the
+    mean squared error on those. With mask_tokens="before" a mask token (zero in [B]) takes their place before the encoder, which
+    so sees all 1 + n tokens, and positions are added once (released CRATE-MAE; [B] Eq. (7.6.6) has the decoder undo them);
+    with "after" the encoder sees the visible ones only."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = c = config
+        self.encoder = ImageEncoder(c)
+        d = c.decoder_width
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, d))
+        if c.mask_tokens == "after":
+            self.decoder_embed = nn.Linear(c.width, d)
+            self.register_buffer("decoder_positions", sincos_positions(d, c.image_size // c.patch_size))
+        theirs = c if c.same_decoder() else replace(c, width=d, heads=c.decoder_heads, head_dim=None)
+        layer = DecoderLayer if c.arch in CRATE_FAMILY else Layer
+        self.decoder = nn.ModuleList(layer(theirs) for _ in range(c.decoder_layers))
+        self.decoder_norm = nn.LayerNorm(d, 1e-6)
+        self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        nn.init.normal_(self.mask_token, std=0.02)
+        nn.init.normal_(self.encoder.class_token, std=0.02)
+
+    def hidden(self, noise):
+        """(B, n) noise -> (B, n) bool, true on the patches that are hidden: those with the largest noise ([B] Section 7.6)."""
+        return noise.argsort(1).argsort(1) >= self.config.patches() - self.config.masked()
+
+    def encode(self, x, noise, trace=None):
+        """The encoder's tokens: (B, 1 + n, d) before, (B, 1 + visible, d) after ([B] Section 7.6, Eq. (7.3.3)-(7.3.4))."""
+        e, c = self.encoder, self.config
+        Z, positions = e.embed(patchify(x, c.patch_size)), e.positions
+        first = (e.class_token + positions[:, :1]).expand(len(x), -1, -1)
+        if c.mask_tokens == "before":
+            Z = torch.where(self.hidden(noise)[..., None], self.mask_token.to(Z.dtype), Z)
+        Z = Z + positions[:, 1:]
+        if c.mask_tokens == "after":
+            visible = noise.argsort(1)[:, :c.patches() - c.masked(), None]
+            Z = Z.gather(1, visible.expand(-1, -1, c.width))
+        return e.norm(run_layers(e.layers, torch.cat([first, Z], 1), trace))
+
+    def decode(self, Z, noise, trace=None):
+        """The encoder's tokens -> predicted patches (B, n, P^2 C) ([B] Eq. (7.6.2), (7.6.6))."""
+        if self.config.mask_tokens == "after":
+            Z = self.decoder_embed(Z)
+            order = noise.argsort(1)
+            rest = self.mask_token.to(Z.dtype).expand(len(Z), order.shape[1] - Z.shape[1] + 1, -1)
+            patches = torch.cat([Z[:, 1:], rest], 1).gather(1, order.argsort(1)[..., None].expand(-1, -1, Z.shape[-1]))
+            Z = torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
+        return self.predict(self.decoder_norm(run_layers(self.decoder, Z, trace)))[:, 1:]
+
+    def targets(self, x):
+        """What is to be predicted, (B, n, P^2 C): the patches, each normalised by its own unbiased variance + 1e-6 if asked for."""
+        patches = patchify(x, self.config.patch_size)
+        if not self.config.normalize_targets:
+            return patches
+        mean, var = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
+        return (patches - mean) / (var + 1e-6).sqrt()
+
+    def forward(self, x, noise, trace=None):
+        """The mean squared error, [B] Eq. (7.6.7), over the hidden patches only, as in the released code."""
+        predicted = self.decode(self.encode(x, noise, trace), noise, trace)
+        predicted, targets = _exact(predicted, self.targets(x))
+        error = (predicted - targets).square().mean(-1)
+        hidden = self.hidden(noise)
+        return (error * hidden).sum() / hidden.sum()
+
+    def train_flops(self):
+        """Floating-point operations of forward and backward for one image; see train_flops_per_token ([J] Eq. (44))."""
+        c = self.config
+        patch = c.channels * c.patch_size ** 2
+        n, m = 1 + c.patches(), 1 + c.patches() - (c.masked() if c.mask_tokens == "after" else 0)
+        total = m * train_flops_per_token(self.encoder.layers, m) + n * train_flops_per_token(self.decoder, n)
+        total += 6 * m * c.width * c.decoder_width if c.mask_tokens == "after" else 0
+        return total + 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
+
+    @classmethod
+    def from_official(cls, state_dict, heads=None):
+        """The published CRATE-MAE checkpoints of [B] Section 7.6, as a model in evaluation mode.
+
+        Takes what ImageClassifier.from_official takes. Of the two position tables the one in use is read; the other and
+        `decoder_embed`, which the released model never applies, are left out. Raises ConfigError naming the first tensor
+        that does not fit."""
+        tensors = official_tensors(state_dict)
+        embed = official_tensor(tensors, "patch_embed.proj.weight", 4)
+        positions = official_tensor(tensors, "decoder_pos_embed", 3)
+        d, P, side = embed.shape[0], embed.shape[-1], math.isqrt(max(positions.shape[1] - 1, 0))
+        if embed.shape[1:] != (3, P, P):
+            raise ConfigError(f"patch_embed.proj.weight has shape {tuple(embed.shape)}, which is no square patch of three channels")
+        if side * side != positions.shape[1] - 1 or side == 0:
+            raise ConfigError(f"decoder_pos_embed has shape {tuple(positions.shape)}, which is no square grid and a class token")
+        published = {width: K for width, K, _ in MAE_SIZES["crate"].values()}
+        if heads is None and d not in published:
+            raise ConfigError(f"no published CRATE-MAE has width {d}: say how many heads this one has (heads=)")
+        layers, decoder_layers = official_depth(tensors, "blocks."), official_depth(tensors, "decoder_blocks.")
+        model = cls(MAEConfig(width=d, heads=heads or published[d], layers=layers, decoder_layers=decoder_layers, lambd=0.5,
+                              image_size=P * side, patch_size=P))
+        names = {"encoder.class_token": "cls_token", "mask_token": "mask_token", "encoder.positions": "decoder_pos_embed"}
+        for kind in ("weight", "bias"):
+            names |= {f"encoder.embed.0.{kind}": f"patch_embed.proj.{kind}", f"encoder.norm.{kind}": f"norm.{kind}",
+                      f"decoder_norm.{kind}": f"decoder_norm.{kind}", f"predict.{kind}": f"decoder_pred.{kind}"}
+        for ours, theirs, count, mssa_at in (("encoder.layers", "blocks", layers, 0), ("decoder", "decoder_blocks", decoder_layers, 1)):
+            for l in range(count):
+                block, attention, other = f"{theirs}.{l}.layers.0", ("norm1", "norm2")[mssa_at], ("norm2", "norm1")[mssa_at]
+                for kind in ("weight", "bias"):
+                    names |= {f"{ours}.{l}.{attention}.{kind}": f"{block}.{mssa_at}.norm.{kind}",
+                              f"{ours}.{l}.{other}.{kind}": f"{block}.{1 - mssa_at}.norm.{kind}",
+                              f"{ours}.{l}.attention.W.{kind}": f"{block}.{mssa_at}.fn.to_out.0.{kind}"}
+                names[f"{ours}.{l}.attention.U.weight"] = f"{block}.{mssa_at}.fn.qkv.weight"
+                names[f"{ours}.{l}.{'D' if mssa_at else 'sparsification.D'}"] = f"{block}.{1 - mssa_at}.fn.weight"
+        tensors["patch_embed.proj.weight"] = embed.permute(0, 2, 3, 1).flatten(1)
+        for unused in ("pos_embed", "decoder_embed.weight", "decoder_embed.bias"):
+            tensors.pop(unused, None)
+        return fill_official(model, tensors, names)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

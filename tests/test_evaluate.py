@@ -272,8 +272,7 @@ def test_nearest_neighbours_by_hand():
         for j, weigh in enumerate((lambda i: math.exp(cosine[i] / 0.1), lambda i: 1.0)):
             votes = [sum(weigh(i) for i in nearest if y[i] == k) for k in range(3)]
             right[j] += votes.index(max(votes)) == label
-    c = evaluate.Probe(k=7, temperature=0.1)
-    found = evaluate.nearest_neighbours(3 * x, y, tests, labels, 3, c, chunk=10)
+    found = common.nearest_neighbours(3 * x, y, tests, labels, 3, k=7, temperature=0.1, chunk=10)
     assert found["acc"] == pytest.approx(right[0] / 23) and found["plain"] == pytest.approx(right[1] / 23, abs=1 / 23)      # ties may differ
 
 
@@ -298,7 +297,8 @@ def test_probes_on_features(cache, tmp_path):
         x = augment.normalize(augment.to_float(torch.from_numpy(data.train_images[:9].copy())), data.mean, data.std)
         Z = model.encoder(x)
     c = common.parse_command({"linear": evaluate.Probe}, ["linear", *base, "--features=both", "--batch_size=4"], "")[1]
-    found = evaluate.extract(model.encoder, "both", data.train_images[:9], data, c, common.Processes("cpu"))
+    nine = images.Images(data.train_images[:9], data.train_labels[:9], "cpu")
+    found = common.features(model.encoder, nine, data, c, common.Processes("cpu"), "both", batch_size=4)
     torch.testing.assert_close(found, torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1))
     trained, fresh, again = (evaluate.main(["linear", *base, "--features=mean", *more]) for more in ([], ["--random"], ["--random"]))
     assert fresh == again and fresh["encoder"] == "random" and trained["encoder"] != "random" and 0 < trained["acc"] < 1
