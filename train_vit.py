@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import common
 from common import option
 from data import augment, images
-from model import ARCHS, ConfigError, ImageClassifier, ImageConfig, image_config, make_config
+from model import ARCHS, ConfigError, ImageClassifier, ImageConfig, image_config, make_config, projected_coding_rate
 
 
 @dataclass(kw_only=True)
@@ -57,6 +57,10 @@ class Config(common.RunConfig):
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     ema: float = option(0.0, "momentum of averaged weights, which are then evaluated; 0: none", low=0, high=0.999999)
+    # sparse rate reduction as a regularizer ([S])
+    srr_weight: float = option(0.0, "weight of the SRR measure beside the cross-entropy; 0: none", low=0)
+    srr_layers: str = option("all", "where it is taken: all, random (another one each step), or numbers as in 2,4")
+    srr_eps: float = option(0.5, "its distortion", above=0)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the pictures' own scale; resized: random area and aspect; none", choices=("pad", "resized", "none"))
     padding: int = option(4, "pixels of zeros around the picture before crop=pad", low=0)
@@ -96,7 +100,7 @@ def build_model(c, classes):
     if c.size is not None:
         raise common.UserError("--size and --init_from exclude each other: the checkpoint has its own size")
     config, encoder = common.load_encoder(c.init_from, heads=c.heads)
-    theirs = asdict(config)
+    theirs = {name: getattr(config, name) for name in ImageConfig.__dataclass_fields__}
     for name in ("arch", "width", "heads", "head_dim", "layers", "patch_size", "stem", "eta", "lambd", "step"):
         if getattr(c, name) is not None and getattr(c, name) != theirs[name]:
             raise common.UserError(f"--{name}={getattr(c, name)} contradicts {c.init_from}, which has {theirs[name]}")
@@ -104,6 +108,31 @@ def build_model(c, classes):
                                                         drop_path=c.drop_path, pool=c.pool or "class")))
     common.load_resized(model.encoder, config, encoder, c.init_from)
     return model
+
+
+def srr_layers(c, model, step):
+    """The layers, counted from 0, whose SRR measure this step adds to the loss."""
+    L = model.config.layers
+    if c.srr_layers == "all":
+        return range(L)
+    if c.srr_layers == "random":
+        return [common.derive_seed(c.seed, step, "srr") % L]
+    chosen = [int(word) for word in c.srr_layers.split(",") if word.strip().isdecimal()]
+    if len(chosen) < len(c.srr_layers.split(",")) or not all(1 <= l <= L for l in chosen):
+        raise common.UserError(f"--srr_layers={c.srr_layers} is not all, random, or numbers from 1 to {L} as in 2,4")
+    return [l - 1 for l in chosen]
+
+
+def srr(model, outputs, chosen, eps):
+    """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l: what has a gradient in [S]'s
+
+        1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l)
+
+    with the gradient through Z^l stopped. It reaches U^l only. U = 0 would be its minimum: the cross-entropy, which then has no
+    attention, is what keeps U from it, so that the weight has to stay small."""
+    with torch.autocast(outputs[0].device.type, enabled=False):
+        rates = [projected_coding_rate(model.encoder.layers[l].attention.project(outputs[l].detach().float()), eps).mean() for l in chosen]
+    return torch.stack(rates).mean()
 
 
 def augmented(pictures, rng, c, data):
@@ -137,6 +166,10 @@ def main(argv):
     data = images.load(c.data, cache=c.data_dir)
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes)).to(device)
+    if c.srr_weight and not hasattr(model.encoder.layers[0].attention, "U"):
+        raise common.UserError(f"--srr_weight needs subspaces U_k, which --arch={model.config.arch} does not have")
+    if c.srr_weight:
+        srr_layers(c, model, 0)
     run = common.Run(c, "vit", preset, processes)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
@@ -176,7 +209,10 @@ def main(argv):
         for micro, (x_part, y_part) in enumerate(zip(x.chunk(c.accumulate), labels.chunk(c.accumulate))):
             with common.accumulating(parallel, last=micro == c.accumulate - 1):
                 with processes.autocast(c.dtype):
-                    part = F.cross_entropy(parallel(x_part), y_part, label_smoothing=c.label_smoothing) / c.accumulate
+                    logits, Z = parallel(x_part, outputs=True) if c.srr_weight else (parallel(x_part), None)
+                    part = F.cross_entropy(logits, y_part, label_smoothing=c.label_smoothing) / c.accumulate
+                if c.srr_weight:
+                    part = part + c.srr_weight * srr(model, Z, srr_layers(c, model, step), c.srr_eps) / c.accumulate
                 part.backward()
             loss = loss + part.detach()
         if c.clip:

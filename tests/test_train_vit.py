@@ -17,7 +17,7 @@ import evaluate
 import train_vit
 from data import prepare
 from data.images import DataError
-from model import ConfigError, ImageClassifier, ImageConfig
+from model import ConfigError, ImageClassifier, ImageConfig, subspace_coding_rate
 
 TINY = ["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--batch_size=20", "--epochs=1", "--log_every=1", "--device=cpu"]
 
@@ -232,3 +232,65 @@ def test_presets_run_on_other_sets(train, tmp_path, name, columns, classes, stor
     tuned = weights(tmp_path / "second")
     torch.testing.assert_close(tuned["encoder.layers.0.sparsification.D"], content["model"]["encoder.layers.0.sparsification.D"], atol=1e-6, rtol=0)
     assert tuned["encoder.positions"].shape[1] == 65
+
+
+# Sparse rate reduction as a regularizer
+
+def srr_setup(**fields):
+    model = ImageClassifier(ImageConfig(**dict(width=16, heads=4, layers=3, image_size=32, patch_size=8, classes=10) | fields))
+    return model, torch.randn(4, 3, 32, 32)
+
+
+def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
+    model, x = srr_setup()
+    trace = []
+    logits, outputs = model(x, outputs=True)
+    torch.testing.assert_close(logits, model(x, trace))
+    expected = 0
+    for l in (0, 2):
+        U = model.encoder.layers[l].attention.U.weight.view(4, 4, 16).mT.double()
+        expected += subspace_coding_rate(trace[l].out.double(), U, eps=0.3).mean() / 2
+    assert train_vit.srr(model, outputs, [0, 2], eps=0.3).item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_srr_gradient_reaches_the_chosen_U_only():
+    model, x = srr_setup()
+    train_vit.srr(model, model(x, outputs=True)[1], [1], eps=0.5).backward()
+    reached = [name for name, p in model.named_parameters() if p.grad is not None]
+    assert reached == ["encoder.layers.1.attention.U.weight"] and model.encoder.layers[1].attention.U.weight.grad.norm() > 0
+    with torch.no_grad():
+        rate = train_vit.srr(model, model(x, outputs=True)[1], [1], 0.5)
+        model.encoder.layers[1].attention.U.weight.mul_(0.5)
+        outputs = model(x, outputs=True)[1]
+        assert train_vit.srr(model, outputs, [1], 0.5) < rate            # U -> 0 is its minimum
+        model.encoder.layers[1].attention.U.weight.zero_()
+        assert train_vit.srr(model, outputs, [1], 0.5) == 0
+
+
+def test_srr_in_a_run(train, tmp_path):
+    train("none")
+    train("zero", "--srr_weight=0", "--srr_layers=2")
+    train("some", "--srr_weight=0.1", "--srr_layers=random", "--accumulate=2")
+    train("more", "--srr_weight=0.1", "--srr_layers=random")
+    assert same(weights(tmp_path / "none"), weights(tmp_path / "zero")) and not same(weights(tmp_path / "none"), weights(tmp_path / "more"))
+    for a, b in zip(metrics(tmp_path / "some"), metrics(tmp_path / "more")):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+    assert metrics(tmp_path / "more")[0]["loss"] > metrics(tmp_path / "none")[0]["loss"]
+
+
+def test_srr_layers_are_counted_from_one_and_drawn_evenly():
+    model, _ = srr_setup()
+    c = train_vit.Config(srr_layers="1,3")
+    assert train_vit.srr_layers(c, model, 0) == [0, 2]
+    c.srr_layers = "all"
+    assert list(train_vit.srr_layers(c, model, 0)) == [0, 1, 2]
+    c.srr_layers = "random"
+    drawn = [train_vit.srr_layers(c, model, step)[0] for step in range(300)]
+    assert all(70 < drawn.count(l) < 130 for l in range(3)) and drawn == [train_vit.srr_layers(c, model, step)[0] for step in range(300)]
+
+
+@pytest.mark.parametrize("flags, message", [(["--srr_layers=4"], "from 1 to 2"), (["--srr_layers=0"], "from 1 to 2"), (["--srr_layers=first"], "first"),
+                                            (["--srr_layers=1,"], "1,"), (["--arch=transformer"], "transformer")])
+def test_srr_mistakes(train, flags, message):
+    with pytest.raises(common.UserError, match=message):
+        train("a", "--srr_weight=0.1", *flags)
