@@ -19,8 +19,11 @@ def test_the_map_points_at_its_operators():
 
 def test_every_command_parses():
     import train_gpt
+    import train_mae
+    import train_simdino
     import train_vit
-    scripts = {"train_vit.py": (train_vit, "imagenet"), "train_gpt.py": (train_gpt, "openwebtext")}
+    scripts = {f"{module.__name__}.py": (module, "imagenet") for module in (train_vit, train_mae, train_simdino)}
+    scripts["train_gpt.py"] = (train_gpt, "openwebtext")
     seen = 0
     for line in re.findall(r"(?:python|torchrun[^\n`]*?) (train_\w+\.py[^\n`#&]*)", README):
         name, *argv = shlex.split(line)
