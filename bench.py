@@ -2,16 +2,18 @@
 Speed and memory, side by side: our fast path, the literal form it replaces, and the obvious alternatives.
 
     python bench.py vit          training steps of image models: CRATE-Tiny at 224 px, the cifar10 preset
+    python bench.py mae          training steps of masked autoencoders: before, after, literal, ViT-MAE
     python bench.py gpt          whole training steps of language models: the pydoc preset, on CUDA CRATE-Base
     python bench.py ista         the sparsification operator alone
     python bench.py attention    the compression operator alone
+    python bench.py simdino      a step of SimDINO with its views, and the views alone
     python bench.py head         the cross-entropy behind GPT-2's vocabulary: time and memory
     python bench.py length       TSSA, MSSA, MHSA: time against sequence length, and its exponent
     python bench.py generate     what the cache of each arch holds, and the time of a new token after a prefix
     python bench.py longrange    ToST, CRATE, transformer at equal parameters on sequences of 1,024 pixels or on ListOps
 
 All variants of a row run in one process, in turn, so that what disturbs one disturbs all; times are medians. The first
-five tables add the ratio to the literal form; the FLOP/s that the mathematics needs, and their share of what a large
+six tables add the ratio to the literal form; the FLOP/s that the mathematics needs, and their share of what a large
 matmul reaches here; the bytes/s that the operators read and write, and their share of what a large copy reaches here
 (of compiled code a lower bound: matmuls, attention and optimizer alone); and the peak memory.
 """
@@ -24,7 +26,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,9 +39,9 @@ from torch.utils._pytree import tree_leaves
 
 import common
 from common import option
-from data import images, text
-from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel, TextConfig, image_config,
-                   linear_cross_entropy, run_layers, train_flops_per_token)
+from data import augment, images, text
+from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder,
+                   TextConfig, gram_coding_rate, image_config, linear_cross_entropy, run_layers, train_flops_per_token)
 
 
 @dataclass(kw_only=True)
@@ -56,6 +58,18 @@ class Bench(Table):
     """One table. Times are the median over --repeats turns."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "add rows for the compiled form; auto is cuda only")
+
+
+@dataclass(kw_only=True)
+class SimDINO(Table):
+    """A step of SimDINO on pictures of 32 px, two views of which and --local_views of 16. auto: the sizes for cuda / elsewhere."""
+    repeats: int = option(9, "turns of every variant", low=1)
+    arch: str = option("crate", "the layer (model.py's table)", choices=tuple(ARCHS))
+    width: int | None = option(None, "d; auto is 384 / 128", low=1)
+    heads: int = option(4, "K", low=1)
+    layers: int | None = option(None, "L; auto is 12 / 4", low=1)
+    local_views: int = option(4, "small views of a picture", low=1)
+    batch_size: int | None = option(None, "pictures a step; auto is 512 / 64", low=2)
 
 
 @dataclass(kw_only=True)
@@ -384,6 +398,85 @@ def bench_vit(c, processes, peak):
             step = training_step(torch.compile(fast), x, y, processes, c.dtype)
             variants["fast, compiled"] = variants["fast"]._replace(run=step, eager=variants["fast"].run)
         lines += row(title, variants, processes, c, peak, "images")
+    return lines
+
+
+def bench_mae(c, processes, peak):
+    """Training steps of masked autoencoders at the cifar10 preset: mask tokens before and after the encoder, the literal form, ViT-MAE
+    of equal parameters. The literal form and `before` are the same function."""
+    device, (title, config, batch) = processes.device, AUTOENCODER
+    vit = dict(arch="transformer", width=config.width // 2, heads=config.heads // 2, layers=config.layers, image_size=config.image_size,
+               patch_size=config.patch_size)
+    before = MaskedAutoencoder(config).to(device)
+    models = {"fast, before": before, "literal (released code)": literal(before),
+              "fast, after": MaskedAutoencoder(replace(config, mask_tokens="after")).to(device)}
+    for when in ("before", "after"):
+        models[f"transformer, {when}"] = MaskedAutoencoder(MAEConfig(mask_tokens=when, **vit)).to(device)
+    x, noise = torch.randn(batch, 3, config.image_size, config.image_size, device=device), torch.rand(batch, config.patches(), device=device)
+
+    def step(model):
+        """Forward and backward of one batch, as a function without arguments."""
+        def run():
+            with processes.autocast(c.dtype):
+                loss = model(x, noise)
+            loss.backward()
+            free_gradients(model)
+        return run
+    variants = {name: Variant(step(model), batch * model.train_flops(), batch, functools.partial(held_memory, model),
+                              fields=dict(parameters=common.count(model))) for name, model in models.items()}
+    if common.wants_compile(c, device):
+        variants["fast, before, compiled"] = variants["fast, before"]._replace(run=step(torch.compile(before)), eager=variants["fast, before"].run)
+    return row(title, variants, processes, c, peak, "images")
+
+
+def bench_simdino(c, processes, peak):
+    """A whole step of SimDINO (views, teacher, student, coding rate, AdamW, moving average), and the making of the views alone."""
+    device, cuda = processes.device, processes.device.type == "cuda"
+    config = ImageConfig(arch=c.arch, width=c.width or (384 if cuda else 128), heads=c.heads, layers=c.layers or (12 if cuda else 4),
+                         image_size=32, patch_size=4, classes=1, final_norm=True)
+    batch, local, p = c.batch_size or (512 if cuda else 64), c.local_views, 256
+    student = nn.ModuleDict(dict(encoder=ImageEncoder(config), projector=nn.Sequential(
+        nn.Linear(config.width, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, p)))).to(device)
+    teacher = copy.deepcopy(student).requires_grad_(False)
+    optimizer = common.make_optimizer(student, "adamw", 1e-4, 0.04, (0.9, 0.999))
+    pictures = torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
+    counter = iter(range(10 ** 9))
+
+    def views():
+        """The global and the local views of one batch."""
+        x, step = augment.to_float(pictures), next(counter)
+        return [augment.views(x, count, size, augment.BatchRandom(step, batch * count, device=device), scale, (0.0,), solar)
+                for count, size, scale, solar in ((2, 32, (0.4, 1.0), (0.0, 0.2)), (local, 16, (0.1, 0.4), (0.0,)))]
+
+    def features(model, made):
+        """Unit features (V, b, p) of the views of one size each."""
+        with processes.autocast(c.dtype):
+            Z = torch.cat([model["encoder"](v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in made])
+            return F.normalize(model["projector"](Z).float(), dim=-1)
+
+    made = views()
+
+    def learn(made):
+        """Everything of a step but the views."""
+        with torch.no_grad():
+            t = features(teacher, made[:1])
+        s = features(student, made)
+        score = torch.einsum("gbp,vbp->gv", t, s)
+        distance = 1 - (score.sum() - score.diagonal().sum()) / (batch * (score.numel() - 2))
+        rate = gram_coding_rate(s[:2].mT @ s[:2], p / (batch * 0.05)).mean()
+        (distance - (p + batch) / (p * batch) * rate).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        common.ema_update(teacher, student, 0.996)
+
+    variants = {"whole step": lambda: learn(views()), "without the views": lambda: learn(made), "the views": views}
+    times = alternate(variants, device, c.repeats)
+    lines = []
+    for name, seconds in times.items():
+        lines.append(dict(row=f"{c.arch}, {batch} pictures", variant=name, ms=1e3 * seconds, share=seconds / times["whole step"],
+                          images_per_s=batch / seconds))
+        print(f"{lines[-1]['row']:34} {name:26} {1e3 * seconds:10.2f} ms {lines[-1]['share']:7.1%} of the step {batch / seconds:12,.0f} images/s",
+              flush=True)
     return lines
 
 
@@ -734,13 +827,16 @@ def bench_longrange(c, processes, peak):
 _CIFAR10 = ImageConfig(width=384, heads=6, layers=12, image_size=32, patch_size=4, classes=10)
 PICTURES = [("CRATE-Tiny, 224 px, batch 16", image_config("tiny"), 16),
             ("cifar10 preset, 32 px, batch 64", _CIFAR10, 64)]
+AUTOENCODER = ("cifar10 preset, 32 px, batch 64", MAEConfig(width=192, heads=6, layers=6, image_size=32, patch_size=4, lambd=0.5), 64)
 SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6), ("16 x 197 x 768, 12 heads", 16, 197, 768, 12),
           ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
 COMMANDS = {
     "vit": (Bench, bench_vit),
+    "mae": (Bench, bench_mae),
     "gpt": (Gpt, bench_gpt),
     "ista": (Bench, functools.partial(bench_operator, make=lambda d, K: ISTA(d))),
     "attention": (Bench, functools.partial(bench_operator, make=MSSA)),
+    "simdino": (SimDINO, bench_simdino),
     "head": (Head, bench_head),
     "length": (Length, bench_length),
     "generate": (Generate, bench_generate),
@@ -763,7 +859,7 @@ def main(argv):
                    copy_gb_per_s=peak.bytes / 1e9)
     print(f"{machine['device']}, torch {torch.__version__},",
           f"matmul {peak.flops / 1e9:,.0f} GFLOP/s, copy {peak.bytes / 1e9:,.0f} GB/s")
-    if command in ("vit", "gpt", "ista", "attention", "head"):
+    if command in ("vit", "mae", "gpt", "ista", "attention", "head"):
         print(f"{'':61} {'median':>13} {'ratio':>6} {'arithmetic, of matmul':>25} {'moved, of copy':>20} {'peak memory':>14}")
     lines = COMMANDS[command][1](c, processes, peak)
     if report:

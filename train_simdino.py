@@ -98,23 +98,15 @@ PRESETS = {
 def make_views(pictures, c, data, step, rows, device):
     """The views of uint8 pictures (b, H, W, 3) as [(2, b, 3, S, S), (local_views, b, 3, s, s)], normalized; a function of seed and step.
 
-    Random resized crop, flip, colour jitter (0.4, 0.4, 0.2, 0.1; p 0.8), grey 0.2, blur (p 1 and 0.1 on the two global views, 0.5 on
-    local ones), solarize 0.2 on the second global view. All views of one size are made in one batch, picture by picture."""
+    Blur is certain on the first global view, p 0.1 on the second, 0.5 on local ones; the second global view is solarized with p 0.2."""
     x, made = augment.to_float(pictures), []
     for kind, count, size, area, blur, solar in (("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
-                                                 ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), None)):
-        if count == 0:
-            continue
-        rng = augment.BatchRandom(common.derive_seed(c.seed, step, kind), c.batch_size * count, slice(rows.start * count, rows.stop * count), device)
-        v = augment.random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale=area)
-        v = augment.flip(v, rng)
-        v = augment.color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8)
-        v = augment.grayscale(v, rng, 0.2)
-        if c.blur:
-            v = augment.gaussian_blur(v, rng, torch.tensor(blur).repeat(len(v) // len(blur)), sigma=(min(0.1, c.blur), c.blur))
-        if solar:
-            v = augment.solarize(v, rng, torch.tensor(solar, device=device).repeat(len(v) // 2))
-        made.append(augment.normalize(v, data.mean, data.std).unflatten(0, (-1, count)).transpose(0, 1))
+                                                 ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,))):
+        if count:
+            rng = augment.BatchRandom(common.derive_seed(c.seed, step, kind), c.batch_size * count,
+                                      slice(rows.start * count, rows.stop * count), device)
+            v = augment.views(x, count, size, rng, area, blur if c.blur else (0.0,), solar, c.blur)
+            made.append(augment.normalize(v.flatten(0, 1), data.mean, data.std).unflatten(0, (count, -1)))
     return made
 
 

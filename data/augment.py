@@ -44,7 +44,7 @@ class BatchRandom:
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)[self.rows]
 
     def bernoulli(self, p, *shape):
-        """(b, *shape) bool, true with probability p."""
+        """(b, *shape) bool, true with probability p, a number or one for each of the b."""
         return self.uniform(*shape) < p
 
     def host_integers(self, low, high, *shape):
@@ -269,8 +269,8 @@ def _blur_matrix(sigma, size, reach):
 
 
 def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
-    """With probability p, a Gaussian of standard deviation uniform in `sigma` pixels, edges replicated. (The true
-    Gaussian; Pillow's filter of radius sigma approximates it by three box filters.)"""
+    """With probability p (a number, or one a sample on the CPU), a Gaussian of standard deviation uniform in `sigma` pixels,
+    edges replicated. (The true Gaussian; Pillow's filter of radius sigma approximates it by three box filters.)"""
     reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
@@ -285,6 +285,23 @@ def solarize(x, rng, p, threshold=128 / 255):
     """With probability p, pixels of at least `threshold` are inverted."""
     bright = x >= threshold - 1e-6  # k / 255 may be rounded either way
     return torch.where(_column(rng.bernoulli(p)) & bright, 1 - x, x)
+
+
+def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
+    """(B, 3, H, W) -> (count, B, 3, size, size): `count` views of each picture by DINO's recipe, all of them in one batch.
+
+    Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey with p 0.2, blur of 0.1 to `sigma`
+    pixels, solarize: `blur` and `solar` hold the probability for each view in turn, repeated if there are more views.
+    `rng` draws for count samples a picture."""
+    B = len(x)
+    chance = torch.tensor([[p[v % len(p)] for v in range(count)] for p in (blur, solar)]).repeat(1, B)
+    v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
+    v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
+    if max(blur) > 0:
+        v = gaussian_blur(v, rng, chance[0], (min(0.1, sigma), sigma))
+    if max(solar) > 0:
+        v = solarize(v, rng, chance[1].to(x.device, non_blocking=True))
+    return v.unflatten(0, (B, count)).transpose(0, 1)
 
 
 # ---- RandAugment: x in 8-bit levels 0 ... 255 (held in float32), s (B, 1, 1, 1) = +1 or -1, m the magnitude ----------

@@ -11,7 +11,7 @@ import bench
 import common
 from data import images, text
 from data.images import draw_shapes
-from model import ARCHS, ISTA, MSSA, ImageClassifier, ImageConfig, LanguageModel, TextConfig, linear_cross_entropy
+from model import ARCHS, ISTA, MSSA, ImageClassifier, ImageConfig, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, linear_cross_entropy
 
 CPU = torch.device("cpu")
 
@@ -247,6 +247,24 @@ def test_vit(run, monkeypatch):
     check_rows(lines, "images")
     assert [line["variant"] for line in lines] == ["fast", "literal (released code)", "transformer, equal params",
                                                    "torch layer, equal width"]
+
+
+def test_mae(run, monkeypatch):
+    config = MAEConfig(width=32, heads=4, layers=1, image_size=16, patch_size=4)
+    monkeypatch.setattr(bench, "AUTOENCODER", ("small", config, 2))
+    lines = run("mae", "--repeats=1")
+    check_rows(lines, "images")
+    assert [line["variant"] for line in lines] == ["fast, before", "literal (released code)", "fast, after", "transformer, before", "transformer, after"]
+    assert lines[0]["parameters"] == lines[1]["parameters"] == common.count(MaskedAutoencoder(config))
+    model = MaskedAutoencoder(config).double()
+    x, noise = torch.randn(3, 3, 16, 16, dtype=torch.float64), torch.rand(3, 16)
+    torch.testing.assert_close(model(x, noise), bench.literal(model)(x, noise))
+
+
+def test_simdino_shares_are_of_the_whole_step(run):
+    whole, learning, views = run("simdino", "--repeats=3", "--width=16", "--layers=1", "--batch_size=8")
+    assert whole["share"] == 1 and learning["share"] == learning["ms"] / whole["ms"] and 0 < views["share"] < 1
+    assert whole["images_per_s"] == pytest.approx(8e3 / whole["ms"])
 
 
 @pytest.mark.parametrize("command", ["ista", "attention"])
