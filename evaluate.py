@@ -5,6 +5,7 @@ Numbers on a trained checkpoint.
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet     a published checkpoint
     python evaluate.py linear --ckpt=out/vit-cifar10/best.pt              logistic regression on frozen features; --features=pixels: a floor
     python evaluate.py knn --ckpt=out/vit-cifar10/best.pt                 the 20 nearest neighbours
+    python evaluate.py segment --ckpt=out/vit-shapes/best.pt              saliency maps and MaskCut against the masks of `shapes`; --random: a floor
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext      loss per token; --stride=512: in sliding windows
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt         the last word of a passage, by greedy decoding
     python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt --task=NE   the one of ten candidates that fits a gap
@@ -18,12 +19,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 from tqdm import tqdm
 
 import common
 from common import option
-from data import images, text
-from model import ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, run_layers
+from data import augment, images, text
+from model import MHSA, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, patchify, run_layers
 
 
 @dataclass(kw_only=True)
@@ -92,7 +94,7 @@ def logistic_regression(x, y, classes, decay, iterations=200):
 
     def closure():
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(x @ W + b, y) + 0.5 * decay * W.square().sum()
+        loss = F.cross_entropy(x @ W + b, y) + 0.5 * decay * W.square().sum()
         loss.backward()
         return loss
     optimizer.step(closure)
@@ -114,19 +116,23 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
     return dict(acc=score(best, order, x_test, y_test), decay=best)
 
 
+def load_frozen(c):
+    """(encoder in evaluation mode, the checkpoint's data_meta), the encoder untrained if c.random."""
+    config, state = common.load_encoder(needed(c.ckpt, "ckpt"), c.heads)
+    content, _ = common.read_torch(c.ckpt)
+    torch.manual_seed(c.seed)
+    encoder = (MaskedAutoencoder(config).encoder if isinstance(config, MAEConfig) else ImageEncoder(config)).eval()
+    if not c.random:
+        common.load_into(encoder, state, c.ckpt, "encoder")
+    return encoder, content.get("data_meta") or {}
+
+
 def probe(c, classifier):
     """Features of both splits, extracted once, then `classifier` (x, y, x_test, y_test, classes) on them."""
-    encoder = None
-    name, mean_std = c.data, None
+    encoder, name, mean_std = None, c.data, None
     if c.features != "pixels":
-        config, state = common.load_encoder(needed(c.ckpt, "ckpt"), c.heads)
-        content, _ = common.read_torch(c.ckpt)
-        meta = content.get("data_meta") or {}
+        encoder, meta = load_frozen(c)
         name, mean_std = c.data or meta.get("name"), (meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD))
-        torch.manual_seed(c.seed)
-        encoder = (MaskedAutoencoder(config).encoder if isinstance(config, MAEConfig) else ImageEncoder(config)).eval()
-        if not c.random:
-            common.load_into(encoder, state, c.ckpt, "encoder")
     data = images.load(needed(name, "data"), cache=c.data_dir)
     if mean_std:
         data.mean, data.std = mean_std
@@ -148,6 +154,181 @@ def linear(c):
 def knn(c):
     """Accuracy of the k nearest neighbours."""
     return probe(c, lambda *split: common.nearest_neighbours(*split, k=c.k, temperature=c.temperature))
+
+
+@dataclass(kw_only=True)
+class Segment:
+    """How well an image encoder finds the objects of `shapes`, whose masks it has never seen: by its attention, and by MaskCut."""
+    ckpt: str | None = option(None, "any image checkpoint, ours or a published classifier")
+    split: str = option("val", "which part", choices=("train", "val"))
+    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
+    query: str = option("class", "the saliency map: attention of the class token, or mean attention of the patches", choices=("class", "mean"))
+    features: str = option("keys", "what MaskCut compares: a layer's keys (U^* LN(Z)), its output, or the patches' pixels: a floor",
+                           choices=("keys", "output", "pixels"))
+    tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
+    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
+    seed: int = option(0, "of that initialization", low=0)
+    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
+    batch_size: int = option(100, "pictures at once", low=1)
+    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
+    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+
+
+def saliency(attention, query="class"):
+    """(B, K, n - 1) from an attention map (B, K, n, n): the class token's row without itself ([B] Eq. (7.2.41)).
+
+    query="mean": the mean of the patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows, but
+    Pi (B, K, n): the membership of each patch in each subspace."""
+    if attention.ndim == 3:
+        return attention[..., 1:]
+    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+
+
+def iou(a, b):
+    """|a and b| / |a or b| of masks (..., H, W), 0 of two empty ones: (...) float64."""
+    return (a & b).sum((-2, -1)).double() / (a | b).sum((-2, -1)).clamp_min(1)
+
+
+def box(mask):
+    """The least box around a mask (..., H, W), as a mask."""
+    rows, columns = mask.any(-1).int(), mask.any(-2).int()
+    rows, columns = (v.cummax(-1).values & v.flip(-1).cummax(-1).values.flip(-1) for v in (rows, columns))
+    return (rows[..., :, None] & columns[..., None, :]).bool()
+
+
+def threshold_ious(maps, truth, levels=100):
+    """IoU of {map >= i / levels} and the mask, i = 0 .. levels - 1: maps (B, m, P) in [0, 1], truth (B, P) bool -> (B, m, levels)."""
+    level = (maps * levels).long().clamp_max(levels - 1)
+    counts = (torch.zeros(*maps.shape[:2], levels).scatter_add_(2, level, counted[:, None].float().expand_as(maps))
+              for counted in (truth, torch.ones_like(truth)))
+    both, area = (count.flip(2).cumsum(2).flip(2) for count in counts)
+    return both / (area + truth.sum(1)[:, None, None] - both)
+
+
+def average_precision(score, truth):
+    """AP of scores (..., P) for labels (..., P) bool: the mean over the true entries of the precision of {score >= theirs}. (...)."""
+    ordered, order = score.sort(-1, descending=True)
+    hit = truth.gather(-1, order).float()
+    last = torch.searchsorted(-ordered, -ordered, right=True) - 1          # of the entries that score the same
+    precision = hit.cumsum(-1).gather(-1, last) / (last + 1)
+    return (precision * hit).sum(-1) / hit.sum(-1)
+
+
+def detection_ap(overlap, confidence, thresholds):
+    """COCO's AP at each IoU threshold (T,), for pictures with one object and one prediction each, by IoU (N,) and confidence (N,): (T,).
+
+    Predictions in the order of confidence; at each recall 0, 0.01 .. 1 the largest precision there or beyond, 0 if never reached."""
+    hit = overlap[confidence.argsort(descending=True, stable=True)] >= thresholds[:, None]
+    found, n = hit.cumsum(1).double(), len(overlap)
+    precision = (found / torch.arange(1, n + 1)).flip(1).cummax(1).values.flip(1)
+    recall = (torch.arange(101, dtype=torch.float64) / 100).repeat(len(thresholds), 1)
+    return F.pad(precision, (0, 1)).gather(1, torch.searchsorted(found / n, recall)).mean(1)
+
+
+def normalized_cut(A):
+    """(v, mu) of graphs A (B, n, n): the second smallest mu in (D - A) v = mu D v, D = diag(A 1), and its v (Shi and Malik, 2000).
+
+    Solved as D^-1/2 A D^-1/2 y = (1 - mu) y, v = D^-1/2 y. v (B, n), of unknown sign; mu (B,), 0 if nothing joins two parts."""
+    root = A.sum(-1).rsqrt()
+    values, vectors = torch.linalg.eigh(root[:, :, None] * A * root[:, None])
+    return root * vectors[..., -2], 1 - values[..., -2]
+
+
+def foreground(v):
+    """The object of a cut v (B, h, w): of the sides v > mean and v <= mean the one with the largest |v|, or the other if three of the
+    picture's corners lie in it; and of that side the 4-connected part around its extreme entry. (B, h, w) bool.
+
+    CutLER applies the corner rule to the side v > mean only, so that its choice depends on the sign that the solver returns."""
+    shape, flat = v.shape, v.flatten(1)
+    upper = flat > flat.mean(1, keepdim=True)
+    flip = ~upper.gather(1, flat.abs().argmax(1, keepdim=True))
+    corners = (upper ^ flip).view(shape)[:, ::shape[1] - 1, ::shape[2] - 1].sum((1, 2))
+    flip = flip ^ (corners >= 3)[:, None]
+    side = (upper ^ flip).view(shape).float()
+    part = F.one_hot(torch.where(flip, -flat, flat).argmax(1), flat.shape[1]).view(shape).float()
+    while True:
+        spread = side * torch.maximum(F.max_pool2d(part, (3, 1), 1, (1, 0)), F.max_pool2d(part, (1, 3), 1, (0, 1)))
+        if torch.equal(spread, part):
+            return part.bool()
+        part = spread
+
+
+def maskcut(X, side, tau=0.15):
+    """(mask (B, side, side), confidence (B,)): the one object that CutLER's MaskCut (Wang et al., 2023) finds by features X (B, n, d).
+
+    The graph joins patches whose cosine exceeds tau with 1, others with 1e-5. The confidence, which CutLER does not need, is
+    -mu of the normalized cut: nearly 0 where the two sides have next to nothing in common. No CRF afterwards."""
+    X = F.normalize(X.double(), dim=-1)
+    v, mu = normalized_cut(torch.where(X @ X.mT > tau, 1.0, 1e-5).double())
+    return foreground(v.view(-1, side, side)), -mu
+
+
+def look(encoder, x, c):
+    """(saliency maps (B, K, n), features (B, n, d) for MaskCut) of the patches of pictures x in a layer, on the CPU."""
+    number = c.layer or len(encoder.layers)
+    Z, layer = run_layers(encoder.layers[:number - 1], encoder.tokens(x)), encoder.layers[number - 1]
+    normed = layer.norm1(Z)
+    if c.features == "pixels":
+        X = patchify(x, encoder.config.patch_size)
+    elif c.features == "output":
+        X = layer(Z)[:, 1:]
+    else:
+        w = layer.attention.project(normed)
+        X = (w[1] if isinstance(layer.attention, MHSA) else w).transpose(1, 2).flatten(2)[:, 1:]
+    return saliency(layer.attention.map(normed), c.query).float().cpu(), X.float().cpu()
+
+
+@torch.no_grad()
+def segment(c):
+    """{"iou", "ap", ..., "box_ap", ..., "mask_ap", ...}: saliency maps and MaskCut on `shapes`, one object a picture.
+
+    Saliency maps ([B] Eq. (7.2.41)) are resized to the picture and stretched to [0, 1] in each. "iou": the mean over pictures of the
+    IoU at one threshold for all, the best of 0, 0.01 .. 0.99 on this very split. "ap": the mean over pictures of the average precision
+    of the map as a classifier of pixels. Each of the mean over heads, of every head, and of the best head, likewise chosen here. A
+    map that knows nothing scores "foreground", the objects' share of the pixels, in both.
+
+    MaskCut gives one mask a picture, in whole patches. Its box and mask AP are COCO's, averaged over IoU 0.50, 0.55 .. 0.95
+    ([B] Tables 7.2, 7.4), ranked by the confidence of `maskcut`. *_ceiling: of the patches that are half object or more, ranked by
+    their IoU. Objects and background of `shapes` differ in colour: --features=pixels is the floor."""
+    encoder, meta = load_frozen(c)
+    processes, size, count, resize = common.Processes(c.device), encoder.config.image_size, len(encoder.layers), F.interpolate
+    encoder.to(processes.device)
+    side, mean, std = size // encoder.config.patch_size, meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD)
+    if c.layer and c.layer > count:
+        raise common.UserError(f"--layer={c.layer}: the last layer of {c.ckpt} is {count}")
+    if side == 1:
+        raise common.UserError(f"{c.ckpt} sees a picture as one patch: there is nothing to cut")
+    data = images.load("shapes", cache=c.data_dir)
+    pictures, labels, masks = (getattr(data, f"{c.split}_{kind}") for kind in ("images", "labels", "masks"))
+    pictures, indices, seen = images.Images(pictures, labels, processes.device), torch.arange(len(masks)).split(c.batch_size), []
+    for index in progress(indices, len(indices), processes):
+        x = common.at_size(augment.to_float(pictures.batch(index)[0]), size)
+        truth = torch.from_numpy(masks[index.numpy()])[:, None]
+        truth = augment.center_crop(truth, min(size, truth.shape[-1])).bool()              # as at_size does; (B, 1, H, H)
+        maps, X = look(encoder, augment.normalize(x, mean, std), c)
+
+        maps = torch.cat([maps.mean(1, keepdim=True), maps], 1).unflatten(-1, (side, side))
+        maps = resize(maps, size=truth.shape[2:], mode="bilinear", antialias=True).flatten(2)
+        low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+        maps, on = (maps - low) / (high - low).clamp_min(1e-12), truth.flatten(2)
+        curves, ap = threshold_ious(maps, on[:, 0]), average_precision(maps, on.expand_as(maps))
+
+        cut, confidence = maskcut(X, side, c.tau)
+        best = resize(truth.float(), size=(side, side), mode="area")[:, 0] >= 0.5
+        cut, best = (resize(mask[:, None].float(), size=truth.shape[2:], mode="nearest-exact").bool() for mask in (cut, best))
+        overlaps = [iou(a, b)[:, 0] for a, b in ((box(cut), box(truth)), (box(best), box(truth)), (cut, truth), (best, truth))]
+        seen.append((on.double().mean((1, 2)), curves, ap, confidence, *overlaps))
+    share, curves, ap, confidence, *overlaps = (torch.cat(parts).double() for parts in zip(*seen))
+    (iou_mean, *iou_heads), (ap_mean, *ap_heads) = curves.mean(0).amax(-1).tolist(), ap.mean(0).tolist()
+    result = dict(data="shapes", split=c.split, encoder="random" if c.random else c.ckpt, layer=c.layer or count, n=len(masks),
+                  foreground=share.mean().item(), iou=iou_mean, iou_best=max(iou_heads), iou_heads=iou_heads,
+                  ap=ap_mean, ap_best=max(ap_heads), ap_heads=ap_heads)
+    thresholds = torch.arange(50, 100, 5).double() / 100
+    for name, found, ceiling in (("box", *overlaps[:2]), ("mask", *overlaps[2:])):
+        at = detection_ap(found, confidence, thresholds)
+        result |= {f"{name}_ap50": at[0].item(), f"{name}_ap75": at[5].item(), f"{name}_ap": at.mean().item(),
+                   f"{name}_ap_ceiling": detection_ap(ceiling, ceiling, thresholds).mean().item()}
+    return result
 
 
 @dataclass(kw_only=True)
@@ -203,7 +384,7 @@ def score(model, x, y):
     Z = model.norm(run_layers(model.layers, model.tokens(x)))
     logits = (Z[y >= 0] @ model.embed.weight.mT).float()                     # the head for these tokens only
     targets = y[y >= 0]
-    return -torch.nn.functional.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+    return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
 
 
 @torch.no_grad()
@@ -331,7 +512,7 @@ def cbt(c):
 
 
 COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": (Probe, knn),
-            "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
+            "segment": (Segment, segment), "lm": (LM, lm), "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
 
 
 def main(argv):
