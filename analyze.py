@@ -1,107 +1,711 @@
 """
-Looks inside the layers of a trained checkpoint.
+Looks inside the layers of a trained checkpoint, and at the papers' arguments in isolation.
 
-    python analyze.py layers --ckpt=out/vit-cifar10-small/best.pt        rates and sparsity of every layer ([N] Figures 3 to 5)
+    python analyze.py layers --ckpt=out/vit-cifar10/best.pt --untrained     rates and sparsity of every layer ([N] Figures 3 to 5, [S] Figure 2)
+    python analyze.py layers --ckpt=A.pt,B.pt --split=both                  several checkpoints in one figure; text and MAE too
+    python analyze.py subspaces --ckpt=out/vit-cifar10/best.pt              are U_1 .. U_K incoherent? ([N] Figure 7)
+    python analyze.py tokens --ckpt=out/vit-cifar10/best.pt                 Z^l of a picture, layer by layer ([N] Figure 6)
+    python analyze.py saliency --ckpt=out/vit-shapes/best.pt --head=2       what the class token attends to ([B] Eq. (7.2.41), Figure 7.11)
+    python analyze.py toy                                                   does MSSA lower R^c? ([S])
+    python analyze.py denoise                                               a Gaussian mixture, noised and brought back ([J] Eq. (46)-(49))
+    python analyze.py curves --runs=out/vit-cifar10,out/vit-shapes          metrics.jsonl of several runs ([B] Figures 7.13, 7.18)
 
-Prints a table; --json also writes the numbers.
+Prints a table; --json also writes the numbers. Figures go to --out: maps as PNG, curves as PNG and PDF if matplotlib is there.
 """
+import contextlib
 import json
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw
+from torch.nn import functional as F
 
 import common
-from common import option
-from data import augment, images
-from model import MHSA, ODL, coding_rate, projected_coding_rate
+from common import UserError, option
+from data import augment, images, text
+from model import (MHSA, ODL, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig,
+                   coding_rate, gaussian_mixture_denoise, make_config, mssa, official_tensors, projected_coding_rate, run_layers,
+                   subspace_coding_rate, subspace_coding_rate_grad)
 
 
 @dataclass(kw_only=True)
-class Layers:
-    """R^c(Z^{l+1/2}), R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer."""
-    ckpt: str | None = option(None, "an image classifier's checkpoint, ours or a published one")
-    data: str | None = option(None, "which pictures; auto is what the checkpoint was trained on", choices=tuple(images.SETS))
+class Output:
+    """Where every command writes."""
+    json: str | None = option(None, "also write the numbers to this file")
+    out: str | None = option(None, "the figure's name without .png or .pdf; auto is out/analyze-COMMAND")
+
+
+@dataclass(kw_only=True)
+class Look(Output):
+    """What every command that opens a checkpoint has."""
+    ckpt: str | None = option(None, "a checkpoint, ours or a published one")
+    data: str | None = option(None, "which data; auto is what the checkpoint was trained on")
     split: str = option("val", "which part", choices=("train", "val"))
-    samples: int = option(1000, "pictures, as in [N]", low=1)
-    convention: str = option("released", "released: the normalized projections that enter the softmax; caption: U^* Z^{l+1/2}",
-                             choices=("released", "caption"))
-    eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
-    lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure", low=0)
+    random: bool = option(False, "the checkpoint's model at random initialization instead")
+    seed: int = option(0, "of that initialization", low=0)
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    batch_size: int = option(100, "pictures at once", low=1)
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(images.CACHE), "where prepared data lies")
-    json: str | None = option(None, "also write the table to this file")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables, figures, heat maps
+# ---------------------------------------------------------------------------------------------------------------------
+
+def print_table(rows):
+    """Dicts with the same keys, one a line; KEY_std goes behind KEY."""
+    def cell(row, key):
+        value = f"{row[key]:.4g}" if isinstance(row[key], float) else "-" if row[key] is None else str(row[key])
+        return value + (f" +- {row[key + '_std']:.2g}" if key + "_std" in row else "")
+    keys = [key for key in rows[0] if not key.endswith("_std")]
+    lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
+
+
+def figure(c, panels, draw):
+    """draw(axes, ...) on a row of `panels` axes, written as PNG and PDF; without matplotlib, one line that says how to get it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no figure without matplotlib: pip install matplotlib")
+        return
+    sheet = Figure(figsize=(4.2 * panels, 3.6), layout="constrained")
+    draw(*sheet.subplots(1, panels, squeeze=False)[0])
+    for suffix in (".png", ".pdf"):
+        sheet.savefig(c.out + suffix, dpi=120)
+    print(f"wrote {c.out}.png and .pdf")
+
+
+def label(axes, x, y):
+    """Names the axes and explains the lines."""
+    axes.set(xlabel=x, ylabel=y)
+    axes.legend(fontsize="small")
+
+
+def write_heat(c, maps, enlarge):
+    """A PNG of matrices (h, w), one a layer, four a row: white is 0, black 1 and more."""
+    h, w, columns = maps[0].shape[0] * enlarge, maps[0].shape[1] * enlarge, min(4, len(maps))
+    sheet = Image.new("L", (columns * (w + 8) - 8, -(-len(maps) // columns) * (h + 14)), 225)
+    for i, one in enumerate(maps):
+        left, top = i % columns * (w + 8), i // columns * (h + 14)
+        ImageDraw.Draw(sheet).text((left + 2, top + 1), f"layer {i + 1}", fill=0)
+        grey = Image.fromarray((255 * (1 - one.clamp(0, 1))).round().byte().cpu().numpy())
+        sheet.paste(grey.resize((w, h), Image.Resampling.NEAREST), (left, top + 14))
+    sheet.save(c.out + ".png")
+    print(f"wrote {c.out}.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, and what they are shown
+# ---------------------------------------------------------------------------------------------------------------------
+
+TASKS = {"vit": (ImageClassifier, ImageConfig), "mae": (MaskedAutoencoder, MAEConfig), "simdino": (ImageEncoder, ImageConfig),
+         "gpt": (LanguageModel, TextConfig)}
+
+
+def words(value, flag):
+    """What a flag lists, separated by commas; UserError if that is nothing."""
+    found = [word.strip() for word in (value or "").split(",") if word.strip()]
+    if not found:
+        raise UserError(f"--{flag} is needed")
+    return found
+
+
+def load_model(path, heads=None, random=False, seed=0):
+    """(model in evaluation mode, data_meta) of any checkpoint, ours or published (data_meta is then empty); UserError if it is none.
+
+    SimDINO's is the teacher's encoder. random: the same model at its initialization."""
+    content, sealed = common.read_torch(path)
+    if isinstance(content, dict) and "format" in content:
+        content = common.check_checkpoint(path, content, sealed)
+        if content["task"] not in TASKS:
+            raise UserError(f"{path} is a checkpoint of task {content['task']}, not of {', '.join(TASKS)}")
+        cls, config_class = TASKS[content["task"]]
+        config, state, meta = make_config(config_class, content["model_config"]), content["model"], content["data_meta"]
+        if cls is ImageEncoder:
+            state = {name.removeprefix("encoder."): v for name, v in state.items() if name.startswith("encoder.")}
+    else:
+        try:
+            masked = any(name.startswith("decoder_blocks.") for name in official_tensors(content))
+            official = (MaskedAutoencoder if masked else ImageClassifier).from_official(content, heads=heads)
+        except ConfigError as error:
+            raise UserError(f"{path}: {error}") from None
+        cls, config, state, meta = type(official), official.config, official.state_dict(), {}
+    torch.manual_seed(seed)
+    model = cls(config)
+    if not random:
+        common.load_into(model, state, path)
+    return model.eval(), meta
+
+
+def picture_reader(model, meta, c, split, device):
+    """(number of pictures, function of int64 indices that returns them (b, 3, S, S) in [0, 1] and as the model sees them, normalized)."""
+    name = c.data or meta.get("name")
+    if name is None:
+        raise UserError("--data is needed for a published checkpoint")
+    data = images.load(name, cache=c.data_dir)
+    pictures = data.train_images if split == "train" else data.val_images
+
+    def read(index):
+        if index.max() >= len(pictures):
+            raise UserError(f"--index: {name} has {len(pictures):,} {split} pictures, counted from 0")
+        x = common.at_size(augment.to_float(torch.from_numpy(pictures[index.numpy()]).to(device)), model.config.image_size)
+        return x, augment.normalize(x, meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD))
+    return len(pictures), read
+
+
+def open_encoder(c):
+    """(the image encoder of c.ckpt on its device, the function of picture_reader); UserError for a language model."""
+    model, meta = load_model(words(c.ckpt, "ckpt")[0], c.heads, c.random, c.seed)
+    if isinstance(model, LanguageModel):
+        raise UserError(f"{c.ckpt} is a language model: this looks at pictures")
+    device = common.Processes(c.device).device
+    encoder = getattr(model, "encoder", model).to(device)
+    return encoder, picture_reader(encoder, meta, c, c.split, device)[1]
+
+
+def batches(model, meta, c, split, device):
+    """Yields the arguments of `forward` for c.samples samples, spread evenly over the split since some sets are sorted by class.
+
+    A sample is a picture, or as many tokens of text as the context holds. A masked autoencoder also gets the noise that chooses
+    the patches to hide, a function of the picture's number."""
+    def spread(n):
+        return torch.linspace(0, n - 1, min(c.samples, n), dtype=torch.float64).round().long().split(c.batch_size)
+    if isinstance(model, LanguageModel):
+        data = text.load(c.data or meta["name"], cache=c.data_dir)
+        tokens = getattr(data, split)
+        if tokens is None or data.tokenizer.meta() != meta["tokenizer"]:
+            raise UserError(f"{data.name} has no {split} part" if tokens is None else f"{data.name} was not prepared with the checkpoint's tokenizer")
+        n = min(model.config.context, len(tokens))
+        for index in spread(len(tokens) // n):
+            yield (torch.from_numpy(np.stack([tokens[i * n:(i + 1) * n] for i in index.tolist()]).astype(np.int64)).to(device),)
+        return
+    count, read = picture_reader(model, meta, c, split, device)
+    for index in spread(count):
+        x = read(index)[1]
+        if isinstance(model, MaskedAutoencoder):
+            draws = [torch.Generator().manual_seed(common.derive_seed("validation", i)) for i in index.tolist()]
+            yield x, torch.stack([torch.rand(model.config.patches(), generator=draw) for draw in draws]).to(device)
+        else:
+            yield (x,)
+
+
+def forward(model, x, noise=None):
+    """All layers of any model on pictures (b, 3, S, S) or tokens (b, n)."""
+    if isinstance(model, LanguageModel):
+        run_layers(model.layers, model.tokens(x))
+    elif isinstance(model, MaskedAutoencoder):
+        model.decode(model.encode(x, noise), noise)
+    else:
+        getattr(model, "encoder", model)(x)
+
+
+def layers_of(model):
+    """All layers from first to last; of a masked autoencoder the encoder's, then the decoder's."""
+    return [*(model.layers if hasattr(model, "layers") else model.encoder.layers), *getattr(model, "decoder", ())]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# layers
+# ---------------------------------------------------------------------------------------------------------------------
+
+CONVENTIONS = {"released": r"$R^c$ of the normalized $U^* LN(Z^l)$", "caption": r"$R^c(Z^{l+1/2})$", "output": r"$R^c(Z^{l+1})$"}
+
+
+@dataclass(kw_only=True)
+class Layers(Look):
+    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer, mean and deviation over samples.
+
+    Of text a sample is as many tokens as the context holds, none of them masked; of a masked autoencoder come the encoder's layers
+    and then the decoder's, on pictures masked as in training. An arch without U (transformer, aot-mhsa) has its value heads instead."""
+    ckpt: str | None = option(None, "checkpoints, separated by commas: classifier, SimDINO, MAE, language model, published")
+    split: str = option("val", "which part", choices=("train", "val", "both"))
+    untrained: bool = option(False, "beside each checkpoint, its model at random initialization")
+    samples: int = option(1000, "pictures as in [N], or sequences, evenly spread over the split", low=1)
+    convention: str = option("released", "R^c of the projections that enter the softmax, normalized; of Z^{l+1/2}; or of Z^{l+1}, as [S]",
+                             choices=tuple(CONVENTIONS))
+    eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
+    lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure", low=0)
+    batch_size: int = option(50, "samples at once", low=1)
 
 
 def projections(attention, Z):
-    """U_k^* Z (B, K, n, p): of MHSA, which has no U, the value heads."""
+    """U_k^* Z (B, K, n, p): of MHSA, which has no U, the value heads ([J] Section C.9)."""
     return attention.project(Z)[2] if isinstance(attention, MHSA) else attention.project(Z)
 
 
-def layer_numbers(layer, Z, traced, c):
-    """R^c, R, nonzeros (and of ODL's code) of one layer for a batch Z (B, n, d), each (B,); the conventions of [N] Figure 3.
+def layer_numbers(layer, entered, half, out, c):
+    """R^c, R, nonzeros (and of ODL's code) and SRR of one layer, each (B,), from LN(Z^l), Z^{l+1/2} and Z^{l+1}, (B, n, d).
 
-    released: the hook of the released code sees U^* LN(Z^l), each token scaled to norm 1 in each head. caption: R^c of
-    Z^{l+1/2} as the caption of [N] Figure 3 has it, nothing scaled."""
+    released: the hook of [N]'s code sees U^* LN(Z^l), each token scaled to norm 1 in each head. caption: R^c(Z^{l+1/2}) as
+    [N] Figure 3 says, nothing scaled. output: R^c(Z^{l+1} | U^l), as in [S]'s measure."""
+    w = projections(layer.attention, dict(released=entered, caption=half, output=out)[c.convention])
     if c.convention == "released":
-        w = torch.nn.functional.normalize(projections(layer.attention, layer.norm1(Z)), dim=-1)
-    else:
-        w = projections(layer.attention, traced.half)
-    out = dict(rate_of_subspaces=projected_coding_rate(w, c.eps), rate=coding_rate(traced.out, c.eps),
-               nonzeros=(traced.out != 0).float().mean((-2, -1)))
+        w = F.normalize(w, dim=-1)
+    found = dict(rate_of_subspaces=projected_coding_rate(w, c.eps), rate=coding_rate(out, c.eps), nonzeros=(out != 0).float().mean((-2, -1)))
     if isinstance(layer.sparsification, ODL):
-        out["code_nonzeros"] = (layer.sparsification.code(layer.norm2(traced.half)) != 0).float().mean((-2, -1))
-    out["srr"] = c.lambd * (traced.out != 0).float().sum((-2, -1)) + out["rate_of_subspaces"] - out["rate"]
-    return out
+        found["code_nonzeros"] = (layer.sparsification.code(layer.norm2(half)) != 0).float().mean((-2, -1))
+    return found | dict(srr=c.lambd * (out != 0).float().sum((-2, -1)) + found["rate_of_subspaces"] - found["rate"])
+
+
+def watch(layer, c):
+    """The list to which hooks append the layer's numbers at each pass, keeping nothing else.
+
+    In a decoder's layer ([B] Eq. (7.6.3)) Y takes the place of Z^{l+1/2}, and LN(Y) enters the attention."""
+    now, seen = {}, []
+    layer.attention.register_forward_pre_hook(lambda _, inputs: now.update(entered=inputs[0]))
+    if hasattr(layer, "norm2"):
+        layer.norm2.register_forward_pre_hook(lambda _, inputs: now.update(half=inputs[0]))
+    layer.register_forward_hook(lambda _, inputs, out: seen.append(layer_numbers(layer, now["entered"], now.get("half", out), out, c)))
+    return seen
 
 
 @torch.no_grad()
-def layers(c):
-    """A list with one dict a layer: mean and deviation over pictures of each number."""
-    if c.ckpt is None:
-        raise common.UserError("--ckpt is needed")
-    model, meta = common.load_classifier(c.ckpt, c.heads)
-    name = c.data or meta.get("name")
-    if name is None:
-        raise common.UserError("--data is needed for a published checkpoint")
-    data = images.load(name, cache=c.data_dir)
-    device = common.Processes(c.device).device
-    model.to(device)
-    pictures, labels = (data.train_images, data.train_labels) if c.split == "train" else (data.val_images, data.val_labels)
-    split = images.Images(pictures, labels, device)
-    mean, std = meta.get("mean", common.IMAGENET_MEAN), meta.get("std", common.IMAGENET_STD)
-    seen = [[] for _ in model.encoder.layers]
-    for index in torch.arange(min(c.samples, len(split))).split(c.batch_size):
-        x = augment.normalize(common.at_size(augment.to_float(split.batch(index)[0]), model.config.image_size), mean, std)
-        trace = []
-        Z = model.encoder.tokens(x)
-        model.encoder(x, trace)
-        for l, (layer, traced) in enumerate(zip(model.encoder.layers, trace)):
-            seen[l].append(layer_numbers(layer, Z, traced, c))
-            Z = traced.out
-    table = []
-    for l, batches in enumerate(seen, 1):
-        numbers = {key: torch.cat([b[key] for b in batches]) for key in batches[0]}
-        table.append(dict(layer=l) | {k: v.mean().item() for k, v in numbers.items()} |
-                     {f"{k}_std": v.std(correction=0).item() for k, v in numbers.items()})
+def layer_table(model, inputs, c):
+    """A list with one dict a layer: mean and deviation over samples of each number; `inputs` as `batches` yields them."""
+    seen, table = [watch(layer, c) for layer in layers_of(model)], []
+    for batch in inputs:
+        forward(model, *batch)
+    for l, found in enumerate(seen, 1):
+        row = dict(layer=l)
+        if isinstance(model, MaskedAutoencoder):
+            row["part"] = "encoder" if l <= model.config.layers else "decoder"
+        for key in found[0]:
+            values = torch.cat([one[key] for one in found])
+            row |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
+        table.append(row)
     return table
+
+
+def layers(c):
+    """{"runs": [{"ckpt", "untrained", "split", "srr_measure", "layers"}, ...]}; [S]'s measure is the mean of srr over layers, but a decoder's."""
+    runs, device = [], common.Processes(c.device).device
+    cases = [(path, untrained, split) for path in words(c.ckpt, "ckpt") for untrained in sorted({c.random, c.random or c.untrained})
+             for split in (("train", "val") if c.split == "both" else (c.split,))]
+    for path, untrained, split in cases:
+        model, meta = load_model(path, c.heads, untrained, c.seed)
+        table = layer_table(model.to(device), batches(model, meta, c, split, device), c)
+        own = [row["srr"] for row in table if row.get("part") != "decoder"]
+        runs.append(dict(ckpt=path, untrained=untrained, split=split, srr_measure=sum(own) / len(own), layers=table))
+        print(f"{path}{', untrained' if untrained else ''}, {split}: {CONVENTIONS[c.convention].replace('$', '')}, eps {c.eps:g}")
+        print_table(table)
+        print(f"SRR measure, the mean of srr over layers ([S]; lower is better): {runs[-1]['srr_measure']:.3f}")
+    figure(c, 4, lambda *axes: draw_layers(runs, c, *axes))
+    return dict(runs=runs)
+
+
+def draw_layers(runs, c, *panels):
+    """R^c, R, nonzeros (of ODL's code too, dashed) and SRR over the layers; bands are one deviation over samples."""
+    names = {"rate_of_subspaces": f"{CONVENTIONS[c.convention]}, $\\epsilon$ = {c.eps:g}", "rate": f"$R(Z^{{l+1}})$, $\\epsilon$ = {c.eps:g}",
+             "nonzeros": "nonzeros of $Z^{l+1}$ (fraction)", "srr": f"{c.lambd:g} $||Z^{{l+1}}||_0 + R^c - R$ (SRR)"}
+    for axes, (key, name) in zip(panels, names.items()):
+        for i, run in enumerate(runs):
+            title = "/".join(Path(run["ckpt"]).parts[-2:]) + (", untrained, " if run["untrained"] else ", ") + run["split"]
+            style = dict(color=f"C{i % 10}", label=title)
+            x, mean, std = (np.array([row[k] for row in run["layers"]]) for k in ("layer", key, f"{key}_std"))
+            axes.plot(x, mean, "o-", **style)
+            axes.fill_between(x, mean - std, mean + std, color=style["color"], alpha=0.15)
+            if key == "nonzeros" and "code_nonzeros" in run["layers"][0]:
+                axes.plot(x, [row["code_nonzeros"] for row in run["layers"]], "s--", **style | dict(label="of ODL's code"))
+        label(axes, "layer $l$", name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# subspaces, tokens, saliency
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Subspaces(Look):
+    """|[U_1 .. U_K]^* [U_1 .. U_K]| with columns of norm 1, layer by layer ([N] Figure 7), of any checkpoint: heat map, mean, maximum.
+
+    "within": two different columns of one subspace; "across": of two subspaces. An arch without U has its value heads instead."""
+
+
+def bases(attention):
+    """[U_1 .. U_K] as (K, d, p); of MHSA the maps to the values."""
+    return attention.QKV.weight.view(3, attention.heads, attention.p, -1)[2].mT if isinstance(attention, MHSA) else attention.bases()
+
+
+def coherence(U):
+    """|<u, v>| of all columns of U (K, d, p), each scaled to norm 1: the matrix (K p, K p), and its mean and maximum within and across
+    subspaces, None where there is no pair."""
+    K, d, p = U.shape
+    columns = F.normalize(U.transpose(0, 1).reshape(d, K * p), dim=0)
+    gram, owner, found = (columns.mT @ columns).abs(), torch.arange(K, device=U.device).repeat_interleave(p), {}
+    same = owner[:, None] == owner
+    for name, pairs in (("within", same & ~torch.eye(K * p, dtype=torch.bool, device=U.device)), ("across", ~same)):
+        values = gram[pairs]
+        found |= {f"{name}_mean": values.mean().item() if len(values) else None, f"{name}_max": values.max().item() if len(values) else None}
+    return gram, found
+
+
+@torch.no_grad()
+def subspaces(c):
+    """{"layers": coherence of each, "random": the mean of |<u, v>| for random directions}."""
+    model, _ = load_model(words(c.ckpt, "ckpt")[0], c.heads, c.random, c.seed)
+    found = [coherence(bases(layer.attention).float()) for layer in layers_of(model)]
+    rows, d = [dict(layer=l) | numbers for l, (_, numbers) in enumerate(found, 1)], model.config.width
+    random = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.pi ** 0.5
+    print_table(rows)
+    print(f"random directions in R^{d} have a mean of {random:.4f}")
+    write_heat(c, [gram for gram, _ in found], max(1, 256 // len(found[0][0])))
+    return dict(layers=rows, random=random)
+
+
+@dataclass(kw_only=True)
+class Tokens(Look):
+    """|Z^{l+1}| of one picture, tokens by features, layer by layer ([N] Figure 6): heat map, fraction of nonzeros, effective rank.
+
+    The effective rank is exp of the entropy of the squared singular values. Black is the 99th percentile of a layer and more."""
+    index: int = option(0, "the picture's number in the split", low=0)
+
+
+@torch.no_grad()
+def tokens(c):
+    """{"layers": nonzeros and effective rank of each Z^{l+1}}."""
+    encoder, read = open_encoder(c)
+    outputs, rows = [], []
+    encoder(read(torch.tensor([c.index]))[1], outputs=outputs)
+    for l, (Z,) in enumerate(outputs, 1):
+        share = torch.linalg.svdvals(Z).square()
+        entropy = torch.special.entr(share / share.sum()).sum()
+        rows.append(dict(layer=l, nonzeros=(Z != 0).float().mean().item(), effective_rank=entropy.exp().item()))
+    print_table(rows)
+    write_heat(c, [Z.abs() / Z.abs().quantile(0.99).clamp_min(1e-12) for (Z,) in outputs], max(1, 384 // outputs[0].shape[-1]))
+    return dict(layers=rows)
+
+
+@dataclass(kw_only=True)
+class Saliency(Look):
+    """What the class token attends to, patch by patch, over the picture in red: the mean of the heads, then each ([B] Eq. (7.2.41)).
+
+    The table has, over the pictures, the effective number of patches (exp of the map's entropy) and the share of the largest. With
+    --head, that head alone across the pictures ([B] Figure 7.11). TSSA has no attention map: there it is each patch's membership Pi."""
+    layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
+    head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
+    index: int = option(0, "the first picture's number in the split", low=0)
+    pictures: int = option(8, "how many, one a row", low=1)
+
+
+@torch.no_grad()
+def saliency(encoder, x, layer=-1):
+    """The class token's row of the attention map without its own entry, [B] Eq. (7.2.41): x (B, 3, H, W) -> (B, K, patches).
+
+    `layer` counts from 0, or from the end if negative. Of TSSA: Pi, each patch's membership in each head's subspace."""
+    layer = range(len(encoder.layers))[layer]
+    Z = run_layers(encoder.layers[:layer], encoder.tokens(x))
+    maps = encoder.layers[layer].attention.map(encoder.layers[layer].norm1(Z)).float()
+    return maps[:, :, 0, 1:] if maps.ndim == 4 else maps[:, :, 1:]
+
+
+def saliency_maps(c):
+    """{"heads": [{"head", "patches", "largest"}, ...]}, means over the pictures."""
+    encoder, read = open_encoder(c)
+    for name, most in (("layer", len(encoder.layers)), ("head", encoder.config.heads)):
+        if (getattr(c, name) or 1) > most:
+            raise UserError(f"--{name}={getattr(c, name)}: {c.ckpt} has {most}")
+    pictures, x = read(torch.arange(c.index, c.index + c.pictures))
+    maps = saliency(encoder, x, (c.layer or 0) - 1)
+    maps, names = torch.cat([maps.mean(1, keepdim=True), maps], 1), ["mean", *range(1, encoder.config.heads + 1)]
+    if c.head:
+        maps, names = maps[:, c.head:c.head + 1], [c.head]
+    share = maps / maps.sum(-1, keepdim=True)
+    spread, largest = torch.special.entr(share).sum(-1).exp().mean(0).tolist(), share.amax(-1).mean(0).tolist()
+    rows = [dict(head=name, patches=one, largest=most) for name, one, most in zip(names, spread, largest)]
+    print_table(rows)
+    common.write_overlays(c.out + ".png", pictures, maps, max(1, 128 // pictures.shape[-1]))
+    print(f"wrote {c.out}.png, one picture a row: as it is, then with head " + ", ".join(map(str, names)))
+    return dict(heads=rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# toy: does MSSA lower R^c?
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Drawn(Output):
+    """What the two experiments on random subspaces have."""
+    width: int = option(64, "d", low=1)
+    heads: int = option(8, "K", low=1)
+    head_dim: int = option(8, "p", low=1)
+    eps: float = option(0.5, "distortion of the rates", above=0)
+    seed: int = option(0, "of all that is drawn", low=0)
+
+
+@dataclass(kw_only=True)
+class Toy(Drawn):
+    """[S]'s experiment: from random tokens, iterate the MSSA update, its negative, the Neumann step and the exact gradient step of R^c.
+
+        mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)           [S], [J] Eq. (34)-(36)
+        neumann, exact   Z - step / beta (approximate, exact gradient of R^c)       [J] Eq. (33), (31)
+
+    Twice: on tokens small enough for the Neumann series, beta ||U_k^* Z||^2 < 1, and on larger ones, where its step diverges."""
+    tokens: int = option(64, "n", low=1)
+    step: float = option(0.1, "step size times beta; below 2 the exact gradient step lowers R^c", above=0)
+    iterations: int = option(30, "how many steps", low=1)
+    valid: float = option(0.5, "the largest beta ||U_k^* Z||^2 of the first tokens", above=0)
+    beyond: float = option(2.0, "that of the second", above=0)
+
+
+def random_subspaces(c, generator):
+    """K random subspaces of R^d, each orthogonal to the others, with orthonormal bases: (K, d, p) in float64."""
+    if c.heads * c.head_dim > c.width:
+        raise UserError(f"--heads={c.heads} subspaces of --head_dim={c.head_dim} do not fit into --width={c.width}")
+    Q = torch.linalg.qr(torch.randn(c.width, c.heads * c.head_dim, generator=generator, dtype=torch.float64))[0]
+    return Q.view(c.width, c.heads, c.head_dim).transpose(0, 1)
+
+
+UPDATES, TERMS = ("mssa", "negative", "neumann", "exact"), ("first term", "second term")
+
+
+def toy_direction(name, Z, U, eps):
+    """What a step of 1 / beta adds to Z (n, d) in one of UPDATES, or minus the gradient over beta of one of the two Taylor TERMS of R^c:
+
+        R^c >= beta / 2 sum_k ||U_k^* Z||_F^2 - beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2          [S]
+
+    MSSA stands for the second term's alone: a softmax in the place of beta (U_k^* Z)^* U_k^* Z, with the sign it has there."""
+    beta = U.shape[-1] / (Z.shape[0] * eps ** 2)
+    if name in ("mssa", "negative"):
+        return (beta if name == "mssa" else -beta) * mssa(Z, U)
+    if name in ("neumann", "exact"):
+        return -subspace_coding_rate_grad(Z, U, eps, neumann=name == "neumann") / beta
+    first = -((Z @ U) @ U.mT).sum(0)
+    return first if name == "first term" else toy_direction("neumann", Z, U, eps) - first
+
+
+def toy_run(Z, U, c):
+    """One panel: {"validity", "directions" at the start, "rates": R^c over the iterations of each update, "terms": of Taylor along mssa's, ...}."""
+    beta = U.shape[-1] / (Z.shape[0] * c.eps ** 2)
+    start, gradient, directions = subspace_coding_rate(Z, U, c.eps), subspace_coding_rate_grad(Z, U, c.eps), []
+    for name in UPDATES + TERMS:
+        step = toy_direction(name, Z, U, c.eps)
+        directions.append(dict(direction=name, cosine_with_descent=-F.cosine_similarity(step.flatten(), gradient.flatten(), dim=0).item(),
+                               slope=(step * gradient).sum().item(), change=(subspace_coding_rate(Z + c.step * step, U, c.eps) - start).item()))
+    rates, terms = {name: [] for name in UPDATES}, {name: [] for name in TERMS}
+    for name, curve in rates.items():
+        now = Z
+        for _ in range(c.iterations + 1):
+            curve.append(subspace_coding_rate(now, U, c.eps).item())
+            if name == "mssa":
+                w = now @ U
+                terms["first term"].append((beta / 2 * w.square().sum()).item())
+                terms["second term"].append((beta ** 2 / 4 * (w.mT @ w).square().sum()).item())
+            now = now + c.step * toy_direction(name, now, U, c.eps)
+    return dict(beta=beta, validity=(beta * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item(), token_norm=Z.norm(dim=-1).mean().item(),
+                directions=directions, rates=rates, terms=terms)
+
+
+def toy(c):
+    """{"panels": [toy_run on small tokens, on large ones], "validity_behind_a_norm"}."""
+    generator = torch.Generator().manual_seed(c.seed)
+    U = random_subspaces(c, generator)
+    Z = F.normalize(torch.randn(c.tokens, c.width, generator=generator, dtype=torch.float64), dim=-1) * c.width ** 0.5     # as behind a LayerNorm
+    validity = (c.head_dim / (c.tokens * c.eps ** 2) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
+    panels = [toy_run(Z * (wanted / validity) ** 0.5, U, c) for wanted in (c.valid, c.beyond)]
+    for panel in panels:
+        print(f"beta ||U_k^* Z||^2 = {panel['validity']:.3g}: the Neumann series {'converges' if panel['validity'] < 1 else 'diverges'}; tokens of "
+              f"norm {panel['token_norm']:.3g}. At the start, R^c's slope along each direction, and its change by a step of {c.step:g}:")
+        print_table(panel["directions"])
+        print("R^c over the iterations, and its two Taylor terms along mssa's:")
+        shown = range(0, c.iterations + 1, max(1, c.iterations // 10))
+        print_table([dict(iteration=i) | {name: curve[i] for name, curve in (panel["rates"] | panel["terms"]).items()} for i in shown])
+    print(f"the same tokens behind a LayerNorm, of norm {c.width ** 0.5:.3g}, have beta ||U_k^* Z||^2 = {validity:.3g}")
+    figure(c, 3, lambda *axes: draw_toy(panels, *axes))
+    return dict(panels=panels, validity_behind_a_norm=validity)
+
+
+def draw_toy(panels, small, large, terms):
+    """R^c over the iterations on small and on large tokens, and the Taylor terms along MSSA's path on the small ones."""
+    for axes, panel in ((small, panels[0]), (large, panels[1])):
+        for name, curve in panel["rates"].items():
+            axes.plot(curve, label=name)
+        axes.set(title=f"$\\beta ||U_k^* Z||^2$ = {panel['validity']:.3g} at the start", ylim=(0, 1.2 * max(panel["rates"]["mssa"])))
+        label(axes, "iteration", "$R^c(Z | U)$")
+    first, second = (np.array(panels[0]["terms"][name]) for name in TERMS)
+    for curve, name in ((panels[0]["rates"]["mssa"], "$R^c$"), (first, "first term"), (second, "second term"), (first - second, "first - second")):
+        terms.plot(curve, label=name)
+    label(terms, "iteration of the MSSA update", "nats")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# denoise: a Gaussian mixture on subspaces
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Denoise(Drawn):
+    """Tokens U_s alpha, alpha ~ N(0, I), s uniform ([J] Eq. (10)), noised with deviation sigma and brought back four ways.
+
+        closed       the approximation of [J] Eq. (47)
+        posterior    E[clean | noisy], which no estimate beats in mean square ([N] Section A.1)
+        sde          the reverse diffusion of [J] Eq. (49) in small steps: a sample of what was clean, so twice the posterior's error
+        flow         the same score in small steps without noise
+
+    "error": mean squared distance to the clean token; "off": to the nearest subspace. Then [J] Figure 5: R - R^c and the nonzeros of clean
+    tokens on oblique subspaces, on orthogonal ones, and on the coordinate axes."""
+    tokens: int = option(500, "n", low=1)
+    sigmas: str = option("0.05,0.1,0.2,0.5,1", "noise levels")
+    steps: int = option(100, "of sde and flow", low=1)
+
+
+def posterior_mean(z, U, sigma):
+    """E[z_clean | z] for z_clean = U_s alpha, alpha ~ N(0, I), s uniform, noise of deviation sigma ([N] Section A.1): (..., d) -> (..., d).
+
+    With c = 1 / (1 + sigma^2), it is c sum_k softmax_k(c ||U_k^* z||^2 / 2 sigma^2) U_k U_k^* z: [J] Eq. (47) but for c."""
+    c = 1 / (1 + sigma ** 2)
+    return c * gaussian_mixture_denoise(z, U, sigma / c ** 0.5)
+
+
+def score(z, U, sigma):
+    """grad log q(z), q the density of the noisy tokens, by Tweedie's formula [J] Eq. (46): (..., d) -> (..., d)."""
+    return (posterior_mean(z, U, sigma) - z) / sigma ** 2
+
+
+def reverse_diffusion(z, U, sigma, steps, generator=None):
+    """[J] Eq. (49) from t = sigma^2 to 0, in steps of equal sqrt(t); without a generator its flow, dz = score / 2 dt and no noise.
+
+    The noise of a step to t' is scaled by sqrt(t' / t): just what is left across a subspace, and none in the last step."""
+    levels = [sigma * (1 - i / steps) for i in range(steps + 1)]
+    for s, below in zip(levels, levels[1:]):
+        if generator is None:
+            z = z + s * (s - below) * score(z, U, s)
+        else:
+            dt = s ** 2 - below ** 2
+            z = z + dt * score(z, U, s) + dt ** 0.5 * below / s * torch.randn(z.shape, generator=generator, dtype=z.dtype)
+    return z
+
+
+def mixture(U, n, generator):
+    """n clean tokens of [J] Eq. (10) on the subspaces U (K, d, p): (n, d)."""
+    K, d, p = U.shape
+    alpha = torch.randn(n, p, 1, generator=generator, dtype=U.dtype)
+    return (U[torch.randint(K, (n,), generator=generator)] @ alpha)[..., 0]
+
+
+def denoise(c):
+    """{"levels": [{"sigma", "method", "error", "off"}, ...], "sets": [{"subspaces", "gain", "nonzeros"}, ...]}."""
+    try:
+        sigmas = [float(word) for word in words(c.sigmas, "sigmas")]
+    except ValueError:
+        sigmas = [math.nan]
+    if not all(0 < sigma < math.inf for sigma in sigmas):
+        raise UserError(f"--sigmas={c.sigmas}: expected numbers above 0, separated by commas")
+    generator = torch.Generator().manual_seed(c.seed)
+    U = random_subspaces(c, generator)
+    clean = mixture(U, c.tokens, generator)
+    noise, rows = torch.randn(clean.shape, generator=generator, dtype=clean.dtype), []
+    for sigma in sigmas:
+        z = clean + sigma * noise
+        for method, back in dict(noisy=z, closed=gaussian_mixture_denoise(z, U, sigma), posterior=posterior_mean(z, U, sigma),
+                                 sde=reverse_diffusion(z, U, sigma, c.steps, generator), flow=reverse_diffusion(z, U, sigma, c.steps)).items():
+            nearest = (back[:, None, None] @ U).square().sum((-2, -1)).amax(-1)                  # squared norm of the best projection
+            rows.append(dict(sigma=sigma, method=method, error=(back - clean).square().sum(-1).mean().item(),
+                             off=(back.square().sum(-1) - nearest).clamp_min(0).mean().item()))
+    oblique, sets = torch.linalg.qr(torch.randn(U.shape, generator=generator, dtype=U.dtype))[0], []
+    axes = torch.eye(c.width, dtype=U.dtype)[:, :c.heads * c.head_dim].view(c.width, c.heads, c.head_dim).transpose(0, 1)
+    for name, V in dict(oblique=oblique, orthogonal=U, axes=axes).items():
+        z = mixture(V, c.tokens, torch.Generator().manual_seed(c.seed))
+        sets.append(dict(subspaces=name, gain=(coding_rate(z, c.eps) - subspace_coding_rate(z, V, c.eps)).item(),
+                         nonzeros=(z.abs() > 1e-9).double().mean().item()))
+    print_table(rows)
+    print("R - R^c of clean tokens, and their nonzeros, on three kinds of subspaces ([J] Figure 5):")
+    print_table(sets)
+    figure(c, 3, lambda *panels: draw_denoise(rows, *panels))
+    return dict(levels=rows, sets=sets)
+
+
+def draw_denoise(rows, error, off, plane):
+    """Error and distance to the subspaces over sigma; and in the plane, where Eq. (47) takes noisy tokens of two lines ([J] Figure 9)."""
+    for axes, key, name in ((error, "error", "to the clean token"), (off, "off", "to the nearest subspace")):
+        for method in ("noisy", "closed", "posterior", "sde", "flow"):
+            axes.loglog(*zip(*[(row["sigma"], max(row[key], 1e-8)) for row in rows if row["method"] == method]), "o-", label=method)
+        label(axes, r"$\sigma$", f"squared distance {name}")
+    generator = torch.Generator().manual_seed(0)
+    U = torch.tensor([[[1.0], [0.0]], [[0.5], [3 ** 0.5 / 2]]])
+    z = mixture(U, 80, generator)
+    z = z + 0.2 * torch.randn(z.shape, generator=generator)
+    back = gaussian_mixture_denoise(z, U, 0.2)
+    plane.plot(torch.stack([z[:, 0], back[:, 0]]), torch.stack([z[:, 1], back[:, 1]]), color="0.8", linewidth=0.8)
+    plane.plot(*z.T, ".", color="0.5", label=r"noisy, $\sigma$ = 0.2")
+    plane.plot(*back.T, ".", color="C3", label="[J] Eq. (47)")
+    plane.set_aspect("equal")
+    label(plane, "$z_1$", "$z_2$")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# curves
+# ---------------------------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Curves(Output):
+    """A number of metrics.jsonl over the steps, training and validation, for several runs in one figure ([B] Figures 7.13, 7.18)."""
+    runs: str | None = option(None, "folders of runs, separated by commas")
+    value: str = option("loss", "which number: loss, acc, ppl, ... whatever the runs have written")
+
+
+def read_curve(path, value):
+    """{"train": [[step, value], ...], "val": ...} of a run's folder or metrics.jsonl; UserError if the number is not in it."""
+    file = Path(path) / "metrics.jsonl" if Path(path).is_dir() else Path(path)
+    try:
+        content, lines = file.read_text(), []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {file}: {getattr(error, 'strerror', None) or 'it is not text'}") from None
+    for line in content.splitlines():
+        with contextlib.suppress(ValueError):                            # torn by a kill
+            lines.append(json.loads(line))
+    lines = [line for line in lines if isinstance(line, dict) and "step" in line]
+    curve = {split: [[line["step"], line[value]] for line in lines if line.get("split") == split and isinstance(line.get(value), (int, float))]
+             for split in ("train", "val")}
+    if not curve["train"] and not curve["val"]:
+        known = sorted({key for line in lines if "split" in line for key, v in line.items() if isinstance(v, (int, float))} - {"step"})
+        raise UserError(f"{file} has no {value}; it has {', '.join(known) or 'no numbers at all'}")
+    return curve
+
+
+def curves(c):
+    """{"runs": [{"run", "train", "val"}, ...]}; the table has the last values and the best of validation: the least of losses, else the largest."""
+    found, rows = [dict(run=path) | read_curve(path, c.value) for path in words(c.runs, "runs")], []
+    for one in found:
+        step, best = (min if c.value in ("loss", "ppl") else max)(one["val"], key=lambda point: point[1], default=(None, None))
+        last = {split: one[split][-1] if one[split] else (None, None) for split in ("train", "val")}
+        rows.append(dict(run=one["run"], steps=max(s for s, _ in last.values() if s is not None), train=last["train"][1], val=last["val"][1],
+                         best_val=best, at_step=step))
+    print_table(rows)
+    figure(c, 2, lambda *axes: draw_curves(found, c.value, *axes))
+    return dict(runs=found)
+
+
+def draw_curves(found, value, train, val):
+    """Training and validation, one line a run."""
+    for axes, split, name in ((train, "train", "training"), (val, "val", "validation")):
+        for i, one in enumerate(found):
+            axes.plot([step for step, _ in one[split]], [v for _, v in one[split]], color=f"C{i % 10}", label=Path(one["run"]).name)
+        label(axes, "step", f"{name} {value}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+COMMANDS = {"layers": (Layers, layers), "subspaces": (Subspaces, subspaces), "tokens": (Tokens, tokens), "saliency": (Saliency, saliency_maps),
+            "toy": (Toy, toy), "denoise": (Denoise, denoise), "curves": (Curves, curves)}
 
 
 def main(argv):
-    """Runs one subcommand, prints its table, and returns it."""
-    command, c = common.parse_command({"layers": Layers}, argv, __doc__)
-    table = layers(c)
-    keys = [k for k in table[0] if k != "layer" and not k.endswith("_std")]
-    print("layer " + " ".join(f"{k:>24}" for k in keys))
-    for line in table:
-        print(f"{line['layer']:5} " + " ".join(f"{line[k]:14.4f} +- {line[k + '_std']:6.3f}" for k in keys))
-    measure = sum(line["srr"] for line in table) / len(table)
-    print(f"SRR measure, the mean of srr over layers ([S]; lower is better): {measure:.3f}")
-    if c.json:
-        with open(c.json, "w") as f:
-            json.dump(dict(vars(c), srr_measure=measure, layers=table), f, indent=1)
-    return table
+    """Runs one subcommand, which prints its table and writes its figure; returns its numbers, which --json gets with the flags."""
+    command, c = common.parse_command({name: flags for name, (flags, _) in COMMANDS.items()}, argv, __doc__)
+    c.out = (c.out or str(common.ROOT / "out" / f"analyze-{command}")).removesuffix(".png").removesuffix(".pdf")
+    try:
+        Path(c.out).parent.mkdir(parents=True, exist_ok=True)
+        result = COMMANDS[command][1](c)
+        if c.json:                                                       # NaN, which JSON does not have, becomes null
+            content = json.loads(json.dumps(dict(flags=vars(c)) | result), parse_constant=lambda _: None)
+            Path(c.json).write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
+    return result
 
 
 if __name__ == "__main__":
