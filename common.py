@@ -918,8 +918,8 @@ def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, pr
         for i, weight in enumerate(((cosine / temperature).exp(), torch.ones_like(cosine))):
             votes = torch.zeros(len(test), classes, device=x.device).scatter_add_(1, y[index], weight)
             right[i] += (votes.argmax(1) == labels).sum()
-    weighted, plain = ((processes.sum(right) if processes else right) / len(x_test)).tolist()
-    return dict(acc=weighted, plain=plain, k=k)
+    weighted, plain = (processes.sum(right) if processes else right).tolist()
+    return dict(acc=weighted / len(x_test), plain=plain / len(x_test), k=k)
 
 
 def write_overlays(path, pictures, maps, enlarge=4):

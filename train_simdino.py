@@ -127,7 +127,8 @@ class Branch(nn.Module):
         for module in self.projector[::2]:
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
-        self.prototypes = nn.Parameter(torch.randn(prototypes, output)) if prototypes else None
+        # only directions matter, but the norm sets how fast AdamW turns them: nn.Linear's, as in DINO's code
+        self.prototypes = nn.Parameter(torch.empty(prototypes, output).uniform_(-1, 1) / output ** 0.5) if prototypes else None
 
     def forward(self, views):
         """One pass through the encoder for each size, one through the projector for all."""
@@ -207,7 +208,9 @@ def watch(Z, eps, processes):
     eigenvalues of Z^* Z / N m), and the mean cosine of two different pictures."""
     total = processes.sum(torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)]))
     n = Z.shape[0] * processes.world
-    share = torch.linalg.eigvalsh(total[:-1].double().cpu() / n).clamp_min(1e-12)
+    if not total.isfinite().all():
+        return dict.fromkeys(("coding_rate", "effective_rank", "cosine"), math.nan)
+    share = torch.linalg.eigvalsh(total[:-1].cpu().double() / n).clamp_min(1e-12)
     return dict(coding_rate=gram_coding_rate(total[:-1], Z.shape[1] / (n * eps ** 2)).item(), effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(total[-1].square().sum().item() - n) / (n * (n - 1)))
 
@@ -321,7 +324,7 @@ def main(argv):
         seen = {}
         if (step + 1) % c.log_every == 0 or last:
             seen = watch(s[0].detach(), c.eps, processes)
-            if collapsed(seen) and not told and step >= c.warmup_epochs * steps_per_epoch:     # random features begin all alike
+            if collapsed(seen) and not told and step >= min(c.warmup_epochs * steps_per_epoch, total // 2):     # random features begin alike
                 run.say(f"step {step + 1}: the features have collapsed (effective rank {seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
                 told = True
             seen |= {name: (processes.sum(v.detach().clone()) / processes.world).item() for name, v in terms.items()}
