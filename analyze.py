@@ -27,7 +27,7 @@ import common
 from common import UserError, option
 from data import augment, images, text
 from model import (MHSA, ODL, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig,
-                   coding_rate, gaussian_mixture_denoise, make_config, mssa, official_tensors, projected_coding_rate, run_layers,
+                   coding_rate, gaussian_mixture_denoise, make_config, mssa, official_tensors, projected_coding_rate, run_layers, saliency,
                    subspace_coding_rate, subspace_coding_rate_grad)
 
 
@@ -393,14 +393,11 @@ class Saliency(Look):
 
 
 @torch.no_grad()
-def saliency(encoder, x, layer=-1):
-    """The class token's row of the attention map without its own entry, [B] Eq. (7.2.41): x (B, 3, H, W) -> (B, K, patches).
-
-    `layer` counts from 0, or from the end if negative. Of TSSA: Pi, each patch's membership in each head's subspace."""
+def saliency_of(encoder, x, layer=-1):
+    """model.saliency of one layer ([B] Eq. (7.2.41)): x (B, 3, H, W) -> (B, K, patches). `layer` counts from 0, or from the end if negative."""
     layer = range(len(encoder.layers))[layer]
     Z = run_layers(encoder.layers[:layer], encoder.tokens(x))
-    maps = encoder.layers[layer].attention.map(encoder.layers[layer].norm1(Z)).float()
-    return maps[:, :, 0, 1:] if maps.ndim == 4 else maps[:, :, 1:]
+    return saliency(encoder.layers[layer].attention.map(encoder.layers[layer].norm1(Z)).float())
 
 
 def saliency_maps(c):
@@ -410,7 +407,7 @@ def saliency_maps(c):
         if (getattr(c, name) or 1) > most:
             raise UserError(f"--{name}={getattr(c, name)}: {c.ckpt} has {most}")
     pictures, x = read(torch.arange(c.index, c.index + c.pictures))
-    maps = saliency(encoder, x, (c.layer or 0) - 1)
+    maps = saliency_of(encoder, x, (c.layer or 0) - 1)
     maps, names = torch.cat([maps.mean(1, keepdim=True), maps], 1), ["mean", *range(1, encoder.config.heads + 1)]
     if c.head:
         maps, names = maps[:, c.head:c.head + 1], [c.head]

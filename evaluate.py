@@ -25,7 +25,7 @@ from tqdm import tqdm
 import common
 from common import option
 from data import augment, images, text
-from model import MHSA, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, patchify, run_layers
+from model import MHSA, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, patchify, run_layers, saliency
 
 
 @dataclass(kw_only=True)
@@ -172,16 +172,6 @@ class Segment:
     batch_size: int = option(100, "pictures at once", low=1)
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(images.CACHE), "where prepared data lies")
-
-
-def saliency(attention, query="class"):
-    """(B, K, n - 1) from an attention map (B, K, n, n): the class token's row without itself ([B] Eq. (7.2.41)).
-
-    query="mean": the mean of the patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows, but
-    Pi (B, K, n): the membership of each patch in each subspace."""
-    if attention.ndim == 3:
-        return attention[..., 1:]
-    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
 
 
 def iou(a, b):

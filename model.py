@@ -185,6 +185,16 @@ def _attention_map(q, k, scale, causal):
     return gram.softmax(-1)
 
 
+def saliency(attention, query="class"):
+    """What an attention map (B, K, 1 + n, 1 + n) says of each patch: the class token's row without itself, [B] Eq. (7.2.41): (B, K, n).
+
+    query="mean": the mean of the patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows, but
+    Pi (B, K, 1 + n): the membership of each patch in each subspace."""
+    if attention.ndim == 3:
+        return attention[..., 1:]
+    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+
+
 def _append(state, **new):
     """Write new (B, K, m, p) tensors behind those in `state`; returns what there is so far, and the causal mask for it.
 

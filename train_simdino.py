@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import common
 from common import option
 from data import augment, images
-from model import ARCHS, ImageConfig, ImageEncoder, gram_coding_rate, image_config, make_config
+from model import ARCHS, ImageConfig, ImageEncoder, gram_coding_rate, image_config, make_config, saliency
 
 
 @dataclass(kw_only=True)
@@ -236,8 +236,7 @@ def write_saliency(encoder, val, data, path, n=8):
     trace, size = [], encoder.config.image_size
     x = common.at_size(augment.to_float(pictures), size)
     encoder(augment.normalize(x, data.mean, data.std), trace=trace)
-    maps = trace[-1].attention.float()
-    maps = maps[:, :, 0, 1:] if maps.ndim == 4 else maps[:, :, 1:]
+    maps = saliency(trace[-1].attention.float())
     common.write_overlays(path, x, torch.cat([maps.mean(1, keepdim=True), maps], 1))
 
 

@@ -226,7 +226,7 @@ def test_saliency(arch, cache):
     for layer in (0, 1, -1):
         map = trace[layer].attention
         want = map[:, :, 1:] if arch == "tost" else map[:, :, 0, 1:]
-        got = analyze.saliency(encoder, x, layer)
+        got = analyze.saliency_of(encoder, x, layer)
         assert got.shape == (3, 2, 16) and torch.allclose(got, want, atol=1e-6)
 
 
@@ -234,7 +234,7 @@ def test_saliency_command(save, call, cache, tmp_path):
     model = ImageClassifier(ImageConfig(**TINY)).eval()
     path = save(model)
     heads = call("saliency", f"--ckpt={path}", "--pictures=5", "--index=2", "--layer=2")["heads"]
-    maps = analyze.saliency(model.encoder, pictures(cache, [2, 3, 4, 5, 6]), 1)
+    maps = analyze.saliency_of(model.encoder, pictures(cache, [2, 3, 4, 5, 6]), 1)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     share = maps / maps.sum(-1, keepdim=True)
     assert [row["head"] for row in heads] == ["mean", 1, 2]
