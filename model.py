@@ -97,9 +97,10 @@ def class_coding_rate(Z, Pi, eps=0.5):
     members costs nothing). Z (..., n, d); returns (...), in nats."""
     Z, Pi = _exact(Z, Pi)
     d = Z.shape[-1]
-    members = Pi.sum(-2).clamp_min(1e-12)                                # n_k (..., K)
-    # Z Pi_k Z^* is the Gram matrix of Pi_k^1/2 Z; the floor keeps the root's slope finite at Pi = 0
-    weight = (Pi * (d / (members * eps ** 2)).unsqueeze(-2)).clamp_min(1e-24).sqrt()        # (..., n, K)
+    members = Pi.sum(-2)                                                 # n_k (..., K)
+    gamma = torch.where(members > 0, d / (members.clamp_min(1e-12) * eps ** 2), 0.0)
+    # Z Pi_k Z^* is the Gram matrix of Pi_k^1/2 Z; the summand keeps the root's slope finite at Pi = 0
+    weight = (Pi * gamma.unsqueeze(-2) + 1e-24).sqrt()                   # (..., n, K)
     return _half_logdet(Z.unsqueeze(-3) * weight.mT.unsqueeze(-1), 1.0).sum(-1)
 
 
@@ -120,7 +121,7 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
-    """grad_Z R^c, exact or by two terms of its Neumann series.  [J] Eq. (31)-(33), [N] Eq. (9), (70).
+    """grad_Z R^c, exact or by two terms of its Neumann series.  [J] Eq. (31)-(33), [N] Eq. (9), (67)-(69).
 
     exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
     neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
@@ -198,7 +199,7 @@ def saliency(attention, query="class"):
 def _append(state, **new):
     """Write new (B, K, m, p) tensors behind those in `state`; returns what there is so far, and the causal mask for it.
 
-    The cache of causal attention ([B] Eq. (7.4.5)): `state` holds buffers with room for state["room"] tokens and
+    The cache of causal attention ([B] Section 7.4, its footnote on inference): `state` holds buffers with room for state["room"] tokens and
     state["n"], the number in use. The mask comes as arguments of scaled_dot_product_attention."""
     n = state.get("n", 0)
     m = next(iter(new.values())).shape[2]
@@ -280,7 +281,7 @@ class MHSA(nn.Module):
         self.W = nn.Linear(heads * self.p, d, bias=out_bias)
 
     def project(self, Z):
-        """Queries, keys and values, [B] Eq. (7.2.16): (B, n, d) -> three times (B, K, n, p)."""
+        """Queries, keys and values, [B] Eq. (7.2.15): (B, n, d) -> three times (B, K, n, p)."""
         return self.QKV(Z).unflatten(-1, (3, self.heads, self.p)).permute(2, 0, 3, 1, 4).unbind(0)
 
     def map(self, Z):
@@ -306,7 +307,7 @@ class TSSA(nn.Module):
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2      membership of token i in subspace k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                        second moments of the subspace, a p-vector
         out_ik  = - Pi_ik w_i / (1 + s_k)                                compress where the subspace has little energy
-    then W with bias. Causal: norm and both sums run over tokens <= i, and b (K, T, 1), initially 0, is added to each of
+    then W (in images with bias). Causal, by the released code: norm and both sums run over tokens <= i, and b (K, T, 1), initially 0, is added to each of
     the p normalised squares. (B, n, d) -> (B, n, d). eta starts at 1 and, being one-dimensional, is not decayed."""
 
     def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True, dropout=0.0):
@@ -484,7 +485,7 @@ def nearest(word, words):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None means: as the arch's authors have it. [J] Section 3, [B] Section 7.5.
+    """What the layers of every model share. None means: as the arch's authors have it. [J] Section 2.5, [B] Section 7.5.
 
     Raises ConfigError for a combination that cannot be built."""
     arch: str = "crate"
@@ -548,10 +549,10 @@ class Layer(nn.Module):
 
         Z^{l+1/2} = Z^l + attention(LN(Z^l))
         Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate and its variants: [J] Eq. (45), [B] Eq. (7.3.3)-(7.3.6)
-        Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost, transformer: [B] Section 7.5, Eq. (7.2.13)
+        Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost, transformer: [B] Section 7.5, Eq. (7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    LayerScale and drop path act on the residual branches only."""
+    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop path act on the residual branches only."""
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()
@@ -583,7 +584,7 @@ class Layer(nn.Module):
             self.scale1 = self.scale2 = None
 
     def _branch(self, out, scale):
-        """LayerScale, then stochastic depth: a whole sample's branch is dropped ([B] Section 7.2's recipe)."""
+        """LayerScale, then stochastic depth: a whole sample's branch is dropped, as in the released code of [B] Section 7.2."""
         out = out if scale is None else out * scale
         if self.training and self.drop_path > 0:
             keep = 1 - self.drop_path
@@ -768,7 +769,7 @@ class ImageEncoder(nn.Module):
     def init_weights(self):
         """As the authors of each arch: released CRATE leaves Linears at PyTorch's default and draws class token and positions
         from N(0, 1); CRATE-alpha, ToST and ViT draw weights and positions from N(0, 0.02), but for CRATE-alpha's embedding
-        ([N] Section B.1, [B] Section 7.5)."""
+        (Kaiming, our choice) ([N] Section B.1, [B] Section 7.5)."""
         c = self.config
         small = c.arch not in CRATE_FAMILY
         with torch.no_grad():
@@ -1152,7 +1153,7 @@ class MaskedAutoencoder(nn.Module):
 # ---------------------------------------------------------------------------------------------------------------------
 
 # width, heads, layers. Causal CRATE: [B] Section 7.4; CRATE-alpha, ToST, AoT and the GPT-2 baselines: [B] Section 7.5, inferred
-# from the published parameter counts.
+# from the published parameter counts, which CRATE-alpha-B (109.4M, not "120M") does not meet; causal CRATE's "small" is ours.
 _SMALL, _BASE, _MEDIUM, _LARGE = (512, 8, 12), (768, 12, 12), (1024, 16, 24), (1280, 20, 36)
 TEXT_SIZES = {arch: {"small": _SMALL, "base": _BASE} for arch in CRATE_FAMILY + ("crate-alpha", "transformer")} | {
     "tost": {"base": _BASE, "medium": _MEDIUM, "large": _LARGE},
@@ -1247,7 +1248,7 @@ class LanguageModel(nn.Module):
         self.init_weights()
 
     def init_weights(self):
-        """nanoGPT's: N(0, 0.02), and 0.02 / sqrt(2 L) for the maps that end a residual branch ([B] Section 7.4). D as in model.ISTA, ODL."""
+        """nanoGPT's: N(0, 0.02), and 0.02 / sqrt(2 L) for the maps that end a residual branch ([B] Section 7.4). D and D_hat as in model.ISTA, ODL."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 last = name.endswith((".attention.W", ".sparsification.down"))
@@ -1282,7 +1283,9 @@ class LanguageModel(nn.Module):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `state`, a dict for each layer.
 
         The first call takes any m, later ones one token each. What `state` keeps is one tensor a layer for MSSA, two for MHSA,
-        running sums for TSSA ([B] Section 7.5.2)."""
+        running sums for TSSA ([B] Section 7.5.2). Raises ConfigError for a model that is not causal."""
+        if not self.config.causal:
+            raise ConfigError("a model with causal=False sees all tokens at once: there is no next one")
         if not state:
             state.extend(dict(room=self.config.context) for _ in self.layers)
         Z = self.tokens(ids, state[0].get("n", 0))
@@ -1327,6 +1330,6 @@ def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     probability = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = probability.sort(-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)          # the likeliest token always stays
+        ordered[:, 1:] = ordered[:, 1:].masked_fill((ordered.cumsum(-1) - ordered)[:, 1:] >= top_p, 0.0)   # the likeliest stays
         probability = torch.zeros_like(probability).scatter_(-1, order, ordered)
     return torch.multinomial(probability, 1, generator=generator)[:, 0]

@@ -318,3 +318,14 @@ def test_config_errors(build, says):
     with pytest.raises(ConfigError) as error:
         build()
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_likeliest_token_always_stays():
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    assert all(choose(logits, top_p=0.0) == 1 for _ in range(20))
+
+
+def test_a_bidirectional_model_has_no_next_token():
+    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=8, vocab_size=11, causal=False))
+    with pytest.raises(ConfigError, match="causal=False"):
+        model.advance(torch.zeros(1, 3, dtype=torch.long), [])

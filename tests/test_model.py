@@ -684,3 +684,15 @@ def test_config_errors(build, message):
     with pytest.raises(ConfigError, match=message) as error:
         build()
     assert "\n" not in str(error.value)
+
+
+def test_class_rate_has_its_slope_where_nothing_belongs():
+    Z, Pi, h = torch.randn(6, 4), torch.eye(3).repeat(2, 1), 1e-6
+    Pi = Pi.requires_grad_()
+    value = model.class_coding_rate(Z, Pi)
+    value.backward()
+    for i, k in ((0, 1), (2, 0), (5, 1)):
+        moved = Pi.detach().clone()
+        moved[i, k] += h
+        assert ((model.class_coding_rate(Z, moved) - value) / h).item() == pytest.approx(Pi.grad[i, k].item(), rel=1e-3)
+    assert model.class_coding_rate(Z, torch.cat([Pi.detach(), torch.zeros(6, 1)], 1)).item() == pytest.approx(value.item())
