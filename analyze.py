@@ -9,12 +9,14 @@ Looks inside the layers of a trained checkpoint, and at the papers' arguments in
     python analyze.py toy                                                   does MSSA lower R^c? ([S])
     python analyze.py denoise                                               a Gaussian mixture, noised and brought back ([J] Eq. (46)-(49))
     python analyze.py curves --runs=out/vit-cifar10,out/vit-shapes          metrics.jsonl of several runs ([B] Figures 7.13, 7.18)
+    python analyze.py correlation --runs=out/grid --axes=arch,lr            the generalization gap against complexity measures ([S] Table 1)
 
 Prints a table; --json also writes the numbers. Figures go to --out: maps as PNG, curves as PNG and PDF if matplotlib is there.
 """
 import contextlib
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -685,9 +687,261 @@ def draw_curves(found, value, train, val):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# correlation: the generalization gap against complexity measures ([S] Table 1). [G]: Jiang et al., Fantastic Generalization Measures and
+# Where to Find Them (ICLR 2020), Section 2 and Appendix C.
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Flags of a run that are no hyperparameters
+BOOKKEEPING = ("task", "preset", "out_dir", "resume", "overwrite", "seed", "device", "dtype", "compile", "data_dir", "workers",
+               "log_every", "eval_every", "save_every")
+
+
+@dataclass(kw_only=True)
+class Correlation(Output):
+    """Kendall's tau between complexity measures and the generalization gap over a folder of train_vit.py runs ([S] Table 1).
+
+    The gap is the validation loss less the training loss of ckpt.pt, both cross-entropies of whole splits without augmentation and
+    smoothing. Runs whose training loss is further than the tolerance from train_loss are left out: comparing measures makes sense
+    among runs that fit the training set equally well."""
+    runs: str | None = option(None, "the folder that holds the runs' folders")
+    axes: str | None = option(None, "hyperparameters, as in lr,arch; auto is every flag (but the seed) that differs among the runs")
+    train_loss: float | None = option(None, "which all runs should have reached; auto is the runs' median", low=0)
+    tolerance: float = option(0.05, "how far from it a run may be", low=0)
+    samples: int = option(1000, "training pictures for SRR, margin and flatness", low=1)
+    eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", above=0)
+    lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure; likewise", low=0)
+    draws: int = option(5, "of the noise on the weights (flatness)", low=1)
+    bootstrap: int = option(2000, "resamplings of the runs", low=1)
+    batch_size: int = option(250, "pictures at once", low=1)
+    dtype: str = option("float32", "of autocast", choices=("float32", "bfloat16"))
+    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
+    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+
+
+# Measures: larger should mean a larger gap
+
+def matrices(model):
+    """The weights W_1 .. W_d of [G]: every matrix of the model, in float64. Biases, gains, positions and class token are none."""
+    return {name: p.detach().cpu().double() for name, p in model.named_parameters() if p.ndim == 2}
+
+
+def norm_measures(W, W0, margin):
+    """The measures of [G] Appendix C that the weights W, the initial weights W0 (dicts of d matrices) and the margin determine.
+
+    With s_i = ||W_i||_2^2, f_i = ||W_i||_F^2, products over i, and g = margin: prod-of-spec = prod s_i, sum-of-spec =
+    d (prod s_i)^(1/d), both with fro for f_i; .../margin: the product is divided by g^2; fro/spec = sum f_i / s_i; spec-init-main =
+    prod s_i / g^2 sum_j ||W_j - W0_j||_F^2 / s_j, spec-orig-main the same with f_j / s_j; fro-distance, spec-distance =
+    sum ||W_i - W0_i||^2; param-norm = sum f_i; l2-norm its root, l2-norm-init that of fro-distance. Products and sum-of- as
+    logarithms, which ranks do not feel. A margin <= 0 leaves what contains it undefined: NaN."""
+    def squares(matrices, order):
+        return torch.stack([torch.linalg.matrix_norm(w, order) for w in matrices]).square()
+    change, d = [W[name] - W0[name] for name in W], len(W)
+    spec, fro, moved = squares(W.values(), 2), squares(W.values(), "fro"), squares(change, "fro")
+    log_margin = 2 * math.log(margin) if margin > 0 else math.nan
+    out = {"l2-norm": fro.sum().sqrt(), "l2-norm-init": moved.sum().sqrt(), "1/margin": math.exp(-log_margin),
+           "fro/spec": (fro / spec).sum(), "fro-distance": moved.sum(), "spec-distance": squares(change, 2).sum(), "param-norm": fro.sum()}
+    for name, product in (("spec", spec.log().sum()), ("fro", fro.log().sum())):
+        out |= {f"prod-of-{name}": product, f"prod-of-{name}/margin": product - log_margin,
+                f"sum-of-{name}": math.log(d) + product / d, f"sum-of-{name}/margin": math.log(d) + (product - log_margin) / d}
+    out |= {"spec-init-main": out["prod-of-spec/margin"] + (moved / spec).sum().log(),
+            "spec-orig-main": out["prod-of-spec/margin"] + (fro / spec).sum().log()}
+    return {name: float(value) for name, value in out.items()}
+
+
+def margin_of(logits, y):
+    """The 10th percentile over samples, the ceil(m / 10)-th smallest, of f(x)_y - max_{j != y} f(x)_j ([G]): logits (m, classes), y (m,)."""
+    right = logits.gather(1, y[:, None])
+    wrong = logits.scatter(1, y[:, None], -math.inf).amax(1, keepdim=True)
+    return (right - wrong)[:, 0].kthvalue(math.ceil(len(y) / 10)).values.item()
+
+
+@torch.no_grad()
+def path_norm(model, shape):
+    """The sum of the outputs of the network with squared parameters on an input of ones ([G]); shape (C, H, W).
+
+    That is the sum over paths of squared products in a ReLU network without normalization. Taken to the letter here: LayerNorms stay."""
+    squared = {name: p.detach().square() for name, p in model.named_parameters()}
+    ones = torch.ones(1, *shape, device=next(iter(squared.values())).device)
+    return torch.func.functional_call(model, squared, ones).sum().item()
+
+
+def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
+    """The largest sigma with accuracy(sigma) >= accuracy(0) - drop, by bisection of its logarithm between low and high ([G])."""
+    goal = accuracy(0.0) - drop
+    for _ in range(rounds):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if accuracy(middle) >= goal else (low, middle)
+    return low
+
+
+def pac_bayes(square, sigma, m):
+    """sqrt((||.||^2 / (4 sigma^2) + log(m / sigma) + 10) / m) for m training pictures: pac-bayes-init of ||w - w0||^2, -orig of ||w||^2 ([G])."""
+    return math.sqrt((square / (4 * sigma ** 2) + math.log(m / sigma) + 10) / m)
+
+
+@torch.no_grad()
+def noisy_accuracy(model, x, y, sigma, draws, batch_size):
+    """Mean accuracy with noise N(0, sigma^2) on every matrix; the draws' directions are the same for each sigma, so bisection can work."""
+    right = 0
+    for draw in range(draws if sigma else 1):
+        rng = torch.Generator().manual_seed(draw)
+        noisy = {name: p + sigma * torch.randn(p.shape, generator=rng).to(p) for name, p in model.named_parameters() if p.ndim == 2}
+        right += sum((torch.func.functional_call(model, noisy, part).argmax(1) == label).sum().item()
+                     for part, label in zip(x.split(batch_size), y.split(batch_size))) / len(y)
+    return right / (draw + 1)
+
+
+def srr_measure(model, Z, eps, lambd):
+    """For each picture lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l), the mean over layers: the SRR measure of [S]. Z: a list of (B, n, d).
+
+    Z^l is the output of layer l as it stands; of MHSA, which has no U, the value heads serve. (B,)."""
+    total = 0.0
+    for layer, out in zip(model.encoder.layers, Z):
+        w = projections(layer.attention, out)
+        total = total + lambd * (out != 0).float().sum((1, 2)) + projected_coding_rate(w, eps) - coding_rate(out, eps)
+    return total / len(Z)
+
+
+# Rank correlation
+
+def tau_b(x, y, counts):
+    """Kendall's tau-b of x, y (n,) where run i is there counts[b, i] times, for counts (B, n): (B,).
+
+    sum_{i<j} sign(x_i - x_j) sign(y_i - y_j) / sqrt(pairs that differ in x  *  pairs that differ in y); a run and its copies are no
+    pair. 0 where all runs tie in x or in y, as in [S] (# params), NaN where there is no pair."""
+    sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
+    pairs, both, in_x, in_y = (((counts @ s) * counts).sum(1) for s in (1.0 - np.eye(len(x)), sx * sy, abs(sx), abs(sy)))
+    tau = np.divide(both, np.sqrt(in_x * in_y), out=np.zeros(len(counts)), where=in_x * in_y > 0)
+    return np.where(pairs > 0, tau, np.nan)
+
+
+def nanmean(parts, n):
+    """The mean over parts of (n,) arrays, without NaN; NaN where nothing is left."""
+    parts = np.array(parts).reshape(-1, n)
+    there = (~np.isnan(parts)).sum(0)
+    return np.divide(np.nansum(parts, 0), there, out=np.full(n, np.nan), where=there > 0)
+
+
+def granulated_tau(x, y, groups, counts):
+    """psi_i of [G] Section 2.2.2: the mean of tau over groups of runs (lists of indices) that differ in one hyperparameter only."""
+    return nanmean([tau_b(x[g], y[g], counts[:, g]) for g in groups], len(counts))
+
+
+def grouped(thetas, axis, axes):
+    """Lists of indices of runs that agree in the seed and in every other axis, two runs or more, for dicts `thetas`."""
+    groups = {}
+    for i, theta in enumerate(thetas):
+        groups.setdefault(repr([theta.get(name) for name in ("seed", *axes) if name != axis]), []).append(i)
+    return [g for g in groups.values() if len({repr(thetas[i].get(axis)) for i in g}) > 1]
+
+
+def correlations(rows, axes, draws=2000, seed=0):
+    """{measure: {axis or "overall" or "psi": [tau, low, high], "n": runs, "inconclusive": bool}} of rows dict(theta, gap, measures).
+
+    An axis is missing where no two runs differ in it alone (name axes that vary together, as width and heads, once).
+    Psi is the mean over axes of psi_i ([G] Section 2.2.2). low, high: the 2.5 and 97.5 percentiles over bootstrap samples of the
+    runs (drawn with replacement; what occurs twice is no pair with itself). A measure is inconclusive if the overall tau's hold 0
+    between them. Runs in which a measure is not finite are left out for that measure."""
+    table = {}
+    for name in rows[0]["measures"]:
+        kept = [row for row in rows if math.isfinite(row["measures"][name])]
+        if len(kept) < 3:
+            table[name] = dict(n=len(kept), inconclusive=True)
+            continue
+        x, y, n = np.array([row["measures"][name] for row in kept]), np.array([row["gap"] for row in kept]), len(kept)
+        counts = np.concatenate([np.ones((1, n)), np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), draws)])
+        taus = {axis: granulated_tau(x, y, grouped([row["theta"] for row in kept], axis, axes), counts) for axis in axes}
+        taus |= dict(overall=tau_b(x, y, counts), psi=nanmean(list(taus.values()), len(counts)))
+        defined = {key: tau[~np.isnan(tau)] for key, tau in taus.items() if not np.isnan(tau[0])}
+        table[name] = {key: [float(tau[0]), *np.percentile(tau, (2.5, 97.5)).tolist()] for key, tau in defined.items()}
+        low, high = table[name]["overall"][1:]
+        table[name] |= dict(n=n, inconclusive=low <= 0 <= high)
+    return table
+
+
+# Runs
+
+def initial(content):
+    """The model as train_vit.py built it from its seed, before the first step. UserError for a run that started from a checkpoint."""
+    if content["run_config"].get("init_from") is not None:
+        raise UserError("it started from a checkpoint (--init_from), not from its seed")
+    torch.manual_seed(common.derive_seed(content["run_config"]["seed"], "weights"))
+    return ImageClassifier(make_config(ImageConfig, content["model_config"]))
+
+
+def examine(folder, c, processes):
+    """dict(run, theta, train_loss, train_acc, val_loss, val_acc, gap, measures) of one run."""
+    path = folder / "ckpt.pt"
+    content, (model, meta) = common.load_checkpoint(path, "vit"), common.load_classifier(path)
+    data = images.load(meta["name"], cache=c.data_dir)
+    model.to(processes.device)
+    data.mean, data.std, c.image_size = meta["mean"], meta["std"], model.config.image_size
+    train = images.Images(data.train_images, data.train_labels, processes.device)
+    val = images.Images(data.val_images, data.val_labels, processes.device)
+    fit, held = (common.classify(model, split, data, c, processes, c.batch_size) for split in (train, val))
+    x, y = train.batch(torch.arange(min(c.samples, len(train))))
+    x = augment.normalize(common.at_size(augment.to_float(x), c.image_size), data.mean, data.std)
+    with torch.no_grad():
+        seen = [model(part, outputs=True) for part in x.split(c.batch_size)]
+        logits, srr = torch.cat([out for out, _ in seen]), torch.cat([srr_measure(model, Z, c.eps, c.lambd) for _, Z in seen])
+    W, W0 = matrices(model), matrices(initial(content))
+    sigma = largest_sigma(lambda s: noisy_accuracy(model, x, y, s, c.draws, c.batch_size))
+    measures = norm_measures(W, W0, margin_of(logits, y))
+    measures |= {"# params": common.count(model), "path-norm": path_norm(model, x.shape[1:]), "SRR": srr.mean().item(),
+                 "pac-bayes-init": pac_bayes(measures["fro-distance"], sigma, len(train)),
+                 "pac-bayes-orig": pac_bayes(measures["param-norm"], sigma, len(train)), "1/sigma pac-bayes-flatness": sigma ** -2}
+    return dict(run=folder.name, theta=content["run_config"], gap=held["loss"] - fit["loss"], measures=measures,
+                **{f"{name}_{key}": scores[key] for name, scores in (("train", fit), ("val", held)) for key in ("loss", "acc")})
+
+
+def examined(c):
+    """(table of `correlations`, rows of the runs that count, names of those left out with the reason)."""
+    if c.runs is None or not Path(c.runs).is_dir():
+        raise UserError("--runs=FOLDER is needed, a folder whose folders are runs of train_vit.py")
+    rows, left_out, processes = [], {}, common.Processes(c.device)
+    folders = sorted(path.parent for path in Path(c.runs).glob("*/config.json"))
+    axes, known = c.axes.split(",") if c.axes else [], {name for folder in folders for name in json.loads((folder / "config.json").read_text())}
+    for axis in axes:
+        if axis not in known:
+            raise UserError(f"--axes={c.axes}: {axis} is no flag of these runs{common.nearest(axis, known)}")
+    for folder in folders:
+        metrics = folder / "metrics.jsonl"
+        if not metrics.exists() or '"event": "done"' not in metrics.read_text():
+            left_out[folder.name] = "not finished"
+            continue
+        try:
+            rows.append(examine(folder, c, processes))
+            print(f"{folder.name}: training loss {rows[-1]['train_loss']:.4f}, gap {rows[-1]['gap']:.4f}", file=sys.stderr, flush=True)
+        except UserError as error:
+            left_out[folder.name] = str(error)
+    goal = c.train_loss if c.train_loss is not None else float(np.median([row["train_loss"] for row in rows] or [0]))
+    left_out |= {row["run"]: f"training loss {row['train_loss']:.4f}" for row in rows if abs(row["train_loss"] - goal) > c.tolerance}
+    rows = [row for row in rows if row["run"] not in left_out]
+    if len(rows) < 3:
+        raise UserError(f"{len(rows)} runs in {c.runs} have a training loss of {goal:.4f} +- {c.tolerance}, 3 are needed: see --tolerance")
+    differs = {name for name in known if len({repr(row["theta"].get(name)) for row in rows}) > 1}
+    axes = axes or [name for name in rows[0]["theta"] if name in differs and name not in BOOKKEEPING]
+    return correlations(rows, axes, c.bootstrap), rows, left_out
+
+
+def correlation(c):
+    """{"taus", "runs", "left_out"}; the table has Kendall's tau per hyperparameter, overall and Psi, each with its 95 % interval."""
+    table, rows, left_out = examined(c)
+    for name, reason in left_out.items():
+        print(f"left out: {name}, {reason}")
+    columns = list(dict.fromkeys(key for line in table.values() for key in line if key not in ("n", "inconclusive")))
+    print(f"{'measure':27}" + "".join(f"{key:>24}" for key in columns) + "   runs")
+    for name, line in sorted(table.items(), key=lambda item: -item[1].get("overall", [-2])[0]):
+        cells = ("{:6.3f} [{:5.2f}, {:5.2f}]".format(*line[key]) if key in line else "undefined" for key in columns)
+        print(f"{name:27}" + "".join(f"{cell:>24}" for cell in cells) + f"{line['n']:7}" + "  inconclusive" * line["inconclusive"])
+    return dict(taus=table, runs=rows, left_out=left_out)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 COMMANDS = {"layers": (Layers, layers), "subspaces": (Subspaces, subspaces), "tokens": (Tokens, tokens), "saliency": (Saliency, saliency_maps),
-            "toy": (Toy, toy), "denoise": (Denoise, denoise), "curves": (Curves, curves)}
+            "toy": (Toy, toy), "denoise": (Denoise, denoise), "curves": (Curves, curves),
+            "correlation": (Correlation, correlation)}
 
 
 def main(argv):
