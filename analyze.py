@@ -11,7 +11,7 @@ Looks inside the layers of a trained checkpoint, and at the papers' arguments in
     python analyze.py curves --runs=out/vit-cifar10,out/vit-shapes          metrics.jsonl of several runs ([B] Figures 7.13, 7.18)
     python analyze.py correlation --runs=out/grid --axes=arch,lr            the generalization gap against complexity measures ([S] Table 1)
 
-Prints a table; --json also writes the numbers. Figures go to --out: maps as PNG, curves as PNG and PDF if matplotlib is there.
+Prints a table; --json=FILE also writes the numbers. Figures go to --out: maps as PNG, curves as PNG and PDF if matplotlib is there.
 """
 import contextlib
 import json

@@ -148,7 +148,8 @@ def parse(config_class, presets, argv, doc, default=None):
     hints = typing.get_type_hints(config_class)
     argv = list(argv)
     if "--help" in argv or "-h" in argv:
-        print(_help(fields, hints, presets, doc, default))
+        named = argv[0] if argv[0] in presets else default
+        print(_help(fields, hints, presets, doc, default, presets.get(named, {})))
         sys.exit(0)
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else default
     if preset not in presets:
@@ -177,15 +178,16 @@ def parse(config_class, presets, argv, doc, default=None):
     return config_class(**values), preset
 
 
-def _help(fields, hints, presets, doc, default):
-    lines = [doc.strip(), "", "presets:"]
-    for name, values in presets.items():
+def _help(fields, hints, presets, doc, default, chosen):
+    lines = [doc.strip(), "", "presets:"] if any(presets.values()) else [doc.strip()]
+    for name, values in presets.items() if any(presets.values()) else ():
         lines.append(f"  {name}{' (default)' if name == default else ''}: " + ", ".join(f"{k}={v}" for k, v in values.items()))
-    lines += ["", "flags:"]
+    lines += ["", "flags, as the preset has them:" if chosen else "flags:"]
     for name, f in fields.items():
         kind = getattr(hints[name], "__name__", None) or str(hints[name])
         kind = " | ".join(map(str, f.metadata["choices"])) if f.metadata.get("choices") else kind.replace("None", "auto")
-        shown = "auto" if f.default is None else str(f.default).replace(str(ROOT) + os.sep, "")
+        value = chosen.get(name, f.default)
+        shown = "auto" if value is None else str(value).replace(str(ROOT) + os.sep, "")
         lines.append(f"  --{name}={shown}  ({kind})  {f.metadata.get('help', '')}")
     return "\n".join(lines)
 
@@ -577,7 +579,7 @@ class Run:
         self.config, self.task, self.preset, self.processes = config, task, preset, processes
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{preset}")
         self.step = self.start = 0
-        self.best = None
+        self.best, self.best_name = None, ""
         self.resumed = processes.main_only(self._open)
         self.signal = 0
         self.bar = None
@@ -613,7 +615,8 @@ class Run:
         if c.resume and not restarted:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         if there and not c.overwrite and not restarted:
-            raise UserError(f"{self.dir} is not empty: --resume continues it, --overwrite deletes it, --out_dir goes elsewhere")
+            ways = "--resume continues it" if checkpoints else "it has no checkpoint yet"
+            raise UserError(f"{self.dir} is not empty: {ways}, --overwrite deletes it, --out_dir goes elsewhere")
         for p in there:
             if p.is_file() and (p.suffix in (".pt", ".jsonl", ".json", ".png", ".tmp", ".link")):
                 p.unlink()
@@ -752,6 +755,7 @@ class Run:
         """Records a validation; returns whether `key` (or `value`, if given) is the best so far, by `better`."""
         self.write(dict(step=self.step, split="val", **values))
         self.say(f"step {self.step}: validation " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if not isinstance(v, str)))
+        self.best_name = key if value is None else f"{key} on the windows of --eval_windows"
         value = values[key] if value is None else value
         improved = math.isfinite(value) and (self.best is None or (better(value, self.best) == value and value != self.best))
         if improved:
@@ -798,10 +802,10 @@ class Run:
         line = dict(event="done", step=self.step, seconds=round(time.perf_counter() - self.began, 3),
                     first_step_s=self.first_step_s and round(self.first_step_s, 3), **{self.rate_name: rate}, best=self.best, **values)
         self.write(line)
-        if rate:
-            mfu = self.mfu(rate)
-            self.say(f"done: {self.step} steps in {line['seconds']:.0f} s, first step {self.first_step_s:.1f} s, then {rate:,.0f} {self.unit}/s"
-                     + (f" (mfu {mfu:.1%})" if mfu else "") + (f"; best validation {self.best:.4f}" if self.best is not None else "") + f"; written to {self.dir}")
+        mfu = self.mfu(rate) if rate else None
+        self.say(f"done: {self.step} steps" + (f" in {line['seconds']:.0f} s" if self.first_step_s else ", all of them before")
+                 + (f", first step {self.first_step_s:.1f} s, then {rate:,.0f} {self.unit}/s" if rate else "") + (f" (mfu {mfu:.1%})" if mfu else "")
+                 + (f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}" if self.best is not None else "") + f"; written to {self.dir}")
         self.close()
         return line
 

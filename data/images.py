@@ -84,7 +84,7 @@ def preparing(name, cache=CACHE, overwrite=False):
         cache.mkdir(parents=True, exist_ok=True)
         lock = open(cache / f".{name}.lock", "w")
     except OSError as error:
-        raise DataError(f"cannot write to {cache} ({error.strerror}): give another folder with --cache DIR") from None
+        raise DataError(f"cannot write to {cache} ({error.strerror}): give another folder (--cache of prepare.py, --data_dir elsewhere)") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -256,6 +256,8 @@ def load(name, cache=CACHE, allow_prepare=True):
 
         prepare.prepare(name, cache=cache)
     meta = read_meta(name, cache)
+    if meta["kind"] == "text" and "tokenizer" in meta:
+        raise DataError(f"{name} is a set of text, not of pictures")
     again = _again(name, cache)
     classes, size = meta.get("classes"), meta.get("image_size")
     if not (meta["kind"] == "images" and type(size) is int and isinstance(classes, list) and len(classes) > 0

@@ -594,6 +594,8 @@ def load(name, cache=images.CACHE, encoding=None, allow_prepare=True):
         bpe = encoding and name not in CHARACTERS
         prepare(name, cache=cache, tokenizer=GPT2Tokenizer(encoding) if bpe else None, verbose=False)
     meta = images.read_meta(name, cache)
+    if meta["kind"] == "images" and "classes" in meta:
+        raise DataError(f"{name} is a set of pictures, not of text")
     again = f"prepare it again: python data/prepare.py {name} --overwrite"
     if meta["kind"] != "text" or not isinstance(meta.get("tokenizer"), dict):
         raise DataError(f"{name}: meta.json does not describe a text set; {again}")
