@@ -82,7 +82,7 @@ PRESETS = {
     "cifar10": dict(data="cifar10", width=384, heads=6, layers=12, patch_size=4, blur=0.0, base_lr=1e-3, momentum=0.99, epochs=100, batch_size=512,
                     hidden=1024, prototypes=4096, warmup_temp_epochs=10, local_area=0.1),
     # A quarter of an hour on one CPU core
-    "cifar10-small": dict(data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0, base_lr=4e-3, momentum=0.99, epochs=3,
+    "cifar10-small": dict(data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0, base_lr=1e-3, momentum=0.98, epochs=2,
                           warmup_epochs=0.5, batch_size=128, hidden=256, output=128, prototypes=1024, warmup_temp_epochs=1, freeze_epochs=0.25,
                           drop_path=0.0, local_area=0.1),
     "shapes": dict(data="shapes", width=64, heads=4, layers=3, patch_size=4, blur=0.0, base_lr=4e-3, momentum=0.98, epochs=6, warmup_epochs=0.5,
