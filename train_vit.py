@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import common
 from common import option
 from data import augment, images
-from model import ARCHS, ConfigError, ImageClassifier, ImageConfig, image_config, make_config, projected_coding_rate
+from model import ARCHS, ImageClassifier, ImageConfig, image_config, make_config, projected_coding_rate
 
 
 @dataclass(kw_only=True)

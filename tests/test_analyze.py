@@ -14,7 +14,7 @@ import analyze
 import common
 from data import augment, images, text
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, coding_rate, mssa,
-                   run_layers, subspace_coding_rate, subspace_coding_rate_grad)
+                   subspace_coding_rate, subspace_coding_rate_grad)
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

@@ -1,7 +1,6 @@
 """Complexity measures on networks small enough to compute by hand, Kendall's tau against plain loops."""
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import (ARCHS, TEXT_SIZES, ConfigError, LanguageModel, TextConfig, choose, linear_cross_entropy, run_layers, text_config,
+from model import (ARCHS, TEXT_SIZES, ConfigError, LanguageModel, TextConfig, choose, linear_cross_entropy, text_config,
                    train_flops_per_token)
 
 V, CONTEXT = 23, 12
