@@ -876,7 +876,8 @@ def examine(folder, c, processes):
     data = images.load(meta["name"], cache=c.data_dir)
     model.to(processes.device)
     data.mean, data.std, c.image_size = meta["mean"], meta["std"], model.config.image_size
-    train = images.Images(data.train_images, data.train_labels, processes.device)
+    seen = content["run_config"].get("train_images")
+    train = images.Images(data.train_images[:seen], data.train_labels[:seen], processes.device)
     val = images.Images(data.val_images, data.val_labels, processes.device)
     fit, held = (common.classify(model, split, data, c, processes, c.batch_size) for split in (train, val))
     x, y = train.batch(torch.arange(min(c.samples, len(train))))

@@ -25,8 +25,8 @@ from tqdm import tqdm
 
 from data import augment
 from data.images import DataError
-from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, MAEConfig, MaskedAutoencoder, make_config, nearest,
-                   official_tensors)
+from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig,
+                   make_config, nearest, official_tensors)
 
 try:
     import fcntl
@@ -518,9 +518,9 @@ def load_into(module, state, path, what="model"):
 
 
 def load_encoder(path, heads=None):
-    """(config, encoder state dict) of any image checkpoint: ours (`encoder.*`), or a published classifier or CRATE-MAE.
+    """(config, encoder state dict, data_meta) of any image checkpoint: ours (`encoder.*`), or a published classifier or CRATE-MAE.
 
-    The config is a MAEConfig where a masked autoencoder was trained, otherwise an ImageConfig."""
+    The config is a MAEConfig where a masked autoencoder was trained, otherwise an ImageConfig. data_meta of a published one is {}."""
     content, sealed = read_torch(path)
     if isinstance(content, dict) and "format" in content:
         content = check_checkpoint(path, content, sealed)
@@ -528,13 +528,13 @@ def load_encoder(path, heads=None):
         if not state:
             raise UserError(f"{path} has no image encoder: it is a checkpoint of task {content['task']}")
         cls = MAEConfig if content["task"] == "mae" else ImageConfig
-        return make_config(cls, {k: v for k, v in content["model_config"].items() if k in cls.__dataclass_fields__}), state
+        return make_config(cls, {k: v for k, v in content["model_config"].items() if k in cls.__dataclass_fields__}), state, content["data_meta"]
     try:
         masked = any(name.startswith("decoder_blocks.") for name in official_tensors(content))
         model = (MaskedAutoencoder if masked else ImageClassifier).from_official(content, heads=heads)
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
-    return model.config, model.encoder.state_dict()
+    return model.config, model.encoder.state_dict(), {}
 
 
 def load_resized(encoder, config, state, path):
@@ -564,6 +564,14 @@ def load_classifier(path, heads=None):
         return ImageClassifier.from_official(content, heads=heads), {}
     except ConfigError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def load_language_model(path):
+    """(model in evaluation mode, the checkpoint's content) of a language model."""
+    content = load_checkpoint(path, "gpt")
+    model = LanguageModel(make_config(TextConfig, content["model_config"]))
+    load_into(model, content["model"], path)
+    return model.eval(), content
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from tqdm import tqdm
 import common
 from common import option
 from data import augment, images, text
-from model import MHSA, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig, make_config, patchify, run_layers, saliency
+from model import MHSA, ImageEncoder, MAEConfig, MaskedAutoencoder, patchify, run_layers, saliency
 
 
 @dataclass(kw_only=True)
@@ -118,13 +118,12 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 
 def load_frozen(c):
     """(encoder in evaluation mode, the checkpoint's data_meta), the encoder untrained if c.random."""
-    config, state = common.load_encoder(needed(c.ckpt, "ckpt"), c.heads)
-    content, _ = common.read_torch(c.ckpt)
+    config, state, meta = common.load_encoder(needed(c.ckpt, "ckpt"), c.heads)
     torch.manual_seed(c.seed)
     encoder = (MaskedAutoencoder(config).encoder if isinstance(config, MAEConfig) else ImageEncoder(config)).eval()
     if not c.random:
         common.load_into(encoder, state, c.ckpt, "encoder")
-    return encoder, content.get("data_meta") or {}
+    return encoder, meta
 
 
 def probe(c, classifier):
@@ -352,12 +351,10 @@ class CBT(TextFlags):
 
 def load_language_model(c, processes, causal=False):
     """(language model in evaluation mode on its device, the checkpoint's content); `causal`: refuse a masked one."""
-    content = common.load_checkpoint(needed(c.ckpt, "ckpt"), "gpt")
-    model = LanguageModel(make_config(TextConfig, content["model_config"]))
-    common.load_into(model, content["model"], c.ckpt)
+    model, content = common.load_language_model(needed(c.ckpt, "ckpt"))
     if causal and not model.config.causal:
         raise common.UserError(f"{c.ckpt} is a masked model: this needs one that predicts the next token (--objective=causal)")
-    return model.eval().to(processes.device), content
+    return model.to(processes.device), content
 
 
 def count_bytes(tokenizer, tokens):

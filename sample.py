@@ -18,7 +18,6 @@ import torch
 import common
 from common import option
 from data import text
-from model import LanguageModel, TextConfig, make_config
 
 
 @dataclass(kw_only=True)
@@ -37,14 +36,6 @@ class Sample:
     seed: int = option(0, "the same seed gives the same text", low=0)
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = option("auto", "of autocast", choices=("auto", "float32", "bfloat16"))
-
-
-def load_model(path):
-    """(language model in evaluation mode, tokenizer) of a checkpoint of train_gpt.py."""
-    content = common.load_checkpoint(path, "gpt")
-    model = LanguageModel(make_config(TextConfig, content["model_config"]))
-    common.load_into(model, content["model"], path)
-    return model.eval(), text.tokenizer_from_meta(content["data_meta"])
 
 
 def read_prompt(c):
@@ -91,8 +82,8 @@ def main(argv):
         raise common.UserError("--ckpt is needed")
     processes = common.Processes(c.device)
     device = processes.device
-    model, tokenizer = load_model(c.ckpt)
-    model.to(device)
+    model, content = common.load_language_model(c.ckpt)
+    model, tokenizer = model.to(device), text.tokenizer_from_meta(content["data_meta"])
     if c.fill is not None:
         filled = fill(model, tokenizer, c.fill, device)
         print(filled)

@@ -24,6 +24,7 @@ from model import ARCHS, ImageClassifier, ImageConfig, image_config, make_config
 class Config(common.RunConfig):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which pictures", choices=tuple(images.SETS))
+    train_images: int | None = option(None, "how many of the training pictures, the first; auto is all", low=1)
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     # model: a named size of the arch, or width, heads and layers, or both
     arch: str | None = option(None, "the layer (model.py's table); auto is crate, or the checkpoint's", choices=tuple(ARCHS))
@@ -54,6 +55,7 @@ class Config(common.RunConfig):
     accumulate: int = option(1, "micro-batches a step", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(0.5, "of linear warm-up", low=0)
+    stop_loss: float = option(0.0, "end where an evaluation finds a training loss below; 0: nowhere", low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     ema: float = option(0.0, "momentum of averaged weights, which are then evaluated; 0: none", low=0, high=0.999999)
@@ -99,7 +101,7 @@ def build_model(c, classes):
         return ImageClassifier(make_config(ImageConfig, flags))
     if c.size is not None:
         raise common.UserError("--size and --init_from exclude each other: the checkpoint has its own size")
-    config, encoder = common.load_encoder(c.init_from, heads=c.heads)
+    config, encoder, _ = common.load_encoder(c.init_from, heads=c.heads)
     theirs = {name: getattr(config, name) for name in ImageConfig.__dataclass_fields__}
     for name in ("arch", "width", "heads", "head_dim", "layers", "patch_size", "stem", "eta", "lambd", "step"):
         if getattr(c, name) is not None and getattr(c, name) != theirs[name]:
@@ -171,7 +173,7 @@ def main(argv):
     if c.srr_weight:
         srr_layers(c, model, 0)
     run = common.Run(c, "vit", preset, processes)
-    train = images.Images(data.train_images, data.train_labels, device)
+    train = images.Images(data.train_images[:c.train_images], data.train_labels[:c.train_images], device)
     val = images.Images(data.val_images, data.val_labels, device)
     steps_per_epoch = len(train) // c.batch_size
     total = max(round(c.epochs * steps_per_epoch), 1)
@@ -198,6 +200,10 @@ def main(argv):
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.start, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.start, total):
+        if c.stop_loss and step and step % eval_every == 0:
+            with run.untimed():
+                if common.classify(averaged or model, train, data, c, processes)["loss"] < c.stop_loss:
+                    break
         torch.manual_seed(common.derive_seed(c.seed, step, "dropout", processes.rank))
         model.train()
         common.set_lr(optimizer, schedule[step])

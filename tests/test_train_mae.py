@@ -126,7 +126,7 @@ def test_the_encoder_is_handed_on(train, tmp_path, cache):
 
 def test_the_random_encoder_is_drawn_as_the_autoencoder_draws_it(train, tmp_path):
     train("a", "--epochs=0.1")
-    config, _ = common.load_encoder(tmp_path / "a" / "ckpt.pt")
+    config, *_ = common.load_encoder(tmp_path / "a" / "ckpt.pt")
     assert isinstance(config, MAEConfig) and config == MaskedAutoencoder(config).config
     d = config.width
     bound = (6 / (192 + d)) ** 0.5                                       # xavier-uniform, not PyTorch's default
@@ -151,7 +151,7 @@ def test_published_crate_mae_is_an_encoder(tmp_path):
                 break
         theirs[name] = value.view(16, 8, 8, 3).permute(0, 3, 1, 2) if name == "patch_embed.proj.weight" else value
     torch.save(dict(model=theirs), tmp_path / "published.pth")
-    config, encoder = common.load_encoder(tmp_path / "published.pth", heads=2)
+    config, encoder, _ = common.load_encoder(tmp_path / "published.pth", heads=2)
     assert config.arch == "crate" and config.layers == 1 and same(encoder, ours.encoder.state_dict())
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 import common
 import evaluate
 import train_vit
-from data import prepare
+from data import images, prepare
 from data.images import DataError
 from model import ConfigError, ImageClassifier, ImageConfig, subspace_coding_rate
 
@@ -49,6 +49,24 @@ def test_it_learns(train, tmp_path, arch):
                  "--eval_every=1000", "--log_every=100")
     losses = [line["loss"] for line in metrics(tmp_path / "a")]
     assert losses[-1] < 0.9 * losses[0] < 2.4                            # ln 10 = 2.30; 400 pictures are learnt by heart
+
+
+def test_it_stops_at_a_training_loss(train, tmp_path, cache):
+    """The loss of the pictures it trains on, as they are; a run that goes on from there stops there again."""
+    flags = ["--train_images=40", "--epochs=200", "--lr=1e-2", "--label_smoothing=0", "--crop=none", "--flip=false", "--eval_every=10",
+             "--stop_loss=1.2", "--pool=mean", "--layers=1"]
+    done = train("a", *flags)
+    content = common.load_checkpoint(tmp_path / "a" / "ckpt.pt", "vit")
+    assert content["step"] == done["step"] < 400 and done["step"] % 10 == 0
+    assert len(metrics(tmp_path / "a", "val")) == done["step"] // 10
+    c = evaluate.Accuracy(ckpt=str(tmp_path / "a" / "ckpt.pt"), split="train", data_dir=str(cache), device="cpu")
+    whole = evaluate.accuracy(c)
+    data = images.load("shapes", cache=cache)
+    first = images.Images(data.train_images[:40], data.train_labels[:40], "cpu")
+    c.image_size, c.workers = 32, 0
+    fit = common.classify(common.load_classifier(tmp_path / "a" / "ckpt.pt")[0], first, data, c, common.Processes("cpu"))
+    assert fit["loss"] < 1.2 < whole["loss"] and fit["n"] == 40
+    assert train("a", "--resume", *flags)["step"] == done["step"]
 
 
 def test_same_seed_same_run(train, tmp_path):
