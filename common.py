@@ -152,6 +152,8 @@ def parse(config_class, presets, argv, doc, default=None):
         print(_help(fields, hints, presets, doc, default, presets.get(named, {})))
         sys.exit(0)
     preset = argv.pop(0) if argv and not argv[0].startswith("-") else default
+    if preset not in presets and not any(presets.values()):
+        raise UserError(f"{preset!r} is no flag (--name=value)")
     if preset not in presets:
         known = f"one of {', '.join(presets)}"
         raise UserError(f"say which preset: {known}" if preset is None else f"preset {preset!r} is not {known}{nearest(preset, presets)}")

@@ -134,6 +134,7 @@ def main(argv):
     data = text.load(c.data, cache=c.data_dir)
     if data.train is None or data.val is None:
         raise common.UserError(f"{c.data} has no training or no validation part: it is for evaluate.py")
+    text.batch(data.train, 0, 1, c.context, c.seed)      # too short a text is told before the run's folder is made
     tokenizer, masked = data.tokenizer, c.objective == "masked"
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     model = build_model(c, tokenizer).to(device)

@@ -201,7 +201,7 @@ def test_mistakes_are_one_line(train, tmp_path, flags, says):
     with pytest.raises((common.UserError, ConfigError, DataError)) as error:
         train("a", *flags)
     assert says in str(error.value) and "\n" not in str(error.value)
-    assert not (tmp_path / "a" / "ckpt.pt").exists()
+    assert not list((tmp_path / "a").glob("*.json*"))
 
 
 def test_resuming_another_model_is_refused(train, tmp_path):
@@ -216,7 +216,7 @@ def test_resuming_another_model_is_refused(train, tmp_path):
 
 
 def test_exit_status_of_a_mistake(script):
-    cases = [["train_gpt.py", "pydocs"], ["sample.py", "--ckpt=nowhere.pt"]]
+    cases = [["train_gpt.py", "pydocs"], ["sample.py", "--ckpt=nowhere.pt"], ["sample.py", "best.pt"]]
     for (name, *flags), process in [(case, script(*case)) for case in cases]:
         out, err = process.communicate(timeout=60)
         assert process.returncode == 2 and err.count("\n") == 1 and err.startswith(f"{name}: "), err
