@@ -237,22 +237,23 @@ class Layers(Look):
 
 
 def projections(attention, Z):
-    """U_k^* Z (B, K, n, p): of MHSA, which has no U, the value heads ([J] Section C.9)."""
-    return attention.project(Z)[2] if isinstance(attention, MHSA) else attention.project(Z)
+    """U_k^* Z (B, K, n, p), without the bias that TSSA adds: of MHSA, which has no U, the value heads ([J] Section C.9)."""
+    return attention.project(Z)[2] if isinstance(attention, MHSA) else Z[:, None] @ attention.bases()
 
 
 def layer_numbers(layer, entered, half, out, c):
     """R^c, R, nonzeros (and of ODL's code) and SRR of one layer, each (B,), from LN(Z^l), Z^{l+1/2} and Z^{l+1}, (B, n, d).
 
     released: the hook of [N]'s code sees U^* LN(Z^l), each token scaled to norm 1 in each head. caption: R^c(Z^{l+1/2}) as
-    [N] Figure 3 says, nothing scaled. output: R^c(Z^{l+1} | U^l), as in [S]'s measure."""
+    [N] Figure 3 says, nothing scaled. output: R^c(Z^{l+1} | U^l). SRR is [S]'s, all of it on Z^{l+1}, whatever the convention."""
     w = projections(layer.attention, dict(released=entered, caption=half, output=out)[c.convention])
     if c.convention == "released":
         w = F.normalize(w, dim=-1)
     found = dict(rate_of_subspaces=projected_coding_rate(w, c.eps), rate=coding_rate(out, c.eps), nonzeros=(out != 0).float().mean((-2, -1)))
     if isinstance(layer.sparsification, ODL):
         found["code_nonzeros"] = (layer.sparsification.code(layer.norm2(half)) != 0).float().mean((-2, -1))
-    return found | dict(srr=c.lambd * (out != 0).float().sum((-2, -1)) + found["rate_of_subspaces"] - found["rate"])
+    own = projected_coding_rate(projections(layer.attention, out), c.eps)
+    return found | dict(srr=c.lambd * (out != 0).float().sum((-2, -1)) + own - found["rate"])
 
 
 def watch(layer, c):
@@ -304,7 +305,7 @@ def layers(c):
 def draw_layers(runs, c, *panels):
     """R^c, R, nonzeros (of ODL's code too, dashed) and SRR over the layers; bands are one deviation over samples."""
     names = {"rate_of_subspaces": f"{CONVENTIONS[c.convention]}, $\\epsilon$ = {c.eps:g}", "rate": f"$R(Z^{{l+1}})$, $\\epsilon$ = {c.eps:g}",
-             "nonzeros": "nonzeros of $Z^{l+1}$ (fraction)", "srr": f"{c.lambd:g} $||Z^{{l+1}}||_0 + R^c - R$ (SRR)"}
+             "nonzeros": "nonzeros of $Z^{l+1}$ (fraction)", "srr": f"SRR: {c.lambd:g} $||Z^{{l+1}}||_0 + R^c(Z^{{l+1}}) - R(Z^{{l+1}})$"}
     for axes, (key, name) in zip(panels, names.items()):
         for i, run in enumerate(runs):
             title = "/".join(Path(run["ckpt"]).parts[-2:]) + (", untrained, " if run["untrained"] else ", ") + run["split"]
@@ -438,9 +439,10 @@ class Drawn(Output):
 
 @dataclass(kw_only=True)
 class Toy(Drawn):
-    """[S]'s experiment: from random tokens, iterate the MSSA update, its negative, the Neumann step and the exact gradient step of R^c.
+    """[S]'s experiment: from random tokens, iterate the MSSA update, its negative, [J]'s with shrinking, the Neumann step and the exact gradient step of R^c.
 
-        mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)           [S], [J] Eq. (34)-(36)
+        mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)           [S], [J] Eq. (35), (36), (45)
+        shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA(Z | U_k)   [J] Eq. (34), step = beta kappa
         neumann, exact   Z - step / beta (approximate, exact gradient of R^c)       [J] Eq. (33), (31)
 
     Twice: on tokens small enough for the Neumann series, beta ||U_k^* Z||^2 < 1, and on larger ones, where its step diverges."""
@@ -459,7 +461,7 @@ def random_subspaces(c, generator):
     return Q.view(c.width, c.heads, c.head_dim).transpose(0, 1)
 
 
-UPDATES, TERMS = ("mssa", "negative", "neumann", "exact"), ("first term", "second term")
+UPDATES, TERMS = ("mssa", "negative", "shrunk", "neumann", "exact"), ("first term", "second term")
 
 
 def toy_direction(name, Z, U, eps):
@@ -467,8 +469,11 @@ def toy_direction(name, Z, U, eps):
 
         R^c >= beta / 2 sum_k ||U_k^* Z||_F^2 - beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2          [S]
 
-    MSSA stands for the second term's alone: a softmax in the place of beta (U_k^* Z)^* U_k^* Z, with the sign it has there."""
+    MSSA stands for the second term's alone: a softmax in the place of (U_k^* Z)^* U_k^* Z, with the sign it has there. The -Z of
+    [J] Eq. (34) stands for the first term's, as if the subspaces filled the space."""
     beta = U.shape[-1] / (Z.shape[0] * eps ** 2)
+    if name == "shrunk":
+        return toy_direction("mssa", Z, U, eps) - Z
     if name in ("mssa", "negative"):
         return (beta if name == "mssa" else -beta) * mssa(Z, U)
     if name in ("neumann", "exact"):
@@ -808,7 +813,7 @@ def tau_b(x, y, counts):
     """Kendall's tau-b of x, y (n,) where run i is there counts[b, i] times, for counts (B, n): (B,).
 
     sum_{i<j} sign(x_i - x_j) sign(y_i - y_j) / sqrt(pairs that differ in x  *  pairs that differ in y); a run and its copies are no
-    pair. 0 where all runs tie in x or in y, as in [S] (# params), NaN where there is no pair."""
+    pair. [S] writes tau-a, whose denominator is all pairs, but its Table 1 holds tau-b (# params: -0.572 where three of four tie). 0 where all runs tie in x or in y, as in [S] (# params), NaN where there is no pair."""
     sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
     pairs, both, in_x, in_y = (((counts @ s) * counts).sum(1) for s in (1.0 - np.eye(len(x)), sx * sy, abs(sx), abs(sy)))
     tau = np.divide(both, np.sqrt(in_x * in_y), out=np.zeros(len(counts)), where=in_x * in_y > 0)
@@ -852,8 +857,8 @@ def correlations(rows, axes, draws=2000, seed=0):
         counts = np.concatenate([np.ones((1, n)), np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), draws)])
         taus = {axis: granulated_tau(x, y, grouped([row["theta"] for row in kept], axis, axes), counts) for axis in axes}
         taus |= dict(overall=tau_b(x, y, counts), psi=nanmean(list(taus.values()), len(counts)))
-        defined = {key: tau[~np.isnan(tau)] for key, tau in taus.items() if not np.isnan(tau[0])}
-        table[name] = {key: [float(tau[0]), *np.percentile(tau, (2.5, 97.5)).tolist()] for key, tau in defined.items()}
+        defined = {key: tau for key, tau in taus.items() if not np.isnan(tau[0])}
+        table[name] = {key: [float(tau[0]), *np.nanpercentile(tau[1:], (2.5, 97.5)).tolist()] for key, tau in defined.items()}
         low, high = table[name]["overall"][1:]
         table[name] |= dict(n=n, inconclusive=low <= 0 <= high)
     return table
@@ -880,7 +885,7 @@ def examine(folder, c, processes):
     train = images.Images(data.train_images[:seen], data.train_labels[:seen], processes.device)
     val = images.Images(data.val_images, data.val_labels, processes.device)
     fit, held = (common.classify(model, split, data, c, processes, c.batch_size) for split in (train, val))
-    x, y = train.batch(torch.arange(min(c.samples, len(train))))
+    x, y = train.batch(torch.linspace(0, len(train) - 1, min(c.samples, len(train)), dtype=torch.float64).round().long())
     x = augment.normalize(common.at_size(augment.to_float(x), c.image_size), data.mean, data.std)
     with torch.no_grad():
         seen = [model(part, outputs=True) for part in x.split(c.batch_size)]

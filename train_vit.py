@@ -76,7 +76,7 @@ PRESETS = {
     # [N] B.1.2. Pictures are stored at 256 px, from which 224 are cropped at random.
     "imagenet": dict(data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5, batch_size=2048,
                      epochs=155, warmup_epochs=5, padding=0),
-    # Width and depth of [S]; patch 4 at 32 px is our choice, as are rate and batch: [S] gives neither.
+    # Width and depth of [S]; patch 4 at 32 px is our choice, as are rate and batch: [S] gives them for its correlation study alone.
     "cifar10": dict(data="cifar10", width=384, heads=6, layers=12, patch_size=4, optimizer="adamw", lr=1e-3, weight_decay=0.05,
                     batch_size=512, epochs=200, warmup_epochs=10, randaugment=2, magnitude=14, ema=0.999),
     # Minutes on a laptop CPU.
@@ -133,7 +133,7 @@ def srr(model, outputs, chosen, eps):
     with the gradient through Z^l stopped. It reaches U^l only. U = 0 would be its minimum: the cross-entropy, which then has no
     attention, is what keeps U from it, so that the weight has to stay small."""
     with torch.autocast(outputs[0].device.type, enabled=False):
-        rates = [projected_coding_rate(model.encoder.layers[l].attention.project(outputs[l].detach().float()), eps).mean() for l in chosen]
+        rates = [projected_coding_rate(outputs[l].detach().float()[:, None] @ model.encoder.layers[l].attention.bases(), eps).mean() for l in chosen]
     return torch.stack(rates).mean()
 
 

@@ -49,18 +49,20 @@ def pictures(cache, index):
 
 
 def expected(layer, Z, half, out, convention, eps, lambd):
-    """[N] Figure 3's numbers written out, in float64, for one layer: mean and deviation over the samples of each."""
-    with torch.no_grad():
-        if convention == "released":
-            normed = layer.norm2(half) if not hasattr(layer, "compress") else layer.norm1(Z)      # a decoder compresses last
-        w = layer.attention.project({"released": lambda: normed, "caption": lambda: half, "output": lambda: out}[convention]())
-    w = (w[2] if isinstance(w, tuple) else w).double()                                           # of a transformer the values
+    """[N] Figure 3's numbers and [S]'s measure written out, in float64, for one layer: mean and deviation over the samples of each."""
+    def rate_of(tokens, unit=False):
+        with torch.no_grad():
+            w = layer.attention.project(tokens)
+        w = (w[2] if isinstance(w, tuple) else w).double()                                       # of a transformer the values
+        w = w / w.norm(dim=-1, keepdim=True) if unit else w
+        n, p = w.shape[-2:]
+        return 0.5 * torch.logdet(torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).sum(1)
     if convention == "released":
-        w = w / w.norm(dim=-1, keepdim=True)
-    n, p = w.shape[-2:]
-    found = dict(rate_of_subspaces=0.5 * torch.logdet(torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).sum(1), rate=coding_rate(out.double(), eps),
-                 nonzeros=(out != 0).double().mean((1, 2)))
-    found["srr"] = lambd * found["nonzeros"] * out[0].numel() + found["rate_of_subspaces"] - found["rate"]
+        with torch.no_grad():
+            normed = layer.norm2(half) if not hasattr(layer, "compress") else layer.norm1(Z)      # a decoder compresses last
+    of_subspaces = rate_of(normed, unit=True) if convention == "released" else rate_of(half if convention == "caption" else out)
+    found = dict(rate_of_subspaces=of_subspaces, rate=coding_rate(out.double(), eps), nonzeros=(out != 0).double().mean((1, 2)))
+    found["srr"] = lambd * found["nonzeros"] * out[0].numel() + rate_of(out) - found["rate"]      # [S]'s, whatever the convention
     return {k: v.mean().item() for k, v in found.items()} | {f"{k}_std": v.std(correction=0).item() for k, v in found.items()}
 
 
@@ -280,6 +282,7 @@ def test_directions_are_the_gradients_they_claim(norm):
         for name, gradient in zip(("first term", "second term", "neumann", "exact"), gradients):
             assert torch.allclose(found[name], -gradient / beta, atol=1e-10), name
         assert torch.allclose(found["mssa"], beta * mssa(Z, U)) and torch.equal(found["negative"], -found["mssa"])
+        assert torch.allclose(Z + 0.1 * found["shrunk"], 0.9 * Z + 0.1 * beta * mssa(Z, U))      # [J] Eq. (34)
         assert first + second <= subspace_coding_rate(Z, U, eps)                                 # [S]'s lower bound
 
 
@@ -290,7 +293,7 @@ def test_mssa_raises_what_the_gradient_lowers(seed, norm):
     panel = analyze.toy_run(Z, U, toy_flags(step=0.1))
     rates, slope = panel["rates"], {row["direction"]: row["slope"] for row in panel["directions"]}
     assert all(a < b for a, b in zip(rates["mssa"], rates["mssa"][1:]))                          # [S]'s answer
-    for name in ("exact", "negative"):
+    for name in ("exact", "negative", *["shrunk"] * (norm < 5)):         # large tokens attend to themselves, and here beta is 1.2
         assert all(a > b for a, b in zip(rates[name], rates[name][1:]))
     assert slope["first term"] < 0 < slope["second term"] and slope["mssa"] > 0                  # of the two terms MSSA keeps the one that raises it
     gradient = subspace_coding_rate_grad(Z, U, 0.5)
