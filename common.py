@@ -235,11 +235,14 @@ class Processes:
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.control = None
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1:
             if not dist.is_initialized():
-                dist.init_process_group("nccl" if device == "cuda" else "gloo")
+                store, rank, world = next(dist.rendezvous("env://"))
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", store=own_store(store, rank, world), rank=rank, world_size=world)
             # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
             self.control = dist.new_group(backend="gloo") if device == "cuda" else dist.group.WORLD
+            self.restarts = self.largest(self.restarts)                  # each agent of torchrun counts its own
 
     def rows(self, n):
         """This process's slice of n rows. Raises UserError if the processes cannot share them equally."""
@@ -293,6 +296,20 @@ class Processes:
         """The autocast context of --dtype."""
         on = dtype == "bfloat16" or (dtype == "auto" and self.device.type == "cuda")
         return torch.autocast(self.device.type, torch.bfloat16) if on else contextlib.nullcontext()
+
+
+def own_store(store, rank, world):
+    """The part of torchrun's store that belongs to this start of the processes.
+
+    The store outlives a restart, and what the processes before left in it are addresses of the dead. So each process
+    writes a random word, and all go on when all have read the same words, which then name the part."""
+    store.set(f"word/{rank}", os.urandom(8).hex())
+    while True:
+        words = b"".join(store.multi_get([f"word/{i}" for i in range(world)]))
+        store.set(f"read/{rank}", words)
+        if all(read == words for read in store.multi_get([f"read/{i}" for i in range(world)])):
+            return dist.PrefixStore(hashlib.sha256(words).hexdigest(), store)
+        time.sleep(0.05)
 
 
 def keep_freed_memory():
@@ -605,7 +622,7 @@ class Run:
         c = self.config
         if c.resume and c.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        if c.resume and not self.dir.exists() and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        if c.resume and not self.dir.exists() and not self.processes.restarts:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -617,7 +634,7 @@ class Run:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UserError(f"another run is writing to {self.dir}: wait for it, or choose another --out_dir") from None
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        restarted = self.processes.restarts > 0
         there = [p for p in self.dir.iterdir() if p.name != ".lock"]
         checkpoints = [p for p in (self.dir / "ckpt.pt", self.dir / "ckpt.prev.pt") if p.exists()]
         if (c.resume or restarted) and checkpoints:

@@ -1,4 +1,4 @@
-"""The whole script: learning, exact resume, several processes, micro-batches, the final evaluation, and what a user can get wrong."""
+"""The whole script: learning, exact resume, micro-batches, the final evaluation, and what a user can get wrong."""
 import json
 import math
 import signal
@@ -101,27 +101,6 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, fla
     for split in ("train", "val"):
         whole, cut = ([{k: v for k, v in line.items() if k != "tokens_per_s"} for line in metrics(tmp_path / name, split)] for name in ("whole", "cut"))
         assert whole == cut
-
-
-def test_two_processes_are_one(script, train, tmp_path, cache):
-    """Losses of every step and of the evaluations, a process's share of 4 sequences being split in 3 + 1."""
-    flags = [*TINY, "--micro_batch=3", "--eval_every=5", "--eval_windows=7"]
-    runs = {"causal": ["--arch=crate-alpha"], "masked": ["--objective=masked", "--arch=transformer"]}
-    both = tmp_path / "both.py"
-    both.write_text("import sys\nsys.path.insert(0, '.')\nimport common, train_gpt\n"
-                    "common.cli(lambda argv: [train_gpt.main(argv + extra) for extra in "
-                    f"{[[*extra, f'--out_dir={tmp_path / name}-two'] for name, extra in runs.items()]!r}])\n")
-    process = script(both, *flags, f"--data_dir={cache}", processes=2)
-    for name, extra in runs.items():
-        train(f"{name}-one", *extra, first=flags)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    for name in runs:
-        one, two = metrics(tmp_path / f"{name}-one"), metrics(tmp_path / f"{name}-two")
-        assert len(one) == len(two) == 12 and max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two)) < 1e-5
-        one, two = metrics(tmp_path / f"{name}-one", "val"), metrics(tmp_path / f"{name}-two", "val")
-        for a, b in zip(one, two, strict=True):
-            assert a["n"] == b["n"] and a["loss"] == pytest.approx(b["loss"], abs=1e-5) and a.get("acc", 0) == pytest.approx(b.get("acc", 0), abs=2e-3)
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])

@@ -1,4 +1,4 @@
-"""Masked autoencoding as a whole script: learning, resume, processes, the picture, the encoder handed on."""
+"""Masked autoencoding as a whole script: learning, resume, the picture, the encoder handed on."""
 import json
 import signal
 
@@ -59,19 +59,6 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, fla
     train("cut", "--resume", *flags)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
     assert [m["loss"] for m in metrics(tmp_path / "cut")] == [m["loss"] for m in metrics(tmp_path / "whole")]
-
-
-@pytest.mark.parametrize("mask_tokens", ["before", "after"])
-def test_two_processes_are_one(script, train, cache, tmp_path, mask_tokens):
-    flags = [*TINY, "--epochs=0.5", "--accumulate=2", f"--mask_tokens={mask_tokens}"]
-    process = script("train_mae.py", *flags, f"--data_dir={cache}", f"--out_dir={tmp_path / 'two'}", processes=2)
-    train("one", first=flags)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert len(one) == len(two) == 10 and max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two)) < 1e-5
-    a, b = metrics(tmp_path / "one", "val")[-1], metrics(tmp_path / "two", "val")[-1]
-    assert a["n"] == b["n"] == 100 and abs(a["loss"] - b["loss"]) < 1e-5
 
 
 def test_validation_is_the_loss_of_every_picture_once(cache):

@@ -1,4 +1,4 @@
-"""The whole script: learning, exact resume, several processes, fine-tuning, and what a user can get wrong."""
+"""The whole script: learning, exact resume, fine-tuning, and what a user can get wrong."""
 import io
 import json
 import os
@@ -108,18 +108,6 @@ def test_a_real_signal_saves_first(script, cache, tmp_path):
     out, err = process.communicate(timeout=60)
     assert process.returncode == 143 and "Traceback" not in err and "--resume continues" in out
     assert common.load_checkpoint(tmp_path / "out" / "ckpt.pt", "vit")["step"] == metrics(tmp_path / "out")[-1]["step"]
-
-
-def test_two_processes_are_one(script, train, cache, tmp_path):
-    flags = [*TINY, "--crop=resized", "--randaugment=1", "--accumulate=2"]
-    process = script("train_vit.py", *flags, f"--data_dir={cache}", f"--out_dir={tmp_path / 'two'}", processes=2)
-    train("one", first=flags)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert len(one) == len(two) == 20 and max(abs(a["loss"] - b["loss"]) for a, b in zip(one, two)) < 1e-5
-    a, b = metrics(tmp_path / "one", "val")[-1], metrics(tmp_path / "two", "val")[-1]
-    assert a["n"] == b["n"] == 100 and abs(a["loss"] - b["loss"]) < 1e-4
 
 
 def test_accumulation_changes_nothing(train, tmp_path):
