@@ -369,7 +369,7 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, meth
     monkeypatch.setattr(common, "ema_update", ema_update)
     monkeypatch.setattr(train_simdino, "dino_loss", dino_loss)
     train("a", f"--method={method}", "--epochs=2", "--base_lr=0.0128", "--min_lr=1e-5", "--warmup_epochs=0.5",
-          "--momentum=0.9", "--weight_decay=0.04", "--weight_decay_end=0.4", "--warmup_temp_epochs=1",
+          "--momentum=0.9", "--weight_decay=0.04", "--weight_decay_end=0.4", "--warmup_temp_epochs=1", "--teacher_temp=0.07",
           "--freeze_epochs=0.5", "--clip=0.001")
     assert len(seen) == len(norms) == 40
     assert all(norm.max() < 0.001001 and (norm > 0.00099).sum() > 1 for norm in norms)       # each parameter by itself
