@@ -15,6 +15,7 @@ import sys
 import time
 import types
 import typing
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,16 +58,24 @@ def cli(main):
 
     Errors are one line on stderr, from rank 0 only."""
     status = 0
+    sys.stdout.reconfigure(errors="backslashreplace")    # a terminal of another alphabet, a file name that is no text
     try:
         main(sys.argv[1:])
     except (UserError, ConfigError, DataError, Diverged, Stopped) as error:
         status = 3 if isinstance(error, Diverged) else 128 + error.number if isinstance(error, Stopped) else 2
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr, flush=True)
+        _complain(error)
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:         # `... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:        # a full disk, a name too long: the machine's no, not the program's mistake
+        status = 2
+        _complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+            raise
+        status = 2
+        _complain("this does not fit in memory: try a smaller batch or model")
     if dist.is_initialized():
         if status == 0:
             dist.barrier()          # gloo aborts in a process whose peers have left before it
@@ -74,6 +83,12 @@ def cli(main):
         sys.stdout.flush()
         os._exit(status)            # and now and then in its destructors, which this skips
     sys.exit(status)
+
+
+def _complain(message):
+    """One line on stderr, whatever the flag that it quotes holds."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(f"{Path(sys.argv[0]).name}:", " ".join(str(message).split()), file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -123,6 +138,8 @@ def _convert(text, hint, name):
         raise UserError(f"--{name}={text}: expected {'a whole number' if kind is int else 'a number'}") from None
     if kind is float and not math.isfinite(value):
         raise UserError(f"--{name}={text}: expected a finite number")
+    if kind is int and abs(value) >= 1 << 31:
+        raise UserError(f"--{name}={text}: expected a whole number below 2^31")
     return value
 
 
@@ -349,6 +366,8 @@ def peak_flops(device):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most), then half a cosine to `final`."""
+    if total > 100_000_000:
+        raise UserError(f"{total:.3g} steps are more than a run can have (100 million): fewer epochs or steps")
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     return [base * (i + 1) / warmup if i < warmup else final + (base - final) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / down))
@@ -484,13 +503,16 @@ def read_torch(path):
     try:
         with open(path, "rb") as f:
             size = f.seek(0, os.SEEK_END)
-            tail = len(_SEAL) + 64
-            f.seek(max(size - tail, 0))
-            comment = f.read(tail)
-            sealed = comment.startswith(_SEAL)
-            if sealed and _digest(f, size - tail - 2) != comment[len(_SEAL):]:
+            seal = (len(_SEAL) + 64).to_bytes(2, "little") + _SEAL       # as written: the comment's length, then the comment
+            length = max(size - len(seal) - 64, 0)
+            f.seek(length)
+            comment = f.read()
+            sealed = comment.startswith(seal)
+            if sealed and _digest(f, length) != comment[len(seal):]:
                 raise UserError(f"{path} is damaged: its checksum does not match")
-        return torch.load(path, map_location="cpu", weights_only=True), sealed
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")                              # torch's, of pickles that it then refuses
+            return torch.load(path, map_location="cpu", weights_only=True), sealed
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UserError:
@@ -610,7 +632,7 @@ class Run:
         self.resumed = processes.main_only(self._open)
         self.signal = 0
         self.bar = None
-        self._watch = None
+        self._lost = set()
 
     @property
     def is_main(self):
@@ -669,10 +691,8 @@ class Run:
         if self.resumed is not None:
             self.start = self.step = self.resumed["step"]
             self.best = self.resumed["best"]
+        self.processes.main_only(self._start_files)
         if self.is_main:
-            (self.dir / "config.json").write_text(json.dumps(dict(task=self.task, preset=self.preset) | vars(self.config), indent=1) + "\n")
-            self._truncate_metrics()
-            self.metrics = open(self.dir / "metrics.jsonl", "a", buffering=1)
             terminal = sys.stderr.isatty() and self.total > self.start
             self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True, disable=not terminal)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -682,17 +702,26 @@ class Run:
         self.timed, self.timed_steps, self.lap_steps, self.first_step_s = 0.0, 0, 0, None
         self.loss_sum, self.loss_n, self.bad_step = 0.0, 0, None
 
+    def _start_files(self):
+        try:
+            (self.dir / "config.json").write_text(json.dumps(dict(task=self.task, preset=self.preset) | vars(self.config), indent=1) + "\n")
+            self._truncate_metrics()
+            self.metrics = open(self.dir / "metrics.jsonl", "a", buffering=1)
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename or self.dir}: {error.strerror}") from None
+
     def _truncate_metrics(self):
         """Drops what a resumed run will write again: every line after the checkpoint's step."""
-        path = self.dir / "metrics.jsonl"
+        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         if not path.exists():
             return
         kept = []
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(ValueError):                        # a line torn by a kill
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(ValueError, TypeError, AttributeError):     # a line torn by a kill, or garbage
                 if json.loads(line).get("step", math.inf) <= self.start and "event" not in json.loads(line):
-                    kept.append(line + "\n")
-        path.write_text("".join(kept))
+                    kept.append(line + b"\n")
+        tmp.write_bytes(b"".join(kept))
+        os.replace(tmp, path)
 
     def _on_signal(self, number, frame):
         if self.signal:                                                  # the second one does not wait for a checkpoint
@@ -776,7 +805,18 @@ class Run:
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
         if self.is_main:
             clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            self.metrics.write(json.dumps(clean) + "\n")
+            with self.optional("metrics.jsonl"):
+                self.metrics.write(json.dumps(clean) + "\n")
+
+    @contextlib.contextmanager
+    def optional(self, name):
+        """Around the writing of a file that a run can do without: if the disk is full, it says so once and goes on."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._lost:
+                self.say(f"warning: cannot write {self.dir / name}: {error.strerror}; the run goes on without")
+            self._lost.add(name)
 
     def evaluated(self, better=max, key="acc", value=None, **values):
         """Records a validation; returns whether `key` (or `value`, if given) is the best so far, by `better`."""
@@ -786,7 +826,7 @@ class Run:
         value = values[key] if value is None else value
         improved = math.isfinite(value) and (self.best is None or (better(value, self.best) == value and value != self.best))
         if improved:
-            self.best = value
+            self.best, self.best_before = value, self.best
         return improved
 
     @contextlib.contextmanager
@@ -805,12 +845,14 @@ class Run:
         full = dict(task=self.task, step=self.step, best=self.best, run_config=dict(preset=self.preset) | vars(self.config)) | content
 
         def write():
-            save_checkpoint(self.dir / "ckpt.pt", full)
-            if best:
+            if best:                                                     # first: a run killed between the two evaluates this step again
                 save_checkpoint(self.dir / "best.pt", full | dict(optimizer={}), keep_previous=False)
+            save_checkpoint(self.dir / "ckpt.pt", full)
         try:
             self.processes.main_only(write)
         except UserError as error:
+            if best:                                                     # best.pt is still the one before
+                self.best = self.best_before
             if last:
                 raise
             self.say(f"warning: {error}; the run goes on and keeps the checkpoint before")
@@ -840,7 +882,8 @@ class Run:
         """Ends the bar, the metrics and the signal handlers."""
         if self.bar is not None:
             self.bar.close()
-            self.metrics.close()
+            with self.optional("metrics.jsonl"):
+                self.metrics.close()
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(ValueError):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)

@@ -513,7 +513,7 @@ class BackboneConfig:
         self._whole("width", "heads", "layers", "expansion", *(["head_dim"] if self.head_dim is not None else []))
         if self.head_dim is None:
             if self.width % self.heads:
-                fits = [h for h in range(1, self.width + 1) if self.width % h == 0 and h <= 64]
+                fits = [h for h in range(1, 65) if self.width % h == 0]
                 raise ConfigError(f"heads={self.heads} does not divide width={self.width}; use one of {fits}")
             self.head_dim = self.width // self.heads
         if self.arch == "crate-t" and self.heads * self.head_dim != self.width:

@@ -186,7 +186,8 @@ def main(argv):
             with run.untimed():
                 best = run.evaluated(min, "loss", **validate(model, val, data, c, processes))
                 if run.is_main:
-                    write_grid(model, val, data, c, run.dir / f"step{run.step}.png")
+                    with run.optional(f"step{run.step}.png"):
+                        write_grid(model, val, data, c, run.dir / f"step{run.step}.png")
                 run.save(checkpoint(), best=best, last=last)
         elif stop or (step + 1) % save_every == 0:
             with run.untimed():

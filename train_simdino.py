@@ -335,7 +335,8 @@ def main(argv):
             with run.untimed():
                 best = run.evaluated(**evaluate(teacher, train, val, data, c, processes))
                 if run.is_main:
-                    write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
+                    with run.optional(f"step{run.step}.png"):
+                        write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
                 run.save(checkpoint(), best=best, last=last)
         elif stop or (step + 1) % save_every == 0:
             with run.untimed():

@@ -12,6 +12,16 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption("--full", action="store_true", help="tests/test_survive.py with its full counts of kills, mutants and flags: ten minutes")
+
+
+@pytest.fixture(scope="session")
+def full(request):
+    """Whether the counts are the full ones."""
+    return request.config.getoption("--full")
+
+
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
