@@ -11,19 +11,27 @@ Speed and memory, side by side: our fast path, the literal form it replaces, and
     python bench.py length       TSSA, MSSA, MHSA: time against sequence length, and its exponent
     python bench.py generate     what the cache of each arch holds, and the time of a new token after a prefix
     python bench.py longrange    ToST, CRATE, transformer at equal parameters on sequences of 1,024 pixels or on ListOps
+    python bench.py data         what it costs to feed each script, against one picture or window at a time
+    python bench.py loop         each script's own steps against the bare forward, backward and optimizer step
+    python bench.py scale        the papers' settings on 1, 8 and 64 GPUs, on paper; --check compares with this machine
 
 All variants of a row run in one process, in turn, so that what disturbs one disturbs all; times are medians. The first
 six tables add the ratio to the literal form; the FLOP/s that the mathematics needs, and their share of what a large
 matmul reaches here; the bytes/s that the operators read and write, and their share of what a large copy reaches here
 (of compiled code a lower bound: matmuls, attention and optimizer alone); and the peak memory.
 """
+import contextlib
 import copy
 import ctypes
 import functools
+import io
+import itertools
 import json
 import math
 import re
+import runpy
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,8 +40,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from PIL import Image, ImageOps
+from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -41,7 +51,7 @@ import common
 from common import option
 from data import augment, images, text
 from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder,
-                   TextConfig, gram_coding_rate, image_config, linear_cross_entropy, run_layers, train_flops_per_token)
+                   TextConfig, gram_coding_rate, image_config, linear_cross_entropy, mae_config, run_layers, text_config, train_flops_per_token)
 
 
 @dataclass(kw_only=True)
@@ -132,6 +142,38 @@ class LongRange(Table):
     data_dir: str = option(str(images.CACHE), "where prepared data lies")
 
 
+@dataclass(kw_only=True)
+class Data(Table):
+    """Reading and augmenting a batch as each script does it. The map of large pictures is a new file, so it is read from the page cache."""
+    repeats: int = option(9, "turns of every variant", low=1)
+    pictures: int = option(1024, "of 256 px in a memory map, 0.2 MB each", low=256)
+    workers: int = option(2, "processes that read it", low=0)
+
+
+@dataclass(kw_only=True)
+class Loop(Table):
+    """The scripts themselves at small settings, on drawn pictures and the pydoc text."""
+    repeats: int = option(3, "turns of every variant", low=1)
+    steps: int = option(20, "of the script in a turn; the first is not timed", low=2)
+    compile: bool | None = option(None, "torch.compile the models; auto is cuda only")
+
+
+@dataclass(kw_only=True)
+class Scale(Table):
+    """A step on paper: FLOPs over (MFU x peak), and what an all-reduce of float32 gradients leaves uncovered by the backward pass.
+
+    Peak and links are the H100's data sheet and its usual network; MFU and --link_share are assumptions. What does not shrink with the share of
+    a GPU (launching kernels, the optimizer, reading data) is left out: where a step takes a few milliseconds, this is a bound."""
+    peak: float = option(989.0, "TFLOP/s of a GPU: H100, bf16, dense", above=0)
+    mfu: float = option(0.4, "share of the peak that goes into the FLOPs the mathematics needs", above=0, high=1)
+    nvlink: float = option(450.0, "GB/s each way between the GPUs of a node: NVLink 4", above=0)
+    network: float = option(50.0, "GB/s each way from a GPU to another node: 400 Gbit/s InfiniBand, an adapter a GPU", above=0)
+    link_share: float = option(0.8, "share of these that an all-reduce reaches", above=0, high=1)
+    bucket: float = option(25.0, "MB of gradients that DDP sends at once; the last bucket is full only when the backward pass has ended", above=0)
+    check: bool = option(False, "also predict steps of this machine from one of them, and compare: two processes on its CPU")
+    repeats: int = option(5, "turns of what --check measures", low=1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The literal form: what the released code computes, with the same parameters
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,11 +252,15 @@ def synchronize(device):
         getattr(torch, device.type).synchronize()
 
 
-def alternate(variants, device, repeats):
-    """Seconds of each variant (a function): the median of `repeats` turns through them all, after an unmeasured one."""
+def alternate(variants, device, repeats, drain=False):
+    """Seconds of each variant (a function): the median of `repeats` turns through them all, after an unmeasured one.
+
+    drain: one more call before each measured one, for what was read ahead while others ran."""
     seconds = {name: [] for name in variants}
     for turn in range(repeats + 1):
         for name, function in variants.items():
+            if drain:
+                function()
             synchronize(device)
             start = time.perf_counter()
             function()
@@ -365,22 +411,42 @@ def free_gradients(model):
 # The tables
 # ---------------------------------------------------------------------------------------------------------------------
 
-def training_step(model, x, y, processes, dtype):
-    """Forward, loss and backward of one batch, as a function without arguments."""
+def training_step(model, inputs, processes, dtype, optimizer=None, clip=None):
+    """Forward, loss, backward and, if given, clipping and optimizer, as a function without arguments.
+
+    The loss is model(*inputs), of classifiers the cross-entropy of their logits with the last of `inputs`."""
+    classifies = not isinstance(getattr(model, "module", getattr(model, "_orig_mod", model)), (MaskedAutoencoder, LanguageModel))
+
     def step():
         with processes.autocast(dtype):
-            loss = F.cross_entropy(model(x), y)
+            loss = F.cross_entropy(model(*inputs[:-1]), inputs[-1]) if classifies else model(*inputs)
         loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if optimizer:
+            optimizer.step()
         free_gradients(model)
     return step
+
+
+def picture_batch(config, batch, device):
+    """Inputs of a training step of an image model: (x, labels), or (x, noise) of a masked autoencoder."""
+    x = torch.randn(batch, 3, config.image_size, config.image_size, device=device)
+    if isinstance(config, MAEConfig):
+        return x, torch.rand(batch, config.patches(), device=device)
+    return x, torch.randint(config.classes, (batch,), device=device)
+
+
+def adamw(model):
+    """The optimizer of whole steps."""
+    return common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
 
 
 def bench_vit(c, processes, peak):
     """Training steps: fast, literal, a ViT of equal parameters, and PyTorch's own layer at equal width."""
     device, lines = processes.device, []
     for title, config, batch in PICTURES:
-        x = torch.randn(batch, 3, config.image_size, config.image_size, device=device)
-        y = torch.randint(config.classes, (batch,), device=device)
+        inputs = picture_batch(config, batch, device)
         as_usual = dict.fromkeys(("head_dim", "stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"))
         equal = ImageConfig(**{**vars(config), **as_usual, "arch": "transformer", "width": config.width // 2,
                                "heads": config.heads // 2})
@@ -391,11 +457,11 @@ def bench_vit(c, processes, peak):
                   "torch layer, equal width": (TorchEncoder(wide).to(device), ImageClassifier(wide))}
         variants = {}
         for name, (model, counted) in models.items():
-            step = training_step(model, x, y, processes, c.dtype)
+            step = training_step(model, inputs, processes, c.dtype)
             variants[name] = Variant(step, batch * counted.train_flops(), batch, functools.partial(held_memory, model),
                                      fields=dict(parameters=common.count(model)))
         if common.wants_compile(c, device):
-            step = training_step(torch.compile(fast), x, y, processes, c.dtype)
+            step = training_step(torch.compile(fast), inputs, processes, c.dtype)
             variants["fast, compiled"] = variants["fast"]._replace(run=step, eager=variants["fast"].run)
         lines += row(title, variants, processes, c, peak, "images")
     return lines
@@ -412,55 +478,41 @@ def bench_mae(c, processes, peak):
               "fast, after": MaskedAutoencoder(replace(config, mask_tokens="after")).to(device)}
     for when in ("before", "after"):
         models[f"transformer, {when}"] = MaskedAutoencoder(MAEConfig(mask_tokens=when, **vit)).to(device)
-    x, noise = torch.randn(batch, 3, config.image_size, config.image_size, device=device), torch.rand(batch, config.patches(), device=device)
-
-    def step(model):
-        """Forward and backward of one batch, as a function without arguments."""
-        def run():
-            with processes.autocast(c.dtype):
-                loss = model(x, noise)
-            loss.backward()
-            free_gradients(model)
-        return run
-    variants = {name: Variant(step(model), batch * model.train_flops(), batch, functools.partial(held_memory, model),
-                              fields=dict(parameters=common.count(model))) for name, model in models.items()}
+    inputs = picture_batch(config, batch, device)
+    variants = {name: Variant(training_step(model, inputs, processes, c.dtype), batch * model.train_flops(), batch,
+                              functools.partial(held_memory, model), fields=dict(parameters=common.count(model))) for name, model in models.items()}
     if common.wants_compile(c, device):
-        variants["fast, before, compiled"] = variants["fast, before"]._replace(run=step(torch.compile(before)), eager=variants["fast, before"].run)
+        step = training_step(torch.compile(before), inputs, processes, c.dtype)
+        variants["fast, before, compiled"] = variants["fast, before"]._replace(run=step, eager=variants["fast, before"].run)
     return row(title, variants, processes, c, peak, "images")
 
 
-def bench_simdino(c, processes, peak):
-    """A whole step of SimDINO (views, teacher, student, coding rate, AdamW, moving average), and the making of the views alone."""
-    device, cuda = processes.device, processes.device.type == "cuda"
-    config = ImageConfig(arch=c.arch, width=c.width or (384 if cuda else 128), heads=c.heads, layers=c.layers or (12 if cuda else 4),
-                         image_size=32, patch_size=4, classes=1, final_norm=True)
-    batch, local, p = c.batch_size or (512 if cuda else 64), c.local_views, 256
+def simdino_views(pictures, seed, local):
+    """The views of uint8 pictures (b, 32, 32, 3) as train_simdino.py makes them at the cifar10 preset: [(2, b, 3, 32, 32), (local, b, 3, 16, 16)]."""
+    x = augment.to_float(pictures)
+    return [augment.views(x, count, size, augment.BatchRandom(seed, len(x) * count, device=x.device), area, (0.0,), solar)
+            for count, size, area, solar in ((2, 32, (0.4, 1.0), (0.0, 0.2)), (local, 16, (0.1, 0.4), (0.0,)))]
+
+
+def simdino_step(config, hidden, p, batch, processes, dtype, compile=False):
+    """learn(views): a step of SimDINO but for its views: teacher, student, coding rate, AdamW, moving average."""
     student = nn.ModuleDict(dict(encoder=ImageEncoder(config), projector=nn.Sequential(
-        nn.Linear(config.width, 1024), nn.GELU(), nn.Linear(1024, 1024), nn.GELU(), nn.Linear(1024, p)))).to(device)
+        nn.Linear(config.width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, p)))).to(processes.device)
     teacher = copy.deepcopy(student).requires_grad_(False)
-    optimizer = common.make_optimizer(student, "adamw", 1e-4, 0.04, (0.9, 0.999))
-    pictures = torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
-    counter = iter(range(10 ** 9))
+    optimizer = adamw(student)
+    for part in [*student.values(), *teacher.values()] if compile else ():
+        part.compile()
 
-    def views():
-        """The global and the local views of one batch."""
-        x, step = augment.to_float(pictures), next(counter)
-        return [augment.views(x, count, size, augment.BatchRandom(step, batch * count, device=device), scale, (0.0,), solar)
-                for count, size, scale, solar in ((2, 32, (0.4, 1.0), (0.0, 0.2)), (local, 16, (0.1, 0.4), (0.0,)))]
-
-    def features(model, made):
+    def features(model, views):
         """Unit features (V, b, p) of the views of one size each."""
-        with processes.autocast(c.dtype):
-            Z = torch.cat([model["encoder"](v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in made])
+        with processes.autocast(dtype):
+            Z = torch.cat([model["encoder"](v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in views])
             return F.normalize(model["projector"](Z).float(), dim=-1)
 
-    made = views()
-
-    def learn(made):
-        """Everything of a step but the views."""
+    def learn(views):
         with torch.no_grad():
-            t = features(teacher, made[:1])
-        s = features(student, made)
+            t = features(teacher, views[:1])
+        s = features(student, views)
         score = torch.einsum("gbp,vbp->gv", t, s)
         distance = 1 - (score.sum() - score.diagonal().sum()) / (batch * (score.numel() - 2))
         rate = gram_coding_rate(s[:2].mT @ s[:2], p / (batch * 0.05)).mean()
@@ -468,7 +520,21 @@ def bench_simdino(c, processes, peak):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         common.ema_update(teacher, student, 0.996)
+    return learn
 
+
+def bench_simdino(c, processes, peak):
+    """A whole step of SimDINO (views, teacher, student, coding rate, AdamW, moving average), and the making of the views alone."""
+    device, cuda = processes.device, processes.device.type == "cuda"
+    config = ImageConfig(arch=c.arch, width=c.width or (384 if cuda else 128), heads=c.heads, layers=c.layers or (12 if cuda else 4),
+                         image_size=32, patch_size=4, classes=1, final_norm=True)
+    batch, counter = c.batch_size or (512 if cuda else 64), itertools.count()
+    pictures = torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
+    learn = simdino_step(config, 1024, 256, batch, processes, c.dtype)
+
+    def views():
+        return simdino_views(pictures, next(counter), c.local_views)
+    made = views()
     variants = {"whole step": lambda: learn(views()), "without the views": lambda: learn(made), "the views": views}
     times = alternate(variants, device, c.repeats)
     lines = []
@@ -492,28 +558,18 @@ def bench_gpt(c, processes, peak):
         config = TextConfig(arch=arch, width=width, heads=max(1, width // 64), layers=layers, context=context,
                             vocab_size=vocab)
         return LanguageModel(config).to(device)
-
-    def whole_step(model, optimizer):
-        """Forward, backward, clipping and AdamW, as train_gpt.py does them, as a function without arguments."""
-        def step():
-            with processes.autocast(c.dtype):
-                loss = model(x, y)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return step
     fast = build(c.arch)
     models, variants = {f"{c.arch}, fast": fast, f"{c.arch}, literal": literal(fast)}, {}
     if c.arch != "transformer":
         models["transformer"] = build("transformer")
     for name, model in models.items():
-        optimizer = common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
+        optimizer = adamw(model)
         held = functools.partial(held_memory, model, optimizer)
-        v = variants[name] = Variant(whole_step(model, optimizer), x.numel() * model.train_flops(), x.numel(), held,
+        step = functools.partial(training_step, inputs=(x, y), processes=processes, dtype=c.dtype, optimizer=optimizer, clip=1.0)
+        v = variants[name] = Variant(step(model), x.numel() * model.train_flops(), x.numel(), held,
                                      fields=dict(parameters=model.count()))
         if common.wants_compile(c, device):
-            variants[f"{name}, compiled"] = v._replace(run=whole_step(torch.compile(model), optimizer), eager=v.run)
+            variants[f"{name}, compiled"] = v._replace(run=step(torch.compile(model)), eager=v.run)
     return row(f"{batch} x {context} x {width}, {layers} layers", variants, processes, c, peak, "tokens")
 
 
@@ -823,6 +879,298 @@ def bench_longrange(c, processes, peak):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Around the model: data, the loop
+# ---------------------------------------------------------------------------------------------------------------------
+
+class OneByOne(torch.utils.data.Dataset):
+    """Pictures (N, H, W, 3) as torchvision feeds them: Pillow crops and flips each for itself; item i has a tensor for every crop."""
+
+    def __init__(self, pictures, crops):
+        self.pictures, self.crops = pictures, crops
+
+    def __len__(self):
+        return len(self.pictures)
+
+    def __getitem__(self, i):
+        return [self.finish(crop(Image.fromarray(self.pictures[i]))) for crop in self.crops]
+
+    def finish(self, picture):
+        """Flip, ToTensor, Normalize."""
+        if torch.rand(()) < 0.5:
+            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return (torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous().float() / 255 - 0.5) / 0.25
+
+    def batches(self, batch, workers=0):
+        """Endless: `batch` items together."""
+        loader = torch.utils.data.DataLoader(self, batch, shuffle=True, drop_last=True, num_workers=workers, prefetch_factor=4 if workers else None,
+                                             persistent_workers=workers > 0)
+        while True:
+            yield from loader
+
+
+def window(size, padding, picture):
+    """torchvision's RandomCrop with padding."""
+    picture = ImageOps.expand(picture, padding)
+    left, top = (int(torch.randint(0, side - size + 1, ())) for side in picture.size)
+    return picture.crop((left, top, left + size, top + size))
+
+
+def resized(size, area, picture):
+    """torchvision's RandomResizedCrop; the boxes are augment.random_boxes'."""
+    rng = augment.BatchRandom(int(torch.randint(2 ** 31, ())), 1)
+    top, left, height, width = augment.random_boxes(rng, picture.height, picture.width, scale=area)[0].tolist()
+    return picture.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+
+
+def windows_one_by_one(tokens, batch, context):
+    """nanoGPT's batch: every window converted for itself, inputs and targets alike."""
+    starts = torch.randint(len(tokens) - context, (batch,))
+    return [torch.stack([torch.from_numpy(tokens[i + shift:i + shift + context].astype(np.int64)) for i in starts]) for shift in (0, 1)]
+
+
+def bench_data(c, processes, peak):
+    """Milliseconds to read and augment a batch: ours, one by one, and as a share of the bare training step of that batch.
+
+    Batches and models are those of the other tables: the cifar10 presets (of SimDINO bench.py simdino's model), CRATE-Tiny at 224 px and on
+    CUDA CRATE-Base, the pydoc preset. One by one means crop and flip alone, and for SimDINO's views no colours either.
+    MB are those read: uint8 pixels, uint16 tokens."""
+    device, cuda, lines = processes.device, processes.device.type == "cuda", []
+    small, labels, _ = images.draw_shapes(2048, 0)
+    tokens = np.random.default_rng(0).integers(96, size=2 ** 22, dtype=np.uint16)
+    counter = itertools.count()
+
+    def batched(pictures, labels, batch, make, workers=0, resident=None):
+        """Endless: what the scripts make of `batch` pictures."""
+        source = images.Images(pictures, labels, device, resident)
+        for found, _ in source.batches(images.index_batches(len(labels), batch, 0), workers):
+            x = make(augment.to_float(found), augment.BatchRandom(next(counter), batch, device=device))
+            yield augment.normalize(x, [0.5] * 3, [0.25] * 3)
+
+    def moved(batches):
+        """The same on the device."""
+        for made in batches:
+            yield [x.to(device) for x in made]
+
+    def table(title, unit, items, size, feeds, step, ahead=1):
+        """Times the streams of `feeds`, `ahead` batches at once, beside the step; `size` bytes an item."""
+        variants = {name: lambda s=s: [next(s) for _ in range(ahead)] for name, s in feeds.items()}
+        times = alternate(variants | {"the bare step": step}, device, c.repeats, drain=ahead > 1)
+        ours = times[next(iter(feeds))] / ahead
+        for name, seconds in times.items():
+            seconds /= ahead if name in feeds else 1
+            line = dict(row=title, variant=name, ms=1e3 * seconds, ratio=seconds / ours, share=seconds / times["the bare step"],
+                        mb_per_s=items * size / seconds / 1e6 if name in feeds else None)
+            lines.append(line | {f"{unit}_per_s": items / seconds})
+            print(f"{title:34} {name:38} {line['ms']:9.2f} ms {line['ratio']:8.2f} {line['share']:8.2%} of the step",
+                  f"{shown(line['mb_per_s'])} MB/s {items / seconds:12,.0f} {unit}/s", flush=True)
+
+    def crop(x, rng):
+        return augment.flip(augment.pad_crop(x, 32, 4, rng), rng)
+    _, config, batch = PICTURES[1]
+    model = ImageClassifier(config).to(device)
+    table(f"vit, {batch} of 32 px", "images", batch, 32 * 32 * 3, {
+        "batched: crop, flip, RandAugment": batched(small, labels, batch, lambda x, rng: augment.rand_augment(crop(x, rng), rng, 2, 14)),
+        "batched: crop, flip": batched(small, labels, batch, crop),
+        "one by one: crop, flip": moved(OneByOne(small, [functools.partial(window, 32, 4)]).batches(batch))},
+        training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)))
+
+    _, config, batch = AUTOENCODER
+    model = MaskedAutoencoder(config).to(device)
+    table(f"mae, {batch} of 32 px", "images", batch, 32 * 32 * 3, {
+        "batched: resized crop, flip": batched(small, labels, batch,
+                                               lambda x, rng: augment.flip(augment.random_resized_crop(x, 32, rng, (0.2, 1)), rng)),
+        "one by one: resized crop, flip": moved(OneByOne(small, [functools.partial(resized, 32, (0.2, 1))]).batches(batch))},
+        training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)))
+
+    config, batch = ImageConfig(width=128, heads=4, layers=4, image_size=32, patch_size=4, classes=1, final_norm=True), 64
+    learn, pictures = simdino_step(config, 1024, 256, batch, processes, c.dtype), torch.from_numpy(small[:batch]).to(device)
+    views = simdino_views(pictures, 0, 4)
+    crops = [functools.partial(resized, 32, (0.4, 1))] * 2 + [functools.partial(resized, 16, (0.1, 0.4))] * 4
+    table(f"simdino, {batch} x (2 + 4) views", "images", batch, 32 * 32 * 3, {
+        "batched: views with colours": (simdino_views(pictures, seed, 4) for seed in counter),
+        "one by one: resized crop, flip": moved(OneByOne(small, crops).batches(batch))}, lambda: learn(views))
+
+    config, batch = (image_config("base"), 128) if cuda else PICTURES[0][1:]
+    model = ImageClassifier(config).to(device)
+    with tempfile.TemporaryDirectory() as folder:
+        large = np.lib.format.open_memmap(f"{folder}/large.npy", "w+", np.uint8, (c.pictures, 256, 256, 3))
+        large[:] = np.random.default_rng(0).integers(256, size=large.shape[1:], dtype=np.uint8)
+        large.flush()
+        large = np.load(f"{folder}/large.npy", mmap_mode="r")
+        table(f"vit, {batch} of 256 px, {c.workers} workers", "images", batch, 256 * 256 * 3, {
+            "batched: crop, flip": batched(large, np.zeros(c.pictures, np.int64), batch,
+                                           lambda x, rng: augment.flip(augment.pad_crop(x, 224, 0, rng), rng), c.workers, resident=False),
+            "one by one: crop, flip": moved(OneByOne(large, [functools.partial(window, 224, 0)]).batches(batch, c.workers))},
+            training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)), ahead=max(1, 4 * c.workers))
+
+    config = TextConfig(width=256, heads=4, layers=4, context=128, vocab_size=96)
+    model, batch = LanguageModel(config).to(device), 32
+    table(f"gpt, {batch} x {config.context} tokens", "tokens", batch * config.context, 2, {
+        "one draw, one array": moved(text.batch(tokens, step, batch, config.context, 0) for step in counter),
+        "one by one": moved(windows_one_by_one(tokens, batch, config.context) for _ in counter)},
+        training_step(model, torch.randint(96, (2, batch, config.context), device=device), processes, c.dtype, adamw(model), clip=1.0))
+    return lines
+
+
+# script: its preset and batch elsewhere, and on cuda
+SCRIPTS = {"train_vit.py": (("cifar10-small", 128), ("cifar10", 512)), "train_mae.py": (("cifar10-small", 128), ("cifar10", 256)),
+           "train_simdino.py": (("cifar10-small", 128), ("cifar10", 512)), "train_gpt.py": (("pydoc", 32), ("shakespeare", 64))}
+
+
+def bare_step(content, batch, processes, c):
+    """Forward, loss, backward and AdamW of the model in a checkpoint's content on one batch, over and over; of SimDINO with its moving average."""
+    device, task, fields = processes.device, content["task"], content["model_config"]
+    if task == "simdino":
+        run, small = content["run_config"], torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
+        views = simdino_views(small, 0, run["local_views"])
+        return functools.partial(simdino_step(ImageConfig(**fields), run["hidden"], run["output"], batch, processes, c.dtype,
+                                              common.wants_compile(c, device)), views)
+    make, config = {"vit": (ImageClassifier, ImageConfig), "mae": (MaskedAutoencoder, MAEConfig), "gpt": (LanguageModel, TextConfig)}[task]
+    config = config(**fields)
+    model = make(config).to(device)
+    if common.wants_compile(c, device):
+        model.compile()
+    inputs = torch.randint(config.vocab_size, (2, batch, config.context), device=device) if task == "gpt" else picture_batch(config, batch, device)
+    return training_step(model, inputs, processes, c.dtype, adamw(model))
+
+
+def bench_loop(c, processes, peak):
+    """Milliseconds of a step in each training script, by its own metrics.jsonl, and of the bare step of the same model; in turn.
+
+    What the script adds counts: reading, augmenting (SimDINO's views too), masks, clipping, train_vit's moving average, schedules, checks of
+    the loss, log lines. Its first step, evaluation and checkpoints do not: its rate leaves them out, as in training."""
+    cuda, lines = processes.device.type == "cuda", []
+    with tempfile.TemporaryDirectory() as folder:
+        n = c.steps * max(batch for _, batch in (presets[cuda] for presets in SCRIPTS.values()))
+        with images.preparing("shapes", folder) as draft:
+            for split, m in (("train", n), ("val", 100)):
+                for kind, array in zip(("images", "labels"), images.draw_shapes(m, m)):
+                    np.save(draft / f"{split}_{kind}.npy", array)
+            images.write_meta(draft, "shapes", "images", image_size=32, classes=list(images.SHAPES), mean=[0.5] * 3, std=[0.25] * 3)
+        for script, presets in SCRIPTS.items():
+            preset, batch = presets[cuda]
+            main, out = runpy.run_path(str(Path(__file__).with_name(script)))["main"], f"{folder}/{script}"
+            argv = [preset, "--overwrite", f"--out_dir={out}", f"--data_dir={folder}", f"--device={processes.device.type}", f"--dtype={c.dtype}",
+                    f"--compile={common.wants_compile(c, processes.device)}", f"--batch_size={batch}"]
+            argv += ["--data=pydoc", f"--steps={c.steps}", "--sample=0"] if script == "train_gpt.py" else \
+                ["--data=shapes", f"--epochs={c.steps / (n // batch)}"]
+            seconds, bare = {"the script": [], "the bare step": []}, None
+            for _ in range(c.repeats):
+                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                    done = main(argv)
+                if bare is None:
+                    content = common.load_checkpoint(f"{out}/ckpt.pt")
+                    bare = bare_step(content, batch, processes, c)
+                    bare()
+                seconds["the script"].append(batch / done["examples_per_s"] if "examples_per_s" in done else
+                                             batch * content["model_config"]["context"] / done["tokens_per_s"])
+                synchronize(processes.device)
+                start = time.perf_counter()
+                for _ in range(c.steps - 1):
+                    bare()
+                synchronize(processes.device)
+                seconds["the bare step"].append((time.perf_counter() - start) / (c.steps - 1))
+            times = {name: statistics.median(s) for name, s in seconds.items()}
+            for name, t in times.items():
+                lines.append(dict(row=f"{script} {preset}", variant=name, batch_size=batch, ms=1e3 * t, overhead=t / times["the bare step"] - 1))
+                print(f"{lines[-1]['row']:34} batch {batch:4} {name:14} {1e3 * t:10.2f} ms {lines[-1]['overhead']:+8.1%}", flush=True)
+    return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On paper
+# ---------------------------------------------------------------------------------------------------------------------
+
+def ring_bytes(size, n):
+    """Bytes that each of n processes sends to add up a buffer of `size` bytes around a ring: 2 (n - 1) / n of it."""
+    return 2 * (n - 1) / n * size
+
+
+def on_paper(flops, parameters, gpus, nodes, passes, c):
+    """A step of `flops` in all on `nodes` x `gpus`, in `passes` micro-batches: dict of bytes and seconds.
+
+    float32 gradients are summed within each node around a ring, each GPU's share of them across the nodes around another. The last pass
+    covers what is sent with its backward, two thirds of its time; the last bucket starts when that has ended."""
+    size = 4 * parameters
+    inside, across = ring_bytes(size, gpus), ring_bytes(size / gpus, nodes)
+    compute = flops / (gpus * nodes) / (c.mfu * c.peak * 1e12)
+    exchange = (inside / c.nvlink + across / c.network) / (c.link_share * 1e9)
+    exposed = max(exchange - 2 / 3 * compute / passes, exchange * min(1, c.bucket * 1e6 / size))
+    return dict(flops=flops, bytes_sent=inside + across, compute_ms=1e3 * compute, exchange_ms=1e3 * exchange, exposed_ms=1e3 * exposed,
+                ms=1e3 * (compute + exposed), efficiency=compute / (compute + exposed))
+
+
+def papers_settings():
+    """The scripts' presets: name -> FLOPs of an item, parameters, items a step, what they are, and the micro-batches on each of n GPUs."""
+    with torch.device("meta"):
+        vit, mae = ImageClassifier(image_config("base")), MaskedAutoencoder(mae_config("base", "crate"))
+        dino, gpt = ImageClassifier(image_config("base", "transformer", classes=1, final_norm=True)), LanguageModel(text_config("base"))
+    # SimDINO: the student sees 2 views of 224 px and 10 of 96, the teacher, which learns nothing, the first 2; behind each a projector
+    projector = 768 * 2048 + 2048 ** 2 + 2048 * 256
+    views = (2 + 2 / 3) * dino.train_flops() + 10 * dino.train_flops(96) + (12 + 2 / 3) * 6 * projector
+    return {"train_vit imagenet": (vit.train_flops(), common.count(vit), 2048, "images", lambda n: 1),
+            "train_mae imagenet": (mae.train_flops(), common.count(mae), 4096, "images", lambda n: 2),
+            "train_simdino imagenet": (views, common.count(dino.encoder) + projector + 2 * 2048 + 256, 1024, "images", lambda n: 1),
+            "train_gpt openwebtext": (1024 * gpt.train_flops(), common.count(gpt), 384, "sequences", lambda n: math.ceil(384 / n / 16))}
+
+
+def bench_scale(c, processes, peak):
+    """The papers' settings on 1, 8 and 8 x 8 GPUs; with --check, predictions for this machine beside what it does."""
+    lines = []
+    for name, (flops, parameters, batch, unit, passes_on) in papers_settings().items():
+        for nodes, gpus in ((1, 1), (1, 8), (8, 8)):
+            passes = passes_on(nodes * gpus)
+            line = dict(row=name, nodes=nodes, gpus=gpus, passes=passes) | on_paper(batch * flops, parameters, gpus, nodes, passes, c)
+            lines.append(line | {f"{unit}_per_s": batch / line["ms"] * 1e3})
+            print(f"{name:24} {nodes} x {gpus} GPUs {line['flops'] / 1e12:8,.0f} TFLOP a step, {line['bytes_sent'] / 1e6:5,.0f} MB sent, compute",
+                  f"{line['compute_ms']:9,.1f} ms, exchange {line['exchange_ms']:5.1f} of which {line['exposed_ms']:5.2f} uncovered,",
+                  f"efficiency {line['efficiency']:6.1%}, {batch / line['ms'] * 1e3:8,.0f} {unit}/s", flush=True)
+    return lines + (check(c, processes) if c.check else [])
+
+
+def check(c, processes):
+    """Predicted and measured: a step from another model's FLOP/s, an all-reduce from another size's bytes/s, and a step of two
+    processes from the step of one and that rate."""
+    steps = {title: training_step(model, picture_batch(config, batch, processes.device), processes, c.dtype)
+             for title, config, batch in PICTURES for model in [ImageClassifier(config).to(processes.device)]}
+    (known, t), (other, measured) = alternate(steps, processes.device, c.repeats).items()
+    needed = [batch * ImageClassifier(config).train_flops() for _, config, batch in PICTURES]
+    found = [(f"{other}, from {known}", t * needed[1] / needed[0], measured)]
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(one_of_two, (folder, PICTURES[1][1], c.repeats), nprocs=2)
+        seconds = json.loads(Path(folder, "seconds").read_text())
+    size, flops = seconds.pop("bytes"), seconds.pop("flops")
+    rate = ring_bytes(2 ** 27, 2) / seconds["128 MB"]
+    found.append((f"all-reduce of {size / 1e6:.0f} MB, from 134 MB", ring_bytes(size, 2) / rate, seconds["gradients"]))
+    here = replace(c, peak=flops / seconds["alone"] / 1e12, mfu=1.0, nvlink=rate / 1e9, link_share=1.0)
+    paper = on_paper(2 * flops, size // 4, 2, 1, 1, here)
+    found.append(("2 processes, from 1 and that rate", paper["ms"] / 1e3, seconds["together"]))
+    lines = []
+    for name, predicted, measured in found:
+        lines.append(dict(row=name, predicted_ms=1e3 * predicted, measured_ms=1e3 * measured, ratio=measured / predicted))
+        print(f"{name:64} predicted {1e3 * predicted:9.1f} ms, measured {1e3 * measured:9.1f} ms: {measured / predicted:.2f}", flush=True)
+    print(f"efficiency of 2 processes: predicted {paper['efficiency']:.1%}, measured {seconds['alone'] / seconds['together']:.1%}")
+    return lines
+
+
+def one_of_two(rank, folder, config, repeats, batch=8):
+    """A process of one thread: its step alone (while the other takes one too), with DDP, and the all-reduces; rank 0 writes the seconds."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    processes = common.Processes("cpu")
+    model = ImageClassifier(config)
+    inputs, size = picture_batch(config, batch, processes.device), 4 * common.count(model)
+    parallel = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
+    buffers = {"gradients": torch.zeros(size // 4), "128 MB": torch.zeros(2 ** 25)}
+    variants = {"alone": training_step(model, inputs, processes, "float32"), "together": training_step(parallel, inputs, processes, "float32")}
+    variants |= {name: functools.partial(distributed.all_reduce, buffer) for name, buffer in buffers.items()}
+    seconds = alternate(variants, processes.device, repeats) | dict(bytes=size, flops=batch * model.train_flops())
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps(seconds))
+    distributed.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 _CIFAR10 = ImageConfig(width=384, heads=6, layers=12, image_size=32, patch_size=4, classes=10)
 PICTURES = [("CRATE-Tiny, 224 px, batch 16", image_config("tiny"), 16),
@@ -841,6 +1189,9 @@ COMMANDS = {
     "length": (Length, bench_length),
     "generate": (Generate, bench_generate),
     "longrange": (LongRange, bench_longrange),
+    "data": (Data, bench_data),
+    "loop": (Loop, bench_loop),
+    "scale": (Scale, bench_scale),
 }
 
 

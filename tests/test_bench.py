@@ -228,6 +228,191 @@ def test_longrange_learns_what_can_be_learnt(run, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Around the model
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_draining_empties_what_was_read_ahead():
+    calls = []
+    bench.alternate({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, 2, drain=True)
+    assert calls == ["a", "a", "b", "b"] * 3
+
+
+def test_training_step_takes_the_optimizer_step():
+    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=6, vocab_size=9)).double()
+    ids = torch.arange(12).view(2, 6) % 9
+    before = [p.detach().clone() for p in model.parameters()]
+    bench.training_step(model, (ids, ids), common.Processes("cpu"), "auto")()
+    assert all((a == b).all() and b.grad is None for a, b in zip(before, model.parameters()))
+    loss = model(ids, ids)
+    loss.backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    expected = [p.detach() - 0.5 * p.grad / norm for p in model.parameters()]
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    bench.training_step(model, (ids, ids), common.Processes("cpu"), "auto", optimizer, clip=0.5)()
+    for p, q in zip(model.parameters(), expected):
+        torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-6)     # clipping adds 1e-6 to the norm
+
+
+def test_one_by_one_is_a_flipped_window():
+    pictures = np.random.default_rng(0).integers(1, 256, (3, 8, 8, 3), dtype=np.uint8)
+    items = bench.OneByOne(pictures, [lambda p: bench.window(8, 2, p)])
+    padded = np.pad(pictures[1], ((2, 2), (2, 2), (0, 0)))
+    windows = {padded[i:i + 8, j:j + 8][:, ::flip].tobytes() for i in range(5) for j in range(5) for flip in (1, -1)}
+    seen = [((items[1][0].permute(1, 2, 0) * 0.25 + 0.5) * 255).round().byte().numpy().tobytes() for _ in range(200)]
+    assert set(seen) <= windows and len(set(seen)) > 40
+    batch, = next(items.batches(3))
+    assert batch.shape == (3, 3, 8, 8) and batch.dtype == torch.float32
+
+
+def test_resized_one_by_one_has_the_asked_size_and_place():
+    ramp = np.broadcast_to(np.arange(32, dtype=np.uint8)[:, None] * 8, (32, 32))
+    picture = bench.Image.fromarray(np.stack([ramp] * 3, -1))
+    means = [np.asarray(bench.resized(16, (0.05, 0.2), picture)).mean() for _ in range(100)]
+    assert bench.resized(16, (0.05, 0.2), picture).size == (16, 16)
+    assert min(means) < 80 and max(means) > 160                          # boxes lie everywhere
+    whole = np.asarray(bench.resized(32, (0.999, 1.0), picture), dtype=float)
+    assert abs(whole - ramp[..., None]).max() <= 8
+
+
+def test_windows_one_by_one_follow_each_other():
+    tokens = np.arange(50, dtype=np.uint16)
+    x, y = bench.windows_one_by_one(tokens, 4, 7)
+    assert x.shape == (4, 7) and (y == x + 1).all() and (x.diff() == 1).all() and y.max() < 50
+
+
+def test_data(run, monkeypatch):
+    config = dict(width=16, heads=2, layers=1, patch_size=8, classes=3)
+    monkeypatch.setattr(bench, "PICTURES", [("large", ImageConfig(**config, image_size=224), 4), ("small", ImageConfig(**config, image_size=32), 8)])
+    monkeypatch.setattr(bench, "AUTOENCODER", ("small", MAEConfig(**config, image_size=32), 8))
+    lines = run("data", "--repeats=1", "--pictures=256", "--workers=0")
+    rows = {title: [line for line in lines if line["row"] == title] for title in dict.fromkeys(line["row"] for line in lines)}
+    assert [len(row) for row in rows.values()] == [4, 3, 3, 3, 3]
+    for row in rows.values():
+        first, step = row[0], row[-1]
+        assert step["variant"] == "the bare step" and step["share"] == first["ratio"] == 1 and step["mb_per_s"] is None
+        for line in row[:-1]:
+            assert line["share"] == pytest.approx(line["ms"] / step["ms"]) and line["ratio"] == pytest.approx(line["ms"] / first["ms"])
+    assert rows["vit, 8 of 32 px"][0]["mb_per_s"] == pytest.approx(8 * 3072 / rows["vit, 8 of 32 px"][0]["ms"] / 1e3)
+    text = rows["gpt, 32 x 128 tokens"][0]
+    assert text["tokens_per_s"] == pytest.approx(32 * 128 / text["ms"] * 1e3) and text["mb_per_s"] == pytest.approx(2e-6 * text["tokens_per_s"])
+
+
+def test_loop_reads_the_scripts_own_rate(run, monkeypatch):
+    """A script that says a known rate, and a model whose bare step takes 20 ms of a clock that stands still otherwise."""
+    seen, now = [], [0.0]
+
+    def script(path):
+        def main(argv):
+            seen.append(argv)
+            return dict(examples_per_s=100.0)
+        return dict(main=main)
+    monkeypatch.setattr(bench.runpy, "run_path", script)
+    monkeypatch.setattr(bench.common, "load_checkpoint", lambda path: {})
+    monkeypatch.setattr(bench, "bare_step", lambda *a: lambda: now.__setitem__(0, now[0] + 0.02))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "SCRIPTS", {"train_vit.py": (("shapes", 4), None)})
+    whole, bare = run("loop", "--steps=3", "--repeats=2")
+    assert whole["ms"] == pytest.approx(40) and bare["ms"] == pytest.approx(20)      # 4 pictures at 100 a second
+    assert whole["overhead"] == pytest.approx(1) and bare["overhead"] == 0
+    assert seen[0][0] == "shapes" and {"--batch_size=4", "--epochs=1.0", "--compile=False"} <= set(seen[0]) and len(seen) == 2
+
+
+@pytest.mark.parametrize("script", list(bench.SCRIPTS))
+def test_loop(run, monkeypatch, script):
+    monkeypatch.setattr(bench, "SCRIPTS", {script: (("pydoc" if "gpt" in script else "shapes", 4), None)})
+    whole, bare = run("loop", "--steps=3", "--repeats=1")
+    assert whole["row"].startswith(script) and whole["ms"] > 0 and bare["ms"] > 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On paper
+# ---------------------------------------------------------------------------------------------------------------------
+
+def test_ring():
+    assert bench.ring_bytes(100, 1) == 0 and bench.ring_bytes(100, 2) == 100 and bench.ring_bytes(100, 4) == 150
+    assert bench.ring_bytes(100, 10 ** 9) == pytest.approx(200)
+
+
+def test_on_paper_by_hand():
+    c = bench.Scale(peak=1.0, mfu=0.5, nvlink=10.0, network=1.0, link_share=0.5, bucket=1.0)
+    # 8e12 FLOPs on 4 x 2 GPUs of 0.5 TFLOP/s: 2 s. 40 MB: inside 2 x 3/4 x 40 = 60 MB at 5 GB/s, across 2 x 1/2 x 10 = 10 MB at 0.5 GB/s
+    paper = bench.on_paper(8e12, 10_000_000, 4, 2, 1, c)
+    assert (paper["bytes_sent"], paper["compute_ms"]) == (70e6, 2000)
+    assert paper["exchange_ms"] == pytest.approx(12 + 20)
+    assert paper["exposed_ms"] == pytest.approx(32 / 40)                 # all but the last bucket, 1 MB of 40, is covered
+    assert paper["efficiency"] == pytest.approx(2000 / 2000.8) and paper["ms"] == pytest.approx(2000.8)
+    slow = bench.on_paper(8e12, 10_000_000, 4, 2, 1, bench.replace(c, nvlink=0.02))          # 6 s inside, 2/3 of 2 s covered
+    assert slow["exposed_ms"] == pytest.approx(6020 - 4000 / 3)
+    micro = bench.on_paper(8e12, 10_000_000, 4, 2, 4, bench.replace(c, nvlink=0.02))         # the last of four passes covers a quarter
+    assert micro["exposed_ms"] == pytest.approx(6020 - 1000 / 3)
+    assert bench.on_paper(8e12, 10_000_000, 1, 1, 1, c)["efficiency"] == 1
+    assert bench.on_paper(8e12, 1000, 4, 2, 1, c)["exposed_ms"] == bench.on_paper(8e12, 1000, 4, 2, 1, c)["exchange_ms"]      # one bucket
+
+
+@pytest.mark.parametrize("flag, factor", [("nvlink", 2), ("network", 2), ("link_share", 1.2), ("mfu", 0.5), ("peak", 0.5), ("bucket", 0.1)])
+def test_efficiency_rises_with_links_and_falls_with_compute(flag, factor):
+    c = bench.Scale()
+    better = bench.replace(c, **{flag: factor * getattr(c, flag)})
+    a, b = (bench.on_paper(62e12, 22_800_000, 8, 8, 1, config)["efficiency"] for config in (c, better))
+    assert 0 < a < b < 1
+
+
+def test_papers_settings_are_the_presets():
+    import train_gpt
+    import train_mae
+    import train_simdino
+    import train_vit
+    settings = bench.papers_settings()
+    for script, preset in ((train_vit, "imagenet"), (train_mae, "imagenet"), (train_simdino, "imagenet"), (train_gpt, "openwebtext")):
+        name, c = script.__name__, script.Config(**script.PRESETS[preset])
+        flops, parameters, batch, _, passes = settings[f"{name} {preset}"]
+        assert batch == c.batch_size
+        with torch.device("meta"):
+            tokenizer = text.GPT2Tokenizer.__new__(text.GPT2Tokenizer)   # without its vocabulary, which is a download
+            tokenizer.n_vocab = 50257
+            model = script.build_model(c, *{train_vit: [1000], train_gpt: [tokenizer]}.get(script, []))
+        assert parameters == common.count(model)
+        if script is train_gpt:
+            assert flops == c.context * model.train_flops()
+            assert [passes(n) for n in (1, 8, 64)] == [len(torch.zeros(batch // n).split(c.micro_batch)) for n in (1, 8, 64)]
+        elif script is not train_simdino:
+            assert flops == model.train_flops() and passes(8) == c.accumulate
+
+
+def test_flops_of_simdino_by_hand():
+    """Per token 6 x (12 d^2 a layer) and 12 n d; 1 + 196 tokens of a global view, 1 + 36 of a local one; a teacher's forward is a third."""
+    d, L = 768, 12
+
+    def view(n):
+        return n * L * (6 * 12 * d * d + 12 * n * d) + 6 * (n - 1) * 768 * d
+    head = 6 * (768 * 2048 + 2048 * 2048 + 2048 * 256)
+    by_hand = 2 * (view(197) + head) + 10 * (view(37) + head) + 2 / 3 * (view(197) + head)
+    assert bench.papers_settings()["train_simdino imagenet"][0] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_scale(run):
+    lines = run("scale")
+    assert len(lines) == 12 and [line["efficiency"] for line in lines[::3]] == [1] * 4
+    for one, eight, many in zip(lines[::3], lines[1::3], lines[2::3]):
+        assert 1 > eight["efficiency"] > many["efficiency"] > 0.5 and one["bytes_sent"] == 0
+        assert one["flops"] == eight["flops"] == many["flops"]
+
+
+def test_check_predicts_from_other_measurements(run, monkeypatch):
+    """Rigged: two processes whose step takes 2 s alone and whose all-reduce moves 0.1 GB/s."""
+    config = ImageConfig(width=32, heads=4, layers=1, image_size=16, patch_size=4, classes=5)
+    monkeypatch.setattr(bench, "PICTURES", [("a", config, 4), ("b", config, 8)])
+    monkeypatch.setattr(bench, "alternate", lambda steps, device, repeats: dict(zip(steps, (3.0, 7.0))))
+    seconds = {"alone": 2.0, "together": 2.3, "gradients": 0.3, "128 MB": 2 ** 27 / 1e8, "bytes": 40_000_000, "flops": 1e9}
+    monkeypatch.setattr(bench.multiprocessing, "spawn", lambda f, args, nprocs: bench.Path(args[0], "seconds").write_text(json.dumps(seconds)))
+    other, reduced, together = run("scale", "--check", "--bucket=25")[12:]
+    assert (other["predicted_ms"], other["measured_ms"]) == (pytest.approx(6000), 7000) and other["ratio"] == pytest.approx(7 / 6)
+    assert (reduced["predicted_ms"], reduced["measured_ms"]) == (pytest.approx(400), 300)
+    assert (together["predicted_ms"], together["measured_ms"]) == (pytest.approx(2000 + 400 * 25 / 40), 2300)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Every table, end to end
 # ---------------------------------------------------------------------------------------------------------------------
 
