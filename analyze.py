@@ -903,23 +903,28 @@ def examine(folder, c, processes):
 def examined(c):
     """(table of `correlations`, rows of the runs that count, names of those left out with the reason)."""
     if c.runs is None or not Path(c.runs).is_dir():
-        raise UserError("--runs=FOLDER is needed, a folder whose folders are runs of train_vit.py")
+        raise UserError("--runs=FOLDER is needed, a folder whose folders are runs of train_vit.py" if c.runs is None else f"no folder {c.runs}")
     rows, left_out, processes = [], {}, common.Processes(c.device)
     folders = sorted(path.parent for path in Path(c.runs).glob("*/config.json"))
+    finished = [folder for folder in folders if (folder / "metrics.jsonl").exists() and b'"event": "done"' in (folder / "metrics.jsonl").read_bytes()]
+    if len(finished) < 3:
+        hint = " (it is a run itself: name the folder above it)" if (Path(c.runs) / "config.json").exists() else ""
+        raise UserError(f"{len(finished)} finished runs in {c.runs}{hint}, 3 are needed")
     axes, known = c.axes.split(",") if c.axes else [], {name for folder in folders for name in json.loads((folder / "config.json").read_text())}
     for axis in axes:
         if axis not in known:
             raise UserError(f"--axes={c.axes}: {axis} is no flag of these runs{common.nearest(axis, known)}")
     for folder in folders:
-        metrics = folder / "metrics.jsonl"
-        if not metrics.exists() or '"event": "done"' not in metrics.read_text():
+        if folder not in finished:
             left_out[folder.name] = "not finished"
             continue
+        print(f"{folder.name} ...", file=sys.stderr, end=" ", flush=True)
         try:
             rows.append(examine(folder, c, processes))
-            print(f"{folder.name}: training loss {rows[-1]['train_loss']:.4f}, gap {rows[-1]['gap']:.4f}", file=sys.stderr, flush=True)
+            print(f"training loss {rows[-1]['train_loss']:.4f}, gap {rows[-1]['gap']:.4f}", file=sys.stderr, flush=True)
         except UserError as error:
             left_out[folder.name] = str(error)
+            print("left out", file=sys.stderr, flush=True)
     goal = c.train_loss if c.train_loss is not None else float(np.median([row["train_loss"] for row in rows] or [0]))
     left_out |= {row["run"]: f"training loss {row['train_loss']:.4f}" for row in rows if abs(row["train_loss"] - goal) > c.tolerance}
     rows = [row for row in rows if row["run"] not in left_out]

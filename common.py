@@ -518,8 +518,7 @@ def read_torch(path):
     except UserError:
         raise
     except Exception as error:      # what torch.load raises for a foreign or torn file depends on where it is torn
-        reason = "it holds objects other than tensors, which could run code" if "weights_only" in str(error).lower() or \
-            "Unsupported" in str(error) else "it is torn, or no torch file"
+        reason = "it holds objects other than tensors, which could run code" if "Unsupported global" in str(error) else "it is torn, or no torch file"
         raise UserError(f"cannot read {path}: {reason}") from None
 
 
@@ -691,6 +690,8 @@ class Run:
         if self.resumed is not None:
             self.start = self.step = self.resumed["step"]
             self.best = self.resumed["best"]
+            if self.start < total:
+                self.say(f"going on after step {self.start}")
         self.processes.main_only(self._start_files)
         if self.is_main:
             terminal = sys.stderr.isatty() and self.total > self.start
@@ -872,7 +873,7 @@ class Run:
                     first_step_s=self.first_step_s and round(self.first_step_s, 3), **{self.rate_name: rate}, best=self.best, **values)
         self.write(line)
         mfu = self.mfu(rate) if rate else None
-        self.say(f"done: {self.step} steps" + (f" in {line['seconds']:.0f} s" if self.first_step_s else ", all of them before")
+        self.say(f"done: {self.step} steps" + (f" in {line['seconds']:.0f} s" if self.first_step_s else ", nothing left to do")
                  + (f", first step {self.first_step_s:.1f} s, then {rate:,.0f} {self.unit}/s" if rate else "") + (f" (mfu {mfu:.1%})" if mfu else "")
                  + (f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}" if self.best is not None else "") + f"; written to {self.dir}")
         self.close()

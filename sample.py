@@ -97,6 +97,8 @@ def main(argv):
     generator = torch.Generator(device).manual_seed(common.derive_seed(c.seed, "sample"))
     stop = tokenizer.eot if c.stop else None
     opening = printable(tokenizer, ids) if prompt else ""                    # the prompt as the model reads it
+    if "\ufffd" in opening and "\ufffd" not in prompt:
+        print("note: the model's alphabet lacks characters of the prompt, which it reads as \ufffd", file=sys.stderr)
     written, pending, began = [], [], time.perf_counter()
     if c.samples == 1:
         print(opening, end="", flush=True)

@@ -166,6 +166,9 @@ def main(argv):
         raise common.UserError(f"--accumulate={c.accumulate} does not divide the {rows.stop - rows.start} pictures of each process")
 
     data = images.load(c.data, cache=c.data_dir)
+    pictures = len(data.train_labels[:c.train_images])
+    if c.batch_size > pictures:
+        raise common.UserError(f"--batch_size={c.batch_size} is more than the {pictures} training pictures")
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes)).to(device)
     if c.srr_weight and not hasattr(model.encoder.layers[0].attention, "U"):
@@ -202,8 +205,10 @@ def main(argv):
     for step in range(run.start, total):
         if c.stop_loss and step and step % eval_every == 0:
             with run.untimed():
-                if common.classify(averaged or model, train, data, c, processes)["loss"] < c.stop_loss:
-                    break
+                fit = common.classify(averaged or model, train, data, c, processes)["loss"]
+            if fit < c.stop_loss:
+                run.say(f"step {step}: the training loss, {fit:.4f}, is below --stop_loss={c.stop_loss:g}")
+                break
         torch.manual_seed(common.derive_seed(c.seed, step, "dropout", processes.rank))
         model.train()
         common.set_lr(optimizer, schedule[step])

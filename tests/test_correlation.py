@@ -183,6 +183,7 @@ def test_folder_of_runs(grid, capsys):
         assert row["measures"]["# params"] == common.count(model)
         assert (row["measures"]["l2-norm-init"] == 0) == row["run"].endswith("1e-30")
     for flags, message in ((["--train_loss=9"], "0 runs"), (["--axes=lrr"], "lrr is no flag of these runs, did you mean lr"),
-                           (["--runs=/nowhere"], "--runs=FOLDER")):
+                           (["--runs=/nowhere"], "no folder /nowhere"), ([f"--runs={grid / 'cache'}"], "0 finished runs in"),
+                           ([f"--runs={next((grid / 'runs').glob('*e-30'))}"], "it is a run itself")):
         with pytest.raises(common.UserError, match=message):
             analyze.main([*base, *flags])

@@ -169,7 +169,7 @@ def test_published_checkpoints_are_read_everywhere(tmp_path, cache):
 
 @pytest.mark.parametrize("flags, says", [
     (["--heads=3"], "does not divide width"), (["--patch_size=5"], "does not divide image_size"), (["--arch=crate", "--step=2"], "step"),
-    (["--accumulate=3"], "accumulate"), (["--batch_size=500"], "batch size"), (["--data=cifar10"], "--source DIR"),
+    (["--accumulate=3"], "accumulate"), (["--batch_size=500"], "batch_size=500 is more than the 400"), (["--data=cifar10"], "--source DIR"),
     (["--init_from=nowhere.pt"], "nowhere.pt"), (["--size=tiny", "--init_from=x"], "exclude"), (["--size=huge"], "did you mean"),
     (["--arch=crat"], "did you mean crate"), (["--lr=fast"], "a number"), (["--learning_rate=1"], "no flag"),
 ])
