@@ -418,6 +418,7 @@ def training_step(model, inputs, processes, dtype, optimizer=None, clip=None):
     classifies = not isinstance(getattr(model, "module", getattr(model, "_orig_mod", model)), (MaskedAutoencoder, LanguageModel))
 
     def step():
+        """One step."""
         with processes.autocast(dtype):
             loss = F.cross_entropy(model(*inputs[:-1]), inputs[-1]) if classifies else model(*inputs)
         loss.backward()
@@ -510,6 +511,7 @@ def simdino_step(config, hidden, p, batch, processes, dtype, compile=False):
             return F.normalize(model["projector"](Z).float(), dim=-1)
 
     def learn(views):
+        """One step on views as simdino_views makes them."""
         with torch.no_grad():
             t = features(teacher, views[:1])
         s = features(student, views)
