@@ -404,7 +404,7 @@ def test_a_file_system_that_is_full(script, cache, tmp_path, full):
     process = subprocess.Popen([*mount, "sh", "-c", command, "sh", out, sys.executable, "train_vit.py", *TINY, f"--data_dir={cache}", "--epochs=30",
                                 "--save_every=5", "--eval_every=100000", f"--out_dir={out / 'run'}"], cwd=ROOT, text=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    inside = Path(f"/proc/{process.pid}/root{out}")
+    inside = Path("/proc", str(process.pid), "root", *out.parts[1:])
     try:
         deadline = time.monotonic() + 300
         while not (inside / "run" / "ckpt.prev.pt").exists():
