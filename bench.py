@@ -1,217 +1,94 @@
 """
-Speed and memory, side by side: our fast path, the literal form it replaces, and the obvious alternatives.
+Speed and memory, side by side: the fast paths, the literal forms they replace, and alternatives.
 
-    python bench.py vit          training steps of image models: CRATE-Tiny at 224 px, the cifar10 preset
-    python bench.py mae          training steps of masked autoencoders: before, after, literal, ViT-MAE
-    python bench.py gpt          whole training steps of language models: the pydoc preset, on CUDA CRATE-Base
-    python bench.py ista         the sparsification operator alone
-    python bench.py attention    the compression operator alone
-    python bench.py simdino      a step of SimDINO with its views, and the views alone
-    python bench.py head         the cross-entropy behind GPT-2's vocabulary: time and memory
-    python bench.py length       TSSA, MSSA, MHSA: time against sequence length, and its exponent
-    python bench.py generate     what the cache of each arch holds, and the time of a new token after a prefix
-    python bench.py longrange    ToST, CRATE, transformer at equal parameters on sequences of 1,024 pixels or on ListOps
-    python bench.py data         what it costs to feed each script, against one picture or window at a time
-    python bench.py loop         each script's own steps against the bare forward, backward and optimizer step
-    python bench.py scale        the papers' settings on 1, 8 and 64 GPUs, on paper; --check compares with this machine
+    python bench.py vit         training steps of image models: CRATE-Tiny at 224 px, cifar10
+    python bench.py mae         training steps of masked autoencoders: CRATE-MAE, literal, ViT-MAE
+    python bench.py gpt         training steps of language models: pydoc preset; Base on CUDA
+    python bench.py ista        the sparsification operator alone
+    python bench.py attention   the compression operator alone
+    python bench.py head        the cross-entropy over GPT-2's vocabulary
+    python bench.py simdino     a step of SimDINO with its views, and the views alone
+    python bench.py length      time of TSSA, MSSA, MHSA against sequence length, and its exponent
+    python bench.py generate    the cache of each arch, and the time of one more token
+    python bench.py longrange   ToST, CRATE, transformer at equal parameters on long sequences
+    python bench.py data        what it costs to feed each script, against one item at a time
+    python bench.py loop        each script's own steps against bare forward, backward, optimizer
+    python bench.py scale       the papers' settings on 1, 8, 64 GPUs, computed; --check measures
 
-All variants of a row run in one process, in turn, so that what disturbs one disturbs all; times are medians. The first
-six tables add the ratio to the literal form; the FLOP/s that the mathematics needs, and their share of what a large
-matmul reaches here; the bytes/s that the operators read and write, and their share of what a large copy reaches here
-(of compiled code a lower bound: matmuls, attention and optimizer alone); and the peak memory.
+All variants of a table run in one process, in turn, so that a disturbance meets all of them; times
+are medians. The first six tables add: the ratio to the literal form; the FLOP/s that the
+mathematics needs, and their share of what a large matmul reaches here; the bytes/s that the
+operators read and write, and their share of what a large copy reaches (of compiled code a lower
+bound: matmuls, attention and optimizer alone); the peak memory.
 """
 import contextlib
 import copy
 import ctypes
-import functools
+import dataclasses
 import io
 import itertools
 import json
 import math
 import re
-import runpy
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import common
-from common import option
+import train_gpt
+import train_mae
+import train_simdino
+import train_vit
 from data import augment, images, text
-from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder,
-                   TextConfig, gram_coding_rate, image_config, linear_cross_entropy, mae_config, run_layers, text_config, train_flops_per_token)
+from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel,
+                   MAEConfig, MaskedAutoencoder, TextConfig, attention_map, image_config,
+                   linear_cross_entropy, run_layers, text_config)
 
-
-@dataclass(kw_only=True)
-class Table:
-    """What every table has."""
-    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda, float32 elsewhere",
-                        choices=("auto", "float32", "bfloat16"))
-    json: str | None = option(None, "also write the table to this file")
-
-
-@dataclass(kw_only=True)
-class Bench(Table):
-    """One table. Times are the median over --repeats turns."""
-    repeats: int = option(9, "turns of every variant", low=1)
-    compile: bool | None = option(None, "add rows for the compiled form; auto is cuda only")
-
-
-@dataclass(kw_only=True)
-class SimDINO(Table):
-    """A step of SimDINO on pictures of 32 px, two views of which and --local_views of 16. auto: the sizes for cuda / elsewhere."""
-    repeats: int = option(9, "turns of every variant", low=1)
-    arch: str = option("crate", "the layer (model.py's table)", choices=tuple(ARCHS))
-    width: int | None = option(None, "d; auto is 384 / 128", low=1)
-    heads: int = option(4, "K", low=1)
-    layers: int | None = option(None, "L; auto is 12 / 4", low=1)
-    local_views: int = option(4, "small views of a picture", low=1)
-    batch_size: int | None = option(None, "pictures a step; auto is 512 / 64", low=2)
-
-
-@dataclass(kw_only=True)
-class Gpt(Bench):
-    """Training steps of a language model and of the transformer of its width. auto: the sizes for cuda / elsewhere."""
-    arch: str = option("crate", "the layer (model.py's table)",
-                       choices=tuple(arch for arch in ARCHS if ARCHS[arch].output in ("learned", None)))
-    width: int | None = option(None, "d; auto is 768 / 256; heads have 64 of it each", low=1)
-    layers: int | None = option(None, "L; auto is 12 / 4", low=1)
-    context: int | None = option(None, "tokens a sequence; auto is 1024 / 128", low=2)
-    batch_size: int | None = option(None, "sequences a step; auto is 16 / 32", low=1)
-    vocab_size: int | None = option(None, "tokens there are; auto is 50304 / 96, printable ASCII and one", low=2)
-
-
-@dataclass(kw_only=True)
-class Head(Bench):
-    """The cross-entropy of a language model's tied head, forward and backward."""
-    repeats: int = option(5, "turns of every variant", low=1)
-    width: int | None = option(None, "d; auto is 768 on cuda, 256 elsewhere", low=1)
-    tokens: int | None = option(None, "tokens of the batch; auto is 16,384 on cuda, 4,096 elsewhere", low=1)
-    vocab_size: int = option(50304, "tokens there are", low=2)
-
-
-@dataclass(kw_only=True)
-class Length(Table):
-    """Forward and backward of the attention operators against the number of tokens; exponents over the longer half."""
-    repeats: int = option(3, "turns of every variant", low=1)
-    lengths: str = option("1024,2048,4096,8192,16384", "numbers of tokens")
-    width: int = option(256, "d", low=1)
-    heads: int = option(4, "K", low=1)
-    batch_size: int | None = option(None, "sequences; auto is 16 on cuda, so that it has work, 1 elsewhere", low=1)
-
-
-@dataclass(kw_only=True)
-class Generate(Table):
-    """One new token behind a prefix, with the cache and by reading everything again."""
-    repeats: int = option(9, "turns of every variant", low=1)
-    prefixes: str = option("128,256,512,1024,2048,4096", "numbers of tokens that came before")
-    width: int = option(256, "d; heads have 64 of it each", low=1)
-    layers: int = option(4, "L", low=1)
-    vocab_size: int = option(512, "tokens there are: few, so that the head does not hide the layers", low=2)
-    batch_size: int = option(1, "sequences", low=1)
-
-
-@dataclass(kw_only=True)
-class LongRange(Table):
-    """[B] Table 7.10 without downloads: long sequences, classified at equal parameters (same depth, within 3 %)."""
-    task: str = option("pixels", "CIFAR-10 as 1,024 grey values, or generated ListOps", choices=("pixels", "listops"))
-    width: int = option(128, "d of crate, of which the other widths follow; heads have about 32 of it each", low=8)
-    layers: int = option(4, "L", low=1)
-    length: int = option(512, "longest ListOps expression, in tokens; the shortest are half as long", low=8)
-    examples: int | None = option(None, "to train on; auto is all 50,000 pictures, or 10,000 expressions", low=1)
-    held_out: int = option(2000, "to measure accuracy on", low=1)
-    steps: int = option(500, "optimizer steps; the first two are not timed", low=3)
-    batch_size: int = option(16, "sequences a step", low=1)
-    lr: float = option(1e-3, "AdamW's, reached after a tenth of the steps; then half a cosine to 0", above=0)
-    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    seed: int = option(0, "the same seed gives the same run", low=0)
-    compile: bool | None = option(None, "torch.compile the models; auto is cuda only")
-    data_dir: str = option(str(images.CACHE), "where prepared data lies")
-
-
-@dataclass(kw_only=True)
-class Data(Table):
-    """Reading and augmenting a batch as each script does it. The map of large pictures is a new file, so it is read from the page cache."""
-    repeats: int = option(9, "turns of every variant", low=1)
-    pictures: int = option(1024, "of 256 px in a memory map, 0.2 MB each", low=256)
-    workers: int = option(2, "processes that read it", low=0)
-
-
-@dataclass(kw_only=True)
-class Loop(Table):
-    """The scripts themselves at small settings, on drawn pictures and the pydoc text."""
-    repeats: int = option(3, "turns of every variant", low=1)
-    steps: int = option(20, "of the script in a turn; the first is not timed", low=2)
-    compile: bool | None = option(None, "torch.compile the models; auto is cuda only")
-
-
-@dataclass(kw_only=True)
-class Scale(Table):
-    """A step on paper: FLOPs over (MFU x peak), and what an all-reduce of float32 gradients leaves uncovered by the backward pass.
-
-    Peak and links are the H100's data sheet and its usual network; MFU and --link_share are assumptions. What does not shrink with the share of
-    a GPU (launching kernels, the optimizer, reading data) is left out: where a step takes a few milliseconds, this is a bound."""
-    peak: float = option(989.0, "TFLOP/s of a GPU: H100, bf16, dense", above=0)
-    mfu: float = option(0.4, "share of the peak that goes into the FLOPs the mathematics needs", above=0, high=1)
-    nvlink: float = option(450.0, "GB/s each way between the GPUs of a node: NVLink 4", above=0)
-    network: float = option(50.0, "GB/s each way from a GPU to another node: 400 Gbit/s InfiniBand, an adapter a GPU", above=0)
-    link_share: float = option(0.8, "share of these that an all-reduce reaches", above=0, high=1)
-    bucket: float = option(25.0, "MB of gradients that DDP sends at once; the last bucket is full only when the backward pass has ended", above=0)
-    check: bool = option(False, "also predict steps of this machine from one of them, and compare: two processes on its CPU")
-    repeats: int = option(5, "turns of what --check measures", low=1)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # The literal form: what the released code computes, with the same parameters
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 class ReleasedMSSA(MSSA):
-    """MSSA as the released code has it: one projection, an explicit softmax, two matmuls ([J] Eq. (37))."""
+    """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (37)."""
 
     def forward(self, Z, state=None):
-        """(B, n, d) -> (B, n, d)."""
         w = self.project(Z)
-        gram = w @ w.mT * self.scale
-        if self.causal:
-            gram = gram.masked_fill(torch.ones(gram.shape[-2:], dtype=torch.bool, device=Z.device).triu(1), -math.inf)
-        return self.W((gram.softmax(-1) @ w).transpose(1, 2).flatten(-2))
+        ssa = attention_map(w, w, self.scale, self.causal) @ w
+        return self.W(ssa.transpose(1, 2).flatten(-2))
 
 
 class ReleasedISTA(ISTA):
-    """ISTA as the released code has it: three matmuls over the tokens ([J] Eq. (44))."""
+    """ISTA in three matmuls over the tokens, [J] Eq. (44)."""
 
     def forward(self, Z):
-        """(B, n, d) -> (B, n, d)."""
-        reconstruction = F.linear(Z, self.D)
-        ascent = F.linear(reconstruction, self.D.mT)
-        descent = F.linear(Z, self.D.mT)
+        ascent = F.linear(F.linear(Z, self.D), self.D.mT)       # D^* D Z
+        descent = F.linear(Z, self.D.mT)                        # D^* Z
         return F.relu(Z + self.eta * (descent - ascent) - self.eta * self.lambd)
 
 
 class ReleasedLanguageModel(LanguageModel):
-    """A language model that forms all its logits before it takes their cross-entropy, as nanoGPT does."""
+    """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
 
     def forward(self, ids, targets=None):
-        """As LanguageModel.forward."""
         Z = self.norm(run_layers(self.layers, self.tokens(ids)))
-        return Z @ self.embed.weight.mT if targets is None else cross_entropy_at_once(Z, self.embed.weight, targets)
+        W = self.embed.weight
+        return Z @ W.mT if targets is None else cross_entropy_at_once(Z, W, targets)
 
 
 def cross_entropy_at_once(Z, W, targets):
-    """What linear_cross_entropy computes, from all logits together ([B] Eq. (7.4.9))."""
+    """What linear_cross_entropy computes, from all logits together."""
     return F.cross_entropy((Z @ W.mT).flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
@@ -219,41 +96,41 @@ RELEASED = {MSSA: ReleasedMSSA, ISTA: ReleasedISTA, LanguageModel: ReleasedLangu
 
 
 def literal(model):
-    """A copy of the model whose MSSA, ISTA and text head compute as the released code does: the same function."""
+    """A copy of the model that computes the same function as the released code does."""
     model = copy.deepcopy(model)
     for module in model.modules():
         module.__class__ = RELEASED.get(type(module), type(module))
     return model
 
 
-class TorchEncoder(nn.Module):
-    """PyTorch's own TransformerEncoderLayer at a given width, with the embedding and head of our ViT."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.model = ImageClassifier(config)
-        c = config
-        self.model.encoder.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(c.width, c.heads, 4 * c.width, 0.0, "gelu", batch_first=True, norm_first=True)
-            for _ in range(c.layers))
-
-    def forward(self, x):
-        """Logits of a batch of pictures."""
-        return self.model(x)
+def torch_vit(config):
+    """Our ViT with PyTorch's own TransformerEncoderLayer in the place of our layers."""
+    model = ImageClassifier(config)
+    flops = model.train_flops()
+    model.train_flops = lambda: flops
+    for l in range(config.layers):
+        model.encoder.layers[l] = nn.TransformerEncoderLayer(
+            config.width, config.heads, 4 * config.width, 0.0, "gelu", batch_first=True,
+            norm_first=True)
+    return model
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measuring: seconds, FLOP/s, bytes/s, memory
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Clocks and counters
+# -------------------------------------------------------------------------------------------------
 
-def synchronize(device):
-    """Waits until the device has done what was asked of it."""
-    if device.type in ("cuda", "mps"):
-        getattr(torch, device.type).synchronize()
+def seconds_of(function, device):
+    """Seconds of one call, until the device has finished."""
+    wait = getattr(torch, device.type).synchronize
+    wait()
+    start = time.perf_counter()
+    function()
+    wait()
+    return time.perf_counter() - start
 
 
 def alternate(variants, device, repeats, drain=False):
-    """Seconds of each variant (a function): the median of `repeats` turns through them all, after an unmeasured one.
+    """{name: median seconds} of functions called in turn, after one turn that is not measured.
 
     drain: one more call before each measured one, for what was read ahead while others ran."""
     seconds = {name: [] for name in variants}
@@ -261,35 +138,39 @@ def alternate(variants, device, repeats, drain=False):
         for name, function in variants.items():
             if drain:
                 function()
-            synchronize(device)
-            start = time.perf_counter()
-            function()
-            synchronize(device)
+            measured = seconds_of(function, device)
             if turn:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(measured)
     return {name: statistics.median(s) for name, s in seconds.items()}
 
 
-def matmul_peak(device, dtype, n=None):
-    """FLOP/s of a large square matmul here, best of five: the ceiling of everything that computes."""
-    n = n or (8192 if device.type == "cuda" else 2048)
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    best = min(alternate({"matmul": lambda: a @ b}, device, 1)["matmul"] for _ in range(5))
-    return 2 * n ** 3 / best
+def matmul_peak(device, dtype):
+    """FLOP/s of a large square matmul, best of five: the ceiling of what computes."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device, dtype=dtype)
+    return 2 * n ** 3 / min(seconds_of(lambda: a @ b, device) for _ in range(6))
 
 
-def copy_peak(device, n=None):
-    """Bytes/s, read and written, of a large copy here, best of five: the ceiling of everything that moves data."""
-    n = n or (2 ** 28 if device.type == "cuda" else 2 ** 25)
-    a, b = (torch.zeros(n, device=device) for _ in range(2))
-    best = min(alternate({"copy": lambda: a.copy_(b)}, device, 1)["copy"] for _ in range(5))
-    return 8 * n / best
+def copy_peak(device):
+    """Bytes/s, read and written, of a large copy, best of five: the ceiling of what moves data."""
+    n = 2 ** 28 if device.type == "cuda" else 2 ** 25
+    a, b = torch.zeros(2, n, device=device)
+    return 8 * n / min(seconds_of(lambda: a.copy_(b), device) for _ in range(6))
+
+
+def tensors(tree):
+    """The tensors in nested tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def size_of(tensors):
+    """Their bytes; of an expanded one those that exist."""
+    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
 
 
 class Traffic(TorchDispatchMode):
-    """Inside it: `bytes` that all operators read and write, each for itself, and `unfusable` of them.
-
-    Unfusable are matmuls, attention and the optimizer; what else there is, a compiler may melt into fewer passes."""
+    """Counts the `bytes` that all operators inside it read and write, each by itself, and those of
+    the `unfusable` ones: matmuls, attention and the optimizer. A compiler may fuse the others."""
 
     def __init__(self):
         super().__init__()
@@ -298,44 +179,35 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         read, written, schema = tensors((args, kwargs)), tensors(out), func._schema
-        if schema.is_mutable:       # what is written is among the arguments; operators on lists return nothing
+        memory, old = ({t.untyped_storage().data_ptr() for t in ts} for ts in (written, read))
+        if schema.is_mutable:       # what is written is among the arguments
             written = tensors([value for spec, value in zip(schema.arguments, args)
                                if spec.alias_info is not None and spec.alias_info.is_write])
-        elif "empty" in schema.name or memory_of(written) <= memory_of(read):
-            return out              # nothing moves: memory that is only set aside, or a view
-        moved = sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in read + written)
+        elif "empty" in schema.name or memory <= old:
+            return out              # memory that is only allocated, or a view: nothing moves
+        moved = size_of(read + written)
         self.bytes += moved
-        self.unfusable += moved * any(word in schema.name for word in ("mm", "scaled_dot_product", "_fused_"))
+        if any(word in schema.name for word in ("mm", "scaled_dot_product", "_fused_")):
+            self.unfusable += moved
         return out
 
 
-def memory_of(tensors):
-    """The addresses of the tensors' memory, as a set: views share theirs."""
-    return {t.untyped_storage().data_ptr() for t in tensors}
-
-
-def tensors(tree):
-    """The tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 def peak_memory(function, device):
-    """Bytes by which a call raises the memory in use at its peak: allocated (CUDA), resident (Linux); else None."""
+    """Bytes by which a call raises the memory in use at its peak: allocated (CUDA), resident
+    (Linux); None elsewhere."""
     if device.type == "cuda":
-        synchronize(device)
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         function()
         return torch.cuda.max_memory_allocated(device) - before
-    reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
-    if device.type != "cpu" or not reset.exists():
-        return None
 
     def resident(key):
-        return 1024 * int(re.search(rf"{key}:\s*(\d+)", status.read_text())[1])
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{key}:\s*(\d+)", status)[1])
     try:
-        ctypes.CDLL(None).malloc_trim(0)        # what earlier calls freed would serve this one unseen
-        reset.write_text("5")                   # sets VmHWM, the peak, back to what is resident now
+        ctypes.CDLL(None).malloc_trim(0)                # else memory freed earlier serves unseen
+        Path("/proc/self/clear_refs").write_text("5")   # VmHWM, the peak, becomes what is resident
     except (OSError, AttributeError):
         return None
     before = resident("VmRSS")
@@ -343,883 +215,946 @@ def peak_memory(function, device):
     return resident("VmHWM") - before
 
 
-def held_memory(model, optimizer=None):
-    """Bytes of parameters, buffers and optimizer state, which stay between steps."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers(), *tensors([*states])])
+def peak_mb(function, device, model, optimizer=None):
+    """`peak_memory` and what stays between calls (parameters, buffers, optimizer state), in MB."""
+    used = peak_memory(function, device)
+    held = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    if optimizer is not None:
+        held += tensors([*optimizer.state.values()])
+    return None if used is None else (used + size_of(held)) / 1e6
 
 
-class Variant(NamedTuple):
-    """One line of a table: what to call, and what one call needs."""
-    run: Callable
-    flops: float                    # by the mathematics
-    items: int = 0                  # images or tokens
-    held: Callable = lambda: 0      # bytes that stay between calls
-    eager: Callable | None = None   # the same function where `run` is compiled
-    fields: dict = {}               # what else the line should say
+# -------------------------------------------------------------------------------------------------
+# A table: its lines, and what is timed in them
+# -------------------------------------------------------------------------------------------------
+
+# How the values of a line are printed, in the line's order; others are only in --json
+FORMATS = dict(
+    ms="{:10.2f} ms", ratio="{:6.2f}", gflops_per_s="{:9.1f} GFLOP/s",
+    of_matmul="{:6.1%} of matmul", gb_per_s="{:7.1f} GB/s", of_copy="{:6.1%} of copy",
+    peak_mb="{:7,.0f} MB",
+    share="{:8.2%} of the step", overhead="{:+8.1%}", mb_per_s="{:9,.0f} MB/s",
+    images_per_s="{:12,.0f} images/s", tokens_per_s="{:12,.0f} tokens/s",
+    sequences_per_s="{:12,.0f} sequences/s", exponent="{:8.2f}",
+    bytes_per_token="{:12,.0f} bytes a token", bytes_constant="{:8,.0f} and constant",
+    non_embedding="{:12,} parameters", accuracy="{:8.2%} right",
+    tflop="{:6,.0f} TFLOP a step", sent_mb="{:6,.0f} MB sent", compute_ms="compute {:8,.1f} ms",
+    exchange_ms="exchange {:5.1f} ms", exposed_ms="{:6.2f} ms of it exposed",
+    efficiency="efficiency {:6.1%}", predicted_ms="predicted {:8.1f} ms",
+    measured_ms="measured {:8.1f} ms")
 
 
-class Ceilings(NamedTuple):
-    """What this machine reaches at best."""
-    flops: float                    # a second, by a matmul
-    bytes: float                    # a second, by a copy
+class Table:
+    """A table in the making: this machine, and the lines so far."""
+
+    def __init__(self, c, processes, matmul_flops=1.0, copy_bytes=1.0):
+        self.processes, self.device = processes, processes.device
+        self.cuda = self.device.type == "cuda"
+        self.matmul_flops, self.copy_bytes = matmul_flops, copy_bytes
+        self.autocast = partial(processes.autocast, c.dtype)
+        self.compile = hasattr(c, "compile") and common.wants_compile(c, self.device)
+        self.repeats = getattr(c, "repeats", 1)
+        self.lines = []
+
+    def seconds(self, variants, **options):
+        return alternate(variants, self.device, self.repeats, **options)
+
+    def add(self, row, variant, **values):
+        """Keeps a line and prints it; None is printed as -, a list as columns."""
+        self.lines.append(dict(row=row, variant=variant, **values))
+        cells = []
+        for key, value in values.items():
+            if isinstance(value, list):
+                cells += [f"{v:9,.2f}" if isinstance(v, float) else f"{v:9,}" for v in value]
+            elif key in FORMATS:
+                cells.append("-" if value is None else FORMATS[key].format(value))
+        print(f"{row:30} {variant:33}", *cells, flush=True)
+
+    def compare(self, title, unit, items, calls, forward, flops, inputs=(), gradient=None,
+                optimize=False):
+        """A line for each of {name: module or function}, and with --compile another of its compiled
+        form: forward(call), backward and, if asked for, clipping and AdamW.
+
+        items of `unit` and flops(call) each; inputs: leaves beside the parameters. The ratio is to
+        the name with "literal" in it."""
+        runs, needs = {}, {}
+        for name, call in calls.items():
+            leaves, optimizer = list(inputs), None
+            if isinstance(call, nn.Module):
+                leaves += call.to(self.device).parameters()
+            if optimize:
+                optimizer = adamw(call)
+            forms = {name: call}
+            if self.compile:
+                forms[f"{name}, compiled"] = torch.compile(call)
+            for key, form in forms.items():
+                step = timed_step(partial(forward, form), leaves, self.autocast, gradient,
+                                  optimizer, clip=1.0 if optimize else None)
+                step()              # compiles, warms up, and makes the optimizer's state
+                memory = peak_mb(step, self.device, call, optimizer)
+                runs[key] = step
+                with Traffic() as count:
+                    runs[name]()
+                moved = count.bytes if key == name else count.unfusable
+                needs[key] = items * flops(call), moved, memory, parameters(call)
+        times = self.seconds(runs)
+        base = next(seconds for name, seconds in times.items() if "literal" in name)
+        for name, seconds in times.items():
+            arithmetic, moved, memory, size = needs[name]
+            flops_per_s, bytes_per_s = arithmetic / seconds, moved / seconds
+            self.add(title, name, ms=1e3 * seconds, ratio=seconds / base,
+                     gflops_per_s=flops_per_s / 1e9, of_matmul=flops_per_s / self.matmul_flops,
+                     gb_per_s=bytes_per_s / 1e9, of_copy=bytes_per_s / self.copy_bytes,
+                     peak_mb=memory, parameters=size, **{f"{unit}_per_s": items / seconds})
 
 
-def row(title, variants, processes, c, peak, unit):
-    """Times the variants, counts their bytes and memory, prints their lines, and returns them."""
-    device, memory, traffic = processes.device, {}, {}
-    for name, v in variants.items():
-        v.run()                     # compiles, warms up, and makes the optimizer's state
-        used = peak_memory(v.run, device)
-        memory[name] = None if used is None else used + v.held()
-        with Traffic() as count:
-            (v.eager or v.run)()
-        traffic[name] = count.unfusable if v.eager else count.bytes
-    times = alternate({name: v.run for name, v in variants.items()}, device, c.repeats)
-    base = next((t for name, t in times.items() if "literal" in name), None)
-    known, lines = common.peak_flops(device), []                         # the data sheet's, as in the training scripts
-    for name, v in variants.items():
-        seconds, rate, moved = times[name], v.flops / times[name], traffic[name] / times[name]
-        line = dict(row=title, variant=name, ms=1e3 * seconds, ratio=seconds / base if base else None,
-                    gflops_per_s=rate / 1e9, of_matmul=rate / peak.flops, mfu=known and rate / known,
-                    gb_per_s=moved / 1e9, of_copy=moved / peak.bytes, peak_mb=megabytes(memory[name]))
-        lines.append(line | {f"{unit}_per_s": v.items / seconds} | v.fields)
-        print(f"{title:34} {name:26} {line['ms']:10.2f} ms", f"{line['ratio']:6.2f}" if base else " " * 6,
-              f"{line['gflops_per_s']:10.1f} GFLOP/s {line['of_matmul']:6.1%}",
-              f"{'>' if v.eager else ' '}{line['gb_per_s']:8.1f} GB/s {line['of_copy']:6.1%}",
-              f"{shown(line['peak_mb'])} MB {v.items / seconds:12,.0f} {unit}/s", flush=True)
-    return lines
+def parameters(model):
+    """Their number; of a language model without positions, as the papers count."""
+    if isinstance(model, LanguageModel):
+        return model.count()
+    return common.count(model) if isinstance(model, nn.Module) else None
 
 
-def megabytes(count):
-    """Bytes in MB; None stays None."""
-    return None if count is None else count / 1e6
+def adamw(model):
+    return common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
 
 
-def shown(number):
-    """A number of a table, or a dash where there is none."""
-    return f"{'-':>9}" if number is None else f"{number:9,.0f}"
+def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=None):
+    """Forward, backward and, if given, clipping and optimizer, as a function without arguments.
 
-
-def free_gradients(model):
-    """Drops the gradients, so that each step makes its own."""
-    for p in model.parameters():
-        p.grad = None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The tables
-# ---------------------------------------------------------------------------------------------------------------------
-
-def training_step(model, inputs, processes, dtype, optimizer=None, clip=None):
-    """Forward, loss, backward and, if given, clipping and optimizer, as a function without arguments.
-
-    The loss is model(*inputs), of classifiers the cross-entropy of their logits with the last of `inputs`."""
-    classifies = not isinstance(getattr(model, "module", getattr(model, "_orig_mod", model)), (MaskedAutoencoder, LanguageModel))
+    gradient: that of forward()'s output, unless it is a loss. No gradient is left in `leaves`."""
+    leaves = list(leaves)
 
     def step():
-        """One step."""
-        with processes.autocast(dtype):
-            loss = F.cross_entropy(model(*inputs[:-1]), inputs[-1]) if classifies else model(*inputs)
-        loss.backward()
+        with autocast():
+            out = forward()
+        out.backward(None if gradient is None else gradient.to(out.dtype))
         if clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        if optimizer:
+            torch.nn.utils.clip_grad_norm_(leaves, clip)
+        if optimizer is not None:
             optimizer.step()
-        free_gradients(model)
+        for leaf in leaves:
+            leaf.grad = None
+        return out.detach()
     return step
 
 
-def picture_batch(config, batch, device):
-    """Inputs of a training step of an image model: (x, labels), or (x, noise) of a masked autoencoder."""
+def training_step(t, model, inputs, optimize=True, clip=None):
+    """`timed_step` of a model's loss on one batch, with AdamW."""
+    optimizer = adamw(model) if optimize else None
+    return timed_step(partial(loss_of, inputs, model), model.parameters(), t.autocast,
+                      optimizer=optimizer, clip=clip)
+
+
+def loss_of(inputs, model):
+    """model(*inputs), or the cross-entropy of a classifier's logits if `inputs` end with labels."""
+    if inputs[0].ndim == 4 and inputs[1].ndim == 1:
+        return F.cross_entropy(model(inputs[0]), inputs[1])
+    return model(*inputs)
+
+
+def batch_for(config, batch, device):
+    """Random inputs of a training step: (x, labels), (x, noise that masks), or (ids, targets)."""
+    if isinstance(config, TextConfig):
+        return torch.randint(config.vocab_size, (2, batch, config.context), device=device)
     x = torch.randn(batch, 3, config.image_size, config.image_size, device=device)
     if isinstance(config, MAEConfig):
         return x, torch.rand(batch, config.patches(), device=device)
     return x, torch.randint(config.classes, (batch,), device=device)
 
 
-def adamw(model):
-    """The optimizer of whole steps."""
-    return common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
+# -------------------------------------------------------------------------------------------------
+# Models and operators
+# -------------------------------------------------------------------------------------------------
+
+def preset(script, name, **fields):
+    """The config of a training script's preset."""
+    return script.Config(**script.PRESETS[name] | fields)
 
 
-def bench_vit(c, processes, peak):
-    """Training steps: fast, literal, a ViT of equal parameters, and PyTorch's own layer at equal width."""
-    device, lines = processes.device, []
-    for title, config, batch in PICTURES:
-        inputs = picture_batch(config, batch, device)
-        as_usual = dict.fromkeys(("head_dim", "stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"))
-        equal = ImageConfig(**{**vars(config), **as_usual, "arch": "transformer", "width": config.width // 2,
-                               "heads": config.heads // 2})
-        wide = ImageConfig(**{**vars(equal), "width": config.width, "heads": config.heads, "head_dim": None})
-        fast, small = ImageClassifier(config).to(device), ImageClassifier(equal).to(device)
-        models = {"fast": (fast, fast), "literal (released code)": (literal(fast), fast),
-                  "transformer, equal params": (small, small),
-                  "torch layer, equal width": (TorchEncoder(wide).to(device), ImageClassifier(wide))}
-        variants = {}
-        for name, (model, counted) in models.items():
-            step = training_step(model, inputs, processes, c.dtype)
-            variants[name] = Variant(step, batch * counted.train_flops(), batch, functools.partial(held_memory, model),
-                                     fields=dict(parameters=common.count(model)))
-        if common.wants_compile(c, device):
-            step = training_step(torch.compile(fast), inputs, processes, c.dtype)
-            variants["fast, compiled"] = variants["fast"]._replace(run=step, eager=variants["fast"].run)
-        lines += row(title, variants, processes, c, peak, "images")
-    return lines
+# title, fields of the config, batch
+IMAGE_MODELS = [
+    ("CRATE-Tiny, 224 px, batch 16", ARCHS["crate"].image_sizes["tiny"], 16),
+    ("cifar10 preset, 32 px, batch 64",
+     common.set_fields(ImageConfig, preset(train_vit, "cifar10"), classes=10), 64)]
+AUTOENCODER = ("cifar10 preset, 32 px, batch 64",
+               common.set_fields(MAEConfig, preset(train_mae, "cifar10")), 64)
 
 
-def bench_mae(c, processes, peak):
-    """Training steps of masked autoencoders at the cifar10 preset: mask tokens before and after the encoder, the literal form, ViT-MAE
-    of equal parameters. The literal form and `before` are the same function."""
-    device, (title, config, batch) = processes.device, AUTOENCODER
-    vit = dict(arch="transformer", width=config.width // 2, heads=config.heads // 2, layers=config.layers, image_size=config.image_size,
-               patch_size=config.patch_size)
-    before = MaskedAutoencoder(config).to(device)
-    models = {"fast, before": before, "literal (released code)": literal(before),
-              "fast, after": MaskedAutoencoder(replace(config, mask_tokens="after")).to(device)}
+def equal_vit(fields):
+    """The transformer of half the width and heads, which has about as many parameters."""
+    half = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
+    return fields | half | dict(arch="transformer")
+
+
+def bench_vit(t, c):
+    """Fast, literal, a ViT of equal parameters, and PyTorch's own layer at equal width."""
+    for title, fields, batch in IMAGE_MODELS:
+        fast = ImageClassifier(ImageConfig(**fields))
+        models = {"fast": fast, "literal (released code)": literal(fast),
+                  "transformer, equal params": ImageClassifier(ImageConfig(**equal_vit(fields))),
+                  "torch layer, equal width":
+                      torch_vit(ImageConfig(**fields | dict(arch="transformer")))}
+        inputs = batch_for(fast.config, batch, t.device)
+        t.compare(title, "images", batch, models, partial(loss_of, inputs),
+                  lambda model: model.train_flops())
+
+
+def bench_mae(t, c):
+    """Mask tokens before and after the encoder, for CRATE-MAE and a ViT-MAE of equal parameters.
+    The literal form is that of `before`."""
+    title, fields, batch = AUTOENCODER
+    fast = MaskedAutoencoder(MAEConfig(**fields))
+    models = {"fast, before": fast, "literal (released code)": literal(fast)}
+    models["fast, after"] = MaskedAutoencoder(MAEConfig(**fields, mask_tokens="after"))
     for when in ("before", "after"):
-        models[f"transformer, {when}"] = MaskedAutoencoder(MAEConfig(mask_tokens=when, **vit)).to(device)
-    inputs = picture_batch(config, batch, device)
-    variants = {name: Variant(training_step(model, inputs, processes, c.dtype), batch * model.train_flops(), batch,
-                              functools.partial(held_memory, model), fields=dict(parameters=common.count(model))) for name, model in models.items()}
-    if common.wants_compile(c, device):
-        step = training_step(torch.compile(before), inputs, processes, c.dtype)
-        variants["fast, before, compiled"] = variants["fast, before"]._replace(run=step, eager=variants["fast, before"].run)
-    return row(title, variants, processes, c, peak, "images")
+        vit = MAEConfig(**equal_vit(fields), mask_tokens=when)
+        models[f"transformer, {when}"] = MaskedAutoencoder(vit)
+    inputs = batch_for(fast.config, batch, t.device)
+    t.compare(title, "images", batch, models, partial(loss_of, inputs),
+              lambda model: model.train_flops())
 
 
-def simdino_views(pictures, seed, local):
-    """The views of uint8 pictures (b, 32, 32, 3) as train_simdino.py makes them at the cifar10 preset: [(2, b, 3, 32, 32), (local, b, 3, 16, 16)]."""
-    x = augment.to_float(pictures)
-    return [augment.views(x, count, size, augment.BatchRandom(seed, len(x) * count, device=x.device), area, (0.0,), solar)
-            for count, size, area, solar in ((2, 32, (0.4, 1.0), (0.0, 0.2)), (local, 16, (0.1, 0.4), (0.0,)))]
+def bench_gpt(t, c):
+    """Steps with clipping and AdamW: fast, literal, and the transformer of that width."""
+    if ARCHS[c.arch].output != "learned":
+        raise common.UserError(f"--arch={c.arch} has no W: its literal form is not in this table")
+    config = TextConfig(arch=c.arch, width=c.width, heads=max(1, c.width // 64), layers=c.layers,
+                        context=c.context, vocab_size=c.vocab_size)
+    fast = LanguageModel(config)
+    models = {f"{c.arch}, fast": fast, f"{c.arch}, literal": literal(fast)}
+    if c.arch != "transformer":
+        models["transformer"] = LanguageModel(replace(config, arch="transformer", layer_scale=None))
+    inputs = batch_for(config, c.batch_size, t.device)
+    t.compare(f"{c.batch_size} x {c.context} x {c.width}, {c.layers} layers", "tokens",
+              inputs[0].numel(), models, partial(loss_of, inputs),
+              lambda model: model.train_flops(), optimize=True)
 
 
-def simdino_step(config, hidden, p, batch, processes, dtype, compile=False):
-    """learn(views): a step of SimDINO but for its views: teacher, student, coding rate, AdamW, moving average."""
-    student = nn.ModuleDict(dict(encoder=ImageEncoder(config), projector=nn.Sequential(
-        nn.Linear(config.width, hidden), nn.GELU(), nn.Linear(hidden, hidden), nn.GELU(), nn.Linear(hidden, p)))).to(processes.device)
+# title, B, n, d, K: CRATE-Tiny and CRATE-Base at 224 px, the cifar10 preset
+SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6),
+          ("16 x 197 x 768, 12 heads", 16, 197, 768, 12),
+          ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
+
+
+def bench_operator(t, c, make):
+    """Fast against literal for one operator: make(d, K, n) returns it and its multiply-adds."""
+    for title, B, n, d, K in SHAPES:
+        module, multiply_adds = make(d, K, n)
+        Z = torch.randn(B, n, d, device=t.device, requires_grad=True)
+        calls = {"fast": module, "literal (released code)": literal(module)}
+        t.compare(title, "tokens", B * n, calls, lambda operator: operator(Z),
+                  lambda operator: 6 * multiply_adds, inputs=[Z], gradient=torch.randn_like(Z))
+
+
+def bench_ista(t, c):
+    """One matmul against three."""
+    bench_operator(t, c, lambda d, K, n: (ISTA(d), ISTA(d).multiply_adds()))
+
+
+def bench_attention(t, c):
+    """Fused attention against an explicit softmax."""
+    bench_operator(t, c, lambda d, K, n: (MSSA(d, K), MSSA(d, K).multiply_adds(n)))
+
+
+def bench_head(t, c):
+    """linear_cross_entropy in blocks of two sizes, and the cross-entropy of all logits at once."""
+    Z = torch.randn(c.tokens, c.width, device=t.device).requires_grad_()
+    W = torch.randn(c.vocab_size, c.width, device=t.device).mul_(0.02).requires_grad_()
+    y = torch.randint(c.vocab_size, (c.tokens,), device=t.device)
+    calls = {"fast": linear_cross_entropy,
+             "fast, blocks of 1024": partial(linear_cross_entropy, block=1024),
+             "literal": cross_entropy_at_once}
+    t.compare(f"{c.tokens} x {c.width}, vocabulary {c.vocab_size}", "tokens", c.tokens, calls,
+              lambda loss: loss(Z, W, y), lambda loss: 6 * W.numel(), inputs=[Z, W])
+
+
+# What the scripts want to know of a data set; mean and deviation do not matter for time
+PIXELS = dict(mean=[0.5] * 3, std=[0.25] * 3)
+
+
+def simdino_views(pixels, c, step):
+    """The views of uint8 images as train_simdino.py makes them."""
+    rows = slice(0, len(pixels))
+    return train_simdino.make_views(pixels, c, SimpleNamespace(**PIXELS), step, rows, pixels.device)
+
+
+def simdino_step(t, c):
+    """learn(views): the rest of a SimDINO step: teacher, student, loss, AdamW, moving average."""
+    student = train_simdino.build_model(c).to(t.device)
     teacher = copy.deepcopy(student).requires_grad_(False)
     optimizer = adamw(student)
-    for part in [*student.values(), *teacher.values()] if compile else ():
-        part.compile()
-
-    def features(model, views):
-        """Unit features (V, b, p) of the views of one size each."""
-        with processes.autocast(dtype):
-            Z = torch.cat([model["encoder"](v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in views])
-            return F.normalize(model["projector"](Z).float(), dim=-1)
+    gamma = train_simdino.simdino_gamma(c.output, c.batch_size)
+    if t.compile:
+        student.compile()
+        teacher.compile()
 
     def learn(views):
-        """One step on views as simdino_views makes them."""
-        with torch.no_grad():
-            t = features(teacher, views[:1])
-        s = features(student, views)
-        score = torch.einsum("gbp,vbp->gv", t, s)
-        distance = 1 - (score.sum() - score.diagonal().sum()) / (batch * (score.numel() - 2))
-        rate = gram_coding_rate(s[:2].mT @ s[:2], p / (batch * 0.05)).mean()
-        (distance - (p + batch) / (p * batch) * rate).backward()
+        with torch.no_grad(), t.autocast():
+            target, _ = teacher(views[:1])
+        with t.autocast():
+            features, _ = student(views)
+        distance = train_simdino.squared_distance(features, target)
+        rate = train_simdino.global_coding_rate(features[:2], c.eps, t.processes)
+        (distance - gamma * rate).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        common.ema_update(teacher, student, 0.996)
+        common.ema_update(teacher, student, c.momentum)
     return learn
 
 
-def bench_simdino(c, processes, peak):
-    """A whole step of SimDINO (views, teacher, student, coding rate, AdamW, moving average), and the making of the views alone."""
-    device, cuda = processes.device, processes.device.type == "cuda"
-    config = ImageConfig(arch=c.arch, width=c.width or (384 if cuda else 128), heads=c.heads, layers=c.layers or (12 if cuda else 4),
-                         image_size=32, patch_size=4, classes=1, final_norm=True)
-    batch, counter = c.batch_size or (512 if cuda else 64), itertools.count()
-    pictures = torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
-    learn = simdino_step(config, 1024, 256, batch, processes, c.dtype)
+def bench_simdino(t, c):
+    """A whole step at 32 px (two global views, and --local_views of 16 px), the same without making
+    the views, and the views alone."""
+    sizes = ("arch", "width", "heads", "layers", "local_views", "batch_size")
+    config = preset(train_simdino, "cifar10", drop_path=0.0, **{k: getattr(c, k) for k in sizes})
+    pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
+    learn, counter = simdino_step(t, config), itertools.count()
 
     def views():
-        return simdino_views(pictures, next(counter), c.local_views)
+        return simdino_views(pixels, config, next(counter))
     made = views()
-    variants = {"whole step": lambda: learn(views()), "without the views": lambda: learn(made), "the views": views}
-    times = alternate(variants, device, c.repeats)
-    lines = []
+    times = t.seconds({"whole step": lambda: learn(views()),
+                       "without the views": lambda: learn(made),
+                       "the views": views})
     for name, seconds in times.items():
-        lines.append(dict(row=f"{c.arch}, {batch} pictures", variant=name, ms=1e3 * seconds, share=seconds / times["whole step"],
-                          images_per_s=batch / seconds))
-        print(f"{lines[-1]['row']:34} {name:26} {1e3 * seconds:10.2f} ms {lines[-1]['share']:7.1%} of the step {batch / seconds:12,.0f} images/s",
-              flush=True)
-    return lines
-
-
-def bench_gpt(c, processes, peak):
-    """Whole training steps (forward, backward, clipping, AdamW): fast, literal, and the transformer of equal width."""
-    device, cuda = processes.device, processes.device.type == "cuda"
-    width, layers = c.width or (768 if cuda else 256), c.layers or (12 if cuda else 4)
-    context, batch = c.context or (1024 if cuda else 128), c.batch_size or (16 if cuda else 32)
-    vocab = c.vocab_size or (50304 if cuda else 96)
-    x, y = torch.randint(vocab, (2, batch, context), device=device)
-
-    def build(arch):
-        config = TextConfig(arch=arch, width=width, heads=max(1, width // 64), layers=layers, context=context,
-                            vocab_size=vocab)
-        return LanguageModel(config).to(device)
-    fast = build(c.arch)
-    models, variants = {f"{c.arch}, fast": fast, f"{c.arch}, literal": literal(fast)}, {}
-    if c.arch != "transformer":
-        models["transformer"] = build("transformer")
-    for name, model in models.items():
-        optimizer = adamw(model)
-        held = functools.partial(held_memory, model, optimizer)
-        step = functools.partial(training_step, inputs=(x, y), processes=processes, dtype=c.dtype, optimizer=optimizer, clip=1.0)
-        v = variants[name] = Variant(step(model), x.numel() * model.train_flops(), x.numel(), held,
-                                     fields=dict(parameters=model.count()))
-        if common.wants_compile(c, device):
-            variants[f"{name}, compiled"] = v._replace(run=step(torch.compile(model)), eager=v.run)
-    return row(f"{batch} x {context} x {width}, {layers} layers", variants, processes, c, peak, "tokens")
-
-
-def operator_steps(modules, Z, g, processes, dtype):
-    """Forward and backward of each operator on Z (B, n, d) with upstream gradient g."""
-    def step(module):
-        """One of them, as a function without arguments."""
-        def run():
-            with processes.autocast(dtype):
-                out = module(Z)
-            out.backward(g.to(out.dtype))
-            Z.grad = None
-            free_gradients(module)
-        return run
-    return {name: step(module) for name, module in modules.items()}
-
-
-def bench_operator(c, processes, peak, make):
-    """Fast against literal for one operator at the shapes of CRATE-Tiny (224 px), CRATE-Base and the cifar10 preset."""
-    lines = []
-    for title, B, n, d, K in SHAPES:
-        module = make(d, K).to(processes.device)
-        Z = torch.randn(B, n, d, device=processes.device, requires_grad=True)
-        models = {"fast": module, "literal (released code)": literal(module)}
-        compiled = common.wants_compile(c, processes.device)
-        if compiled:
-            models["fast, compiled"] = torch.compile(module)
-        per_token = 6 * sum(p.numel() for p in module.parameters() if p.ndim == 2)
-        if isinstance(module, MSSA):
-            layer = nn.Module()
-            layer.attention, layer.sparsification = module, None
-            per_token = train_flops_per_token([layer], n)
-        steps = operator_steps(models, Z, torch.randn_like(Z), processes, c.dtype)
-        variants = {name: Variant(step, B * n * per_token, B * n) for name, step in steps.items()}
-        if compiled:
-            variants["fast, compiled"] = variants["fast, compiled"]._replace(eager=steps["fast"])
-        lines += row(title, variants, processes, c, peak, "tokens")
-    return lines
-
-
-def bench_head(c, processes, peak):
-    """linear_cross_entropy, in blocks of two sizes, against the cross-entropy of all logits at once."""
-    device, cuda = processes.device, processes.device.type == "cuda"
-    d, n, V = c.width or (768 if cuda else 256), c.tokens or (16_384 if cuda else 4096), c.vocab_size
-    Z, W = (torch.randn(m, d, device=device).mul_(scale).requires_grad_() for m, scale in ((n, 1.0), (V, 0.02)))
-    y = torch.randint(V, (n,), device=device)
-
-    def step(loss_of):
-        def run():
-            with processes.autocast(c.dtype):
-                loss = loss_of(Z, W, y)
-            loss.backward()
-            Z.grad = W.grad = None
-        return run
-    ways = {"fast": linear_cross_entropy, "fast, blocks of 1024": functools.partial(linear_cross_entropy, block=1024),
-            "literal": cross_entropy_at_once}
-    variants = {name: Variant(step(loss_of), 6 * n * V * d, n) for name, loss_of in ways.items()}
-    if common.wants_compile(c, device):
-        v = variants["literal"]
-        variants["literal, compiled"] = v._replace(run=step(torch.compile(cross_entropy_at_once)), eager=v.run)
-    return row(f"{n} x {d}, vocabulary {V}", variants, processes, c, peak, "tokens")
+        t.add(f"{c.arch}, {c.batch_size} images", name, ms=1e3 * seconds,
+              share=seconds / times["whole step"], images_per_s=c.batch_size / seconds)
 
 
 def whole_numbers(text, flag):
     """"128,256" as [128, 256], rising. Raises UserError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise common.UserError(f"--{flag}={text}: expected whole numbers with commas between them, as in 128,256,512")
+        raise common.UserError(f"--{flag}={text}: expected whole numbers with commas between them, "
+                               "as in 128,256,512")
     return sorted({int(word) for word in words})
 
 
 def fitted_exponent(lengths, seconds):
-    """The least-squares slope of log seconds over log length, for the longer half (two at least; None of one)."""
-    longer = max(0, min(len(lengths) // 2, len(lengths) - 2))
-    x, y = np.log(lengths[longer:]), np.log(seconds[longer:])
+    """The least-squares slope of log seconds over log length, for the longer half (at least two;
+    None of one)."""
+    first = max(0, min(len(lengths) // 2, len(lengths) - 2))
+    x, y = np.log(lengths[first:]), np.log(seconds[first:])
     return float(np.polyfit(x, y, 1)[0]) if len(x) > 1 else None
 
 
-def bench_length(c, processes, peak):
-    """Time of TSSA, MSSA and MHSA, each with and without a causal mask, against the number of tokens."""
-    device, lengths = processes.device, whole_numbers(c.lengths, "lengths")
-    batch = c.batch_size or (16 if device.type == "cuda" else 1)
+def bench_length(t, c):
+    """Forward and backward of TSSA, MSSA and MHSA, with and without a causal mask. The exponent is
+    that of the longer half of the lengths."""
+    lengths = whole_numbers(c.lengths, "lengths")
     operators = {}
     for causal, suffix in ((False, ""), (True, ", causal")):
-        operators |= {f"TSSA{suffix}": TSSA(c.width, c.heads, causal=causal, context=lengths[-1]),
-                      f"MSSA{suffix}": MSSA(c.width, c.heads, causal=causal),
-                      f"MHSA{suffix}": MHSA(c.width, c.heads, causal=causal)}
-    operators = {name: module.to(device) for name, module in operators.items()}
+        size = dict(d=c.width, heads=c.heads, causal=causal)
+        operators[f"TSSA{suffix}"] = TSSA(context=lengths[-1], **size).to(t.device)
+        operators[f"MSSA{suffix}"] = MSSA(**size).to(t.device)
+        operators[f"MHSA{suffix}"] = MHSA(**size).to(t.device)
     times = {name: [] for name in operators}
     for n in lengths:
-        Z = torch.randn(batch, n, c.width, device=device, requires_grad=True)
-        steps = operator_steps(operators, Z, torch.randn_like(Z), processes, c.dtype)
-        for name, seconds in alternate(steps, device, c.repeats).items():
+        Z = torch.randn(c.batch_size, n, c.width, device=t.device, requires_grad=True)
+        gradient, steps = torch.randn_like(Z), {}
+        for name, operator in operators.items():
+            leaves = [Z, *operator.parameters()]
+            steps[name] = timed_step(partial(operator, Z), leaves, t.autocast, gradient)
+        for name, seconds in t.seconds(steps).items():
             times[name].append(seconds)
-    title = f"{batch} x n x {c.width}, {c.heads} heads; ms"
-    print(f"{title:34}" + "".join(f"{n:11,}" for n in lengths) + "   exponent")
-    lines = []
+    title = f"{c.batch_size} x n x {c.width}, {c.heads} heads"
+    t.add(title, "tokens", lengths=lengths)
     for name, seconds in times.items():
-        exponent = fitted_exponent(lengths, seconds)
-        lines.append(dict(row=title, variant=name, lengths=lengths, ms=[1e3 * s for s in seconds], exponent=exponent))
-        print(f"{name:34}" + "".join(f"{1e3 * s:11.2f}" for s in seconds),
-              f"{exponent:9.2f}" if exponent is not None else "", flush=True)
-    return lines
+        t.add(title, f"{name}, ms", ms=[1e3 * s for s in seconds],
+              exponent=fitted_exponent(lengths, seconds))
 
 
 def cache_bytes(state):
-    """Bytes of what generation has kept for the tokens it has read; of a buffer with room for more, the part in use."""
-    return sum(t[:, :, :layer["n"]].numel() * t.element_size() for layer in state for t in tensors(layer))
-
-
-TIMED = ("crate", "tost", "transformer")
+    """Bytes of what generation keeps for the tokens read; of a buffer, the part in use."""
+    return sum(kept[:, :, :layer["n"]].numel() * kept.element_size()
+               for layer in state for kept in tensors(layer))
 
 
 @torch.no_grad()
-def bench_generate(c, processes, peak):
-    """Every arch's cache, in bytes a token and a sequence; for three, the time of one more token, cached or not."""
-    device, prefixes = processes.device, whole_numbers(c.prefixes, "prefixes")
-    ids = torch.randint(c.vocab_size, (c.batch_size, prefixes[-1] + 1), device=device)
-    models, lines = {}, {}
+def bench_generate(t, c):
+    """The cache of every arch, in bytes a token and a sequence; of three archs also the time of one
+    more token behind a prefix, with the cache and by reading everything again."""
+    prefixes = whole_numbers(c.prefixes, "prefixes")
+    context = prefixes[-1] + 1
+    ids = torch.randint(c.vocab_size, (c.batch_size, context), device=t.device)
     title = f"{c.layers} layers, width {c.width}"
+    models = {}
+
+    def advance(arch, new, state):
+        """One more call; `state` stays as it is, since each call gets copies of its dicts."""
+        state = [dict(layer) for layer in state]
+        with t.autocast():
+            models[arch].advance(new, state)
+        return state
     for arch in ARCHS:
         config = TextConfig(arch=arch, width=c.width, heads=max(1, c.width // 64), layers=c.layers,
-                            context=prefixes[-1] + 1, vocab_size=c.vocab_size)
-        model, state, sizes = LanguageModel(config).to(device).eval(), [], []
-        with processes.autocast(c.dtype):
-            for new in ids[:, :prefixes[0]], ids[:, :1]:
-                model.advance(new, state)
-                sizes.append(cache_bytes(state) / c.batch_size)
-        growth = sizes[1] - sizes[0]
-        constant = sizes[0] - growth * prefixes[0]
-        lines[arch] = dict(row=title, variant=arch, bytes_per_token=growth, bytes_constant=constant)
-        if arch in TIMED:
-            models[arch] = model
-            lines[arch] |= dict(prefixes=prefixes, cached_ms=[], uncached_ms=[])
-
-    def one_more(model, new, state):
-        with processes.autocast(c.dtype):
-            model.advance(new, [dict(layer) for layer in state])         # copies of the dicts: the same token each time
+                            context=context, vocab_size=c.vocab_size)
+        models[arch] = LanguageModel(config).to(t.device).eval()
+        state = advance(arch, ids[:, :prefixes[0]], [])
+        size = cache_bytes(state) / c.batch_size
+        growth = cache_bytes(advance(arch, ids[:, :1], state)) / c.batch_size - size
+        t.add(title, arch, bytes_per_token=growth, bytes_constant=size - growth * prefixes[0])
+    times = {}
     for n in prefixes:
         variants = {}
-        for arch, model in models.items():
-            state = []
-            with processes.autocast(c.dtype):
-                model.advance(ids[:, :n], state)
-            variants[arch, "cached_ms"] = functools.partial(one_more, model, ids[:, n:n + 1], state)
-            variants[arch, "uncached_ms"] = functools.partial(one_more, model, ids[:, :n + 1], [])
-        for (arch, kind), seconds in alternate(variants, device, c.repeats).items():
-            lines[arch][kind].append(1e3 * seconds)
-
-    print(f"cache, {title:26} {'bytes a token':>14} {'and constant':>14}")
-    for arch, line in lines.items():
-        print(f"{arch:33} {line['bytes_per_token']:14,.0f} {line['bytes_constant']:14,.0f}")
-    print(f"{'ms of one more token, behind':34}" + "".join(f"{n:10,}" for n in prefixes))
-    for arch in models:
-        for kind in ("cached", "uncached"):
-            print(f"{arch + ', ' + kind:34}" + "".join(f"{ms:10.2f}" for ms in lines[arch][f"{kind}_ms"]))
-    return list(lines.values())
+        for arch in ("crate", "tost", "transformer"):
+            state = advance(arch, ids[:, :n], [])
+            variants[f"{arch}, cached"] = partial(advance, arch, ids[:, n:n + 1], state)
+            variants[f"{arch}, uncached"] = partial(advance, arch, ids[:, :n + 1], [])
+        for name, seconds in t.seconds(variants).items():
+            times.setdefault(name, []).append(1e3 * seconds)
+    t.add(title, "one more token behind", prefixes=prefixes)
+    for name, ms in times.items():
+        t.add(title, f"{name}, ms", ms=ms)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Long range
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
-class SequenceClassifier(nn.Module):
-    """The backbone of a bidirectional language model, the mean of its tokens, and a linear head.
+class SequenceClassifier(LanguageModel):
+    """A bidirectional language model with a linear head on the mean of its tokens.
 
-    model(ids) takes (B, n) and returns logits (B, classes). To the layers of every arch padding is a token like any
-    other; in the mean it does not count."""
+    model(ids) takes (B, n) and returns logits (B, classes). Layers treat padding (ids equal to
+    `pad`) as any other token; the mean leaves it out."""
 
-    def __init__(self, config, classes, pad=None):
-        super().__init__()
-        self.backbone, self.pad = LanguageModel(config), pad
+    def __init__(self, config, classes, pad):
+        super().__init__(config)
+        self.pad = pad
         self.head = nn.Linear(config.width, classes)
 
     def forward(self, ids):
-        """(B, n) -> (B, classes)."""
-        model = self.backbone
-        Z = model.norm(run_layers(model.layers, model.tokens(ids)))
-        if self.pad is None:
-            return self.head(Z.mean(1))
-        counts = (ids != self.pad)[..., None]
-        return self.head((Z * counts).sum(1) / counts.sum(1))
+        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+        kept = (ids != self.pad)[..., None]
+        return self.head((Z * kept).sum(1) / kept.sum(1))
 
 
-def non_embedding(model):
-    """Parameters of a LanguageModel but for the embedding of tokens and positions."""
-    return sum(p.numel() for name, p in model.named_parameters() if name not in ("embed.weight", "positions"))
+def non_embedding(config):
+    """Parameters of a LanguageModel except for the embedding of tokens and positions."""
+    with torch.device("meta"):
+        return LanguageModel(config).count() - config.vocab_size * config.width
 
 
 def equal_config(arch, width, head_dim=32, **fields):
-    """The bidirectional TextConfig of `arch` with as many parameters, embeddings not counted, as crate of this width.
-
-    Heads have about `head_dim` features each. Same depth; the count agrees within 3 % from width 64 on."""
+    """The bidirectional TextConfig of `arch` with as many non-embedding parameters as crate of this
+    width and the same depth: within 3 % from width 64 on. Heads have about head_dim features."""
     def config(arch, width):
         heads = max(1, round(width / head_dim))
-        return TextConfig(arch=arch, width=width, heads=heads, head_dim=round(width / heads), causal=False, **fields)
-
-    def count(config):
-        with torch.device("meta"):
-            return non_embedding(LanguageModel(config))
-    target = count(config("crate", width))
-    guess = round(width * (target / count(config(arch, width))) ** 0.5)      # counts grow with the width's square
-    near = (config(arch, w) for w in range(max(1, guess - 4), guess + 5))
-    return min(near, key=lambda found: abs(count(found) - target))
-
-
-class Sequences(NamedTuple):
-    """A task: token ids (N, n), labels (N,), and those held out."""
-    x: torch.Tensor
-    y: torch.Tensor
-    x_test: torch.Tensor
-    y_test: torch.Tensor
-    vocab_size: int
-    classes: int
-    pad: int | None
+        return TextConfig(arch=arch, width=width, heads=heads, head_dim=round(width / heads),
+                          causal=False, **fields)
+    target = non_embedding(config("crate", width))
+    # counts grow as width^2
+    guess = round(width * (target / non_embedding(config(arch, width))) ** 0.5)
+    near = [config(arch, w) for w in range(max(1, guess - 4), guess + 5)]
+    return min(near, key=lambda found: abs(non_embedding(found) - target))
 
 
 def sequences(c):
-    """The Sequences of --task."""
+    """The task: token ids x (N, n), labels y (N,), those held out, vocab_size, classes, pad."""
     if c.task == "listops":
         x, y = text.listops(c.examples or 10_000, common.derive_seed(c.seed, "train"), c.length)
         x_test, y_test = text.listops(c.held_out, common.derive_seed(c.seed, "test"), c.length)
-        longest = int((torch.cat([x, x_test]) != 0).any(0).sum())        # rarely all of --length
-        return Sequences(x[:, :longest].byte(), y, x_test[:, :longest].byte(), y_test, len(text.LISTOPS_VOCAB), 10, 0)
+        longest = int((torch.cat([x, x_test]) != 0).any(0).sum())       # rarely all of --length
+        return SimpleNamespace(x=x[:, :longest], y=y, x_test=x_test[:, :longest], y_test=y_test,
+                               vocab_size=len(text.LISTOPS_VOCAB), classes=10, pad=0)
     data = images.load("cifar10", c.data_dir)
 
-    def grey(pictures):             # in parts, since text.grey_pixels counts in int64
-        parts = np.array_split(pictures, len(pictures) // 1000 + 1)
-        return torch.from_numpy(np.concatenate([text.grey_pixels(part).astype(np.uint8) for part in parts]))
-    n, m = c.examples or len(data.train_labels), c.held_out
-    y, y_test = torch.from_numpy(data.train_labels[:n]), torch.from_numpy(data.val_labels[:m])
-    return Sequences(grey(data.train_images[:n]), y, grey(data.val_images[:m]), y_test, 256, len(data.classes), None)
+    def grey(pixels):           # in chunks of 1000: text.grey_pixels returns int64
+        chunks = (pixels[i:i + 1000] for i in range(0, len(pixels), 1000))
+        return torch.cat([torch.as_tensor(text.grey_pixels(chunk)).byte() for chunk in chunks])
+    n, m = c.examples, c.held_out
+    return SimpleNamespace(x=grey(data.train_images[:n]), y=torch.from_numpy(data.train_labels[:n]),
+                           x_test=grey(data.val_images[:m]),
+                           y_test=torch.from_numpy(data.val_labels[:m]),
+                           vocab_size=256, classes=len(data.classes), pad=-1)
 
 
 @torch.no_grad()
-def accuracy(model, x, y, batch_size, processes, dtype):
-    """The share of sequences x (N, n) that the model puts in their class y (N,), each counted once."""
+def accuracy(model, x, y, batch_size, t):
+    """The share of sequences x (N, n) that the model puts in their class y (N,)."""
     right = 0
-    for start in range(0, len(x), batch_size):
-        rows = torch.arange(start, start + batch_size) % len(x)          # one shape; what wraps round is not counted
-        with processes.autocast(dtype):
-            chosen = model(x[rows].long().to(processes.device)).argmax(-1)
-        right += (chosen.cpu() == y[rows])[:len(x) - start].sum().item()
+    for ids, labels in zip(x.split(batch_size), y.split(batch_size)):
+        with t.autocast():
+            chosen = model(ids.long().to(t.device)).argmax(-1)
+        right += (chosen.cpu() == labels).sum().item()
     return right / len(x)
 
 
-def bench_longrange(c, processes, peak):
-    """Trains tost, crate and transformer at equal parameters on the same batches, in turn: accuracy, time, memory."""
-    device, data = processes.device, sequences(c)
+def bench_longrange(t, c):
+    """[B] Table 7.10 in small: tost, crate and transformer of equal parameters and depth, trained
+    on the same batches, in turn."""
+    data = sequences(c)
     n = data.x.shape[1]
-    schedule = common.warmup_cosine(c.lr, c.steps, c.steps // 10)
-    models, steps, optimizers = {}, {}, {}
+    models, optimizers, peak = {}, {}, {}
     for arch in ("tost", "crate", "transformer"):
         torch.manual_seed(common.derive_seed(c.seed, "weights"))
         config = equal_config(arch, c.width, layers=c.layers, context=n, vocab_size=data.vocab_size)
-        models[arch] = model = SequenceClassifier(config, data.classes, data.pad).to(device)
-        if common.wants_compile(c, device):
-            model.compile()
+        model = models[arch] = SequenceClassifier(config, data.classes, data.pad).to(t.device)
         optimizers[arch] = common.make_optimizer(model, "adamw", c.lr, c.weight_decay, (0.9, 0.95))
-
-    def train(arch, lr, x, y):
-        """One optimizer step of one arch on a batch."""
-        model, optimizer = models[arch], optimizers[arch]
-        common.set_lr(optimizer, lr)
-        with processes.autocast(c.dtype):
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses[arch].append(loss.detach())
-
+        if t.compile:
+            model.compile()
+    schedule = common.warmup_cosine(c.lr, c.steps, c.steps // 10)
     batches = images.index_batches(len(data.x), c.batch_size, c.seed)
-    memory, losses, seconds = {}, {arch: [] for arch in models}, {arch: [] for arch in models}
+    losses, seconds = {arch: [] for arch in models}, {arch: [] for arch in models}
     tenth = max(1, c.steps // 10)
-
-    def recent(arch):
-        return torch.stack(losses[arch][-tenth:]).mean().item()
     for step in range(c.steps):
         index = torch.from_numpy(next(batches))
-        x, y = data.x[index].long().to(device), data.y[index].to(device)
-        for arch in models:
-            run = functools.partial(train, arch, schedule[step], x, y)
-            if step == 1:                              # the first step also compiles and warms up
-                used = peak_memory(run, device)
-                memory[arch] = None if used is None else used + held_memory(models[arch], optimizers[arch])
-                continue
-            synchronize(device)
-            start = time.perf_counter()
-            run()
-            synchronize(device)
-            seconds[arch].append(time.perf_counter() - start)
-        if (step + 1) % tenth == 0:
-            print(f"step {step + 1}/{c.steps}: loss", *(f"{arch} {recent(arch):.3f}" for arch in models), flush=True)
-    lines = []
+        x, y = data.x[index].long().to(t.device), data.y[index].to(t.device)
+        for arch, model in models.items():
+            common.set_lr(optimizers[arch], schedule[step])
+            learn = timed_step(lambda: F.cross_entropy(model(x), y), model.parameters(), t.autocast,
+                               optimizer=optimizers[arch], clip=1.0)
+            run = lambda: losses[arch].append(learn())
+            if step == 1:           # the first step compiles and warms up
+                peak[arch] = peak_mb(run, t.device, model, optimizers[arch])
+            else:
+                seconds[arch].append(seconds_of(run, t.device))
+        if (step + 1) % tenth == 0 or step + 1 == c.steps:
+            recent = {arch: torch.stack(losses[arch][-tenth:]).mean().item() for arch in models}
+            shown = (f"{arch} {loss:.3f}" for arch, loss in recent.items())
+            print(f"step {step + 1}/{c.steps}: loss", *shown, flush=True)
     for arch, model in models.items():
-        right = accuracy(model, data.x_test, data.y_test, c.batch_size, processes, c.dtype)
-        width, count = model.backbone.config.width, non_embedding(model.backbone)
-        ms = 1e3 * statistics.median(seconds[arch][1:])
-        line = dict(row=c.task, variant=arch, width=width, parameters=count, length=n, examples=len(data.x),
-                    held_out=len(data.x_test), steps=c.steps, batch_size=c.batch_size, loss=recent(arch),
-                    accuracy=right, ms=ms, peak_mb=megabytes(memory[arch]))
-        lines.append(line)
-        print(f"{c.task}, {n} tokens: {arch:12} width {width:4} {count:10,} parameters",
-              f"{right:7.2%} of {len(data.x_test):,} {ms:10.1f} ms a step {shown(line['peak_mb'])} MB", flush=True)
-    return lines
+        right = accuracy(model, data.x_test, data.y_test, c.batch_size, t)
+        t.add(f"{c.task}, {n} tokens", f"{arch} of width {model.config.width}",
+              non_embedding=non_embedding(model.config), length=n, examples=len(data.x),
+              held_out=len(data.x_test), loss=recent[arch], accuracy=right,
+              ms=1e3 * statistics.median(seconds[arch][1:]), peak_mb=peak[arch])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Around the model: data, the loop
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Around the model: data and loop
+# -------------------------------------------------------------------------------------------------
 
-class OneByOne(torch.utils.data.Dataset):
-    """Pictures (N, H, W, 3) as torchvision feeds them: Pillow crops and flips each for itself; item i has a tensor for every crop."""
+def one_by_one(pixels, crops, batch, device, workers=0):
+    """Endless: batches as torchvision makes them, a tensor for every function in `crops`."""
+    ahead = dict(prefetch_factor=4, persistent_workers=True) if workers else {}
+    loader = torch.utils.data.DataLoader(range(len(pixels)), batch, shuffle=True, drop_last=True,
+                                         num_workers=workers, **ahead,
+                                         collate_fn=partial(by_pillow, pixels, crops))
+    while True:
+        for views in loader:
+            yield [x.to(device) for x in views]
 
-    def __init__(self, pictures, crops):
-        self.pictures, self.crops = pictures, crops
 
-    def __len__(self):
-        return len(self.pictures)
-
-    def __getitem__(self, i):
-        return [self.finish(crop(Image.fromarray(self.pictures[i]))) for crop in self.crops]
-
-    def finish(self, picture):
-        """Flip, ToTensor, Normalize."""
+def by_pillow(pixels, crops, index):
+    """Images `index` of (N, H, W, 3), each cropped, flipped and normalized by itself."""
+    def view(crop, i):
+        image = crop(Image.fromarray(pixels[i]))
         if torch.rand(()) < 0.5:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return (torch.from_numpy(np.array(picture)).permute(2, 0, 1).contiguous().float() / 255 - 0.5) / 0.25
-
-    def batches(self, batch, workers=0):
-        """Endless: `batch` items together."""
-        loader = torch.utils.data.DataLoader(self, batch, shuffle=True, drop_last=True, num_workers=workers, prefetch_factor=4 if workers else None,
-                                             persistent_workers=workers > 0)
-        while True:
-            yield from loader
+            image = ImageOps.mirror(image)
+        x = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+        return (x.float() / 255 - 0.5) / 0.25
+    return [torch.stack([view(crop, i) for i in index]) for crop in crops]
 
 
-def window(size, padding, picture):
+def window(size, padding, image):
     """torchvision's RandomCrop with padding."""
-    picture = ImageOps.expand(picture, padding)
-    left, top = (int(torch.randint(0, side - size + 1, ())) for side in picture.size)
-    return picture.crop((left, top, left + size, top + size))
+    image = ImageOps.expand(image, padding)
+    left, top = (int(torch.randint(0, side - size + 1, ())) for side in image.size)
+    return image.crop((left, top, left + size, top + size))
 
 
-def resized(size, area, picture):
+def resized(size, area, image):
     """torchvision's RandomResizedCrop; the boxes are augment.random_boxes'."""
     rng = augment.BatchRandom(int(torch.randint(2 ** 31, ())), 1)
-    top, left, height, width = augment.random_boxes(rng, picture.height, picture.width, scale=area)[0].tolist()
-    return picture.resize((size, size), Image.Resampling.BICUBIC, (left, top, left + width, top + height))
+    box = augment.random_boxes(rng, image.height, image.width, scale=area)[0]
+    top, left, height, width = box.tolist()
+    corners = (left, top, left + width, top + height)
+    return image.resize((size, size), Image.Resampling.BICUBIC, corners)
 
 
 def windows_one_by_one(tokens, batch, context):
-    """nanoGPT's batch: every window converted for itself, inputs and targets alike."""
+    """nanoGPT's batch: every window converted by itself, inputs and targets alike."""
     starts = torch.randint(len(tokens) - context, (batch,))
-    return [torch.stack([torch.from_numpy(tokens[i + shift:i + shift + context].astype(np.int64)) for i in starts]) for shift in (0, 1)]
+    return [torch.stack([torch.from_numpy(tokens[i + shift:i + shift + context].astype(np.int64))
+                         for i in starts]) for shift in (0, 1)]
 
 
-def bench_data(c, processes, peak):
-    """Milliseconds to read and augment a batch: ours, one by one, and as a share of the bare training step of that batch.
+def batched(pixels, batch, c, device, workers=0, resident=None):
+    """Endless: batches as train_vit.py makes them with the config c."""
+    data = SimpleNamespace(image_size=pixels.shape[1], **PIXELS)
+    source = images.Images(pixels, np.zeros(len(pixels), np.int64), device, resident)
+    index = images.index_batches(len(pixels), batch, 0)
+    for step, (found, _) in enumerate(source.batches(index, workers)):
+        yield train_vit.augmented(found, augment.BatchRandom(step, batch, device=device), c, data)
 
-    Batches and models are those of the other tables: the cifar10 presets (of SimDINO bench.py simdino's model), CRATE-Tiny at 224 px and on
-    CUDA CRATE-Base, the pydoc preset. One by one means crop and flip alone, and for SimDINO's views no colours either.
-    MB are those read: uint8 pixels, uint16 tokens."""
-    device, cuda, lines = processes.device, processes.device.type == "cuda", []
-    small, labels, _ = images.draw_shapes(2048, 0)
-    tokens = np.random.default_rng(0).integers(96, size=2 ** 22, dtype=np.uint16)
-    counter = itertools.count()
 
-    def batched(pictures, labels, batch, make, workers=0, resident=None):
-        """Endless: what the scripts make of `batch` pictures."""
-        source = images.Images(pictures, labels, device, resident)
-        for found, _ in source.batches(images.index_batches(len(labels), batch, 0), workers):
-            x = make(augment.to_float(found), augment.BatchRandom(next(counter), batch, device=device))
-            yield augment.normalize(x, [0.5] * 3, [0.25] * 3)
+def compare_feeds(t, title, unit, items, size, feeds, step, ahead=1):
+    """Lines for endless streams of batches, `items` of `size` bytes each, and for the training step
+    they feed. A timed call takes `ahead` batches."""
+    variants = {name: lambda s=s: [next(s) for _ in range(ahead)] for name, s in feeds.items()}
+    times = t.seconds(variants | {"the bare step": step}, drain=ahead > 1)
+    for name in feeds:
+        times[name] /= ahead
+    ours = next(iter(times.values()))
+    for name, seconds in times.items():
+        mb = items * size / 1e6 / seconds if name in feeds else None
+        t.add(title, name, ms=1e3 * seconds, ratio=seconds / ours,
+              share=seconds / times["the bare step"], mb_per_s=mb,
+              **{f"{unit}_per_s": items / seconds})
 
-    def moved(batches):
-        """The same on the device."""
-        for made in batches:
-            yield [x.to(device) for x in made]
 
-    def table(title, unit, items, size, feeds, step, ahead=1):
-        """Times the streams of `feeds`, `ahead` batches at once, beside the step; `size` bytes an item."""
-        variants = {name: lambda s=s: [next(s) for _ in range(ahead)] for name, s in feeds.items()}
-        times = alternate(variants | {"the bare step": step}, device, c.repeats, drain=ahead > 1)
-        ours = times[next(iter(feeds))] / ahead
-        for name, seconds in times.items():
-            seconds /= ahead if name in feeds else 1
-            line = dict(row=title, variant=name, ms=1e3 * seconds, ratio=seconds / ours, share=seconds / times["the bare step"],
-                        mb_per_s=items * size / seconds / 1e6 if name in feeds else None)
-            lines.append(line | {f"{unit}_per_s": items / seconds})
-            print(f"{title:34} {name:38} {line['ms']:9.2f} ms {line['ratio']:8.2f} {line['share']:8.2%} of the step",
-                  f"{shown(line['mb_per_s'])} MB/s {items / seconds:12,.0f} {unit}/s", flush=True)
+def bench_data(t, c):
+    """Reading and augmenting a batch: ours, one by one, and as a share of the bare training step of
+    that batch. Models and batches are those of the other tables.
 
-    def crop(x, rng):
-        return augment.flip(augment.pad_crop(x, 32, 4, rng), rng)
-    _, config, batch = PICTURES[1]
-    model = ImageClassifier(config).to(device)
-    table(f"vit, {batch} of 32 px", "images", batch, 32 * 32 * 3, {
-        "batched: crop, flip, RandAugment": batched(small, labels, batch, lambda x, rng: augment.rand_augment(crop(x, rng), rng, 2, 14)),
-        "batched: crop, flip": batched(small, labels, batch, crop),
-        "one by one: crop, flip": moved(OneByOne(small, [functools.partial(window, 32, 4)]).batches(batch))},
-        training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)))
+    One by one means crop and flip, without colours. MB are those read: uint8 pixels, uint16 tokens.
+    Large images come from a new memory map, and so from the page cache."""
+    device, counter = t.device, itertools.count()
+    small, _, _ = images.draw_shapes(2048, 0)
+    vit = preset(train_vit, "cifar10")
+    crop = replace(vit, randaugment=0)
+    area = preset(train_mae, "cifar10").crop_area
 
-    _, config, batch = AUTOENCODER
-    model = MaskedAutoencoder(config).to(device)
-    table(f"mae, {batch} of 32 px", "images", batch, 32 * 32 * 3, {
-        "batched: resized crop, flip": batched(small, labels, batch,
-                                               lambda x, rng: augment.flip(augment.random_resized_crop(x, 32, rng, (0.2, 1)), rng)),
-        "one by one: resized crop, flip": moved(OneByOne(small, [functools.partial(resized, 32, (0.2, 1))]).batches(batch))},
-        training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)))
+    def feed(title, model, batch, size, feeds, ahead=1):
+        model = model.to(device)
+        step = training_step(t, model, batch_for(model.config, batch, device))
+        compare_feeds(t, title, "images", batch, 3 * size ** 2, feeds, step, ahead)
+    _, fields, batch = IMAGE_MODELS[1]
+    feed(f"vit, {batch} of 32 px", ImageClassifier(ImageConfig(**fields)), batch, 32, {
+        "batched: crop, flip, RandAugment": batched(small, batch, vit, device),
+        "batched: crop, flip": batched(small, batch, crop, device),
+        "one by one: crop, flip": one_by_one(small, [partial(window, 32, 4)], batch, device)})
 
-    config, batch = ImageConfig(width=128, heads=4, layers=4, image_size=32, patch_size=4, classes=1, final_norm=True), 64
-    learn, pictures = simdino_step(config, 1024, 256, batch, processes, c.dtype), torch.from_numpy(small[:batch]).to(device)
-    views = simdino_views(pictures, 0, 4)
-    crops = [functools.partial(resized, 32, (0.4, 1))] * 2 + [functools.partial(resized, 16, (0.1, 0.4))] * 4
-    table(f"simdino, {batch} x (2 + 4) views", "images", batch, 32 * 32 * 3, {
-        "batched: views with colours": (simdino_views(pictures, seed, 4) for seed in counter),
-        "one by one: resized crop, flip": moved(OneByOne(small, crops).batches(batch))}, lambda: learn(views))
+    _, fields, batch = AUTOENCODER
+    feed(f"mae, {batch} of 32 px", MaskedAutoencoder(MAEConfig(**fields)), batch, 32, {
+        "batched: resized crop, flip":
+            batched(small, batch, replace(crop, crop="resized", crop_area=area), device),
+        "one by one: resized crop, flip":
+            one_by_one(small, [partial(resized, 32, (area, 1))], batch, device)})
 
-    config, batch = (image_config("base"), 128) if cuda else PICTURES[0][1:]
-    model = ImageClassifier(config).to(device)
+    config = preset(train_simdino, "cifar10", width=128, heads=4, layers=4, drop_path=0.0,
+                    local_views=4, batch_size=64)
+    pixels = torch.from_numpy(small[:64]).to(device)
+    learn, views = simdino_step(t, config), simdino_views(pixels, config, 0)
+    crops = [partial(resized, 32, (0.4, 1))] * 2 + [partial(resized, 16, (0.1, 0.4))] * 4
+    compare_feeds(t, "simdino, 64 x (2 + 4) views", "images", 64, 3 * 32 ** 2, {
+        "batched: views with colours": (simdino_views(pixels, config, i) for i in counter),
+        "one by one: resized crop, flip": one_by_one(small, crops, 64, device)},
+        lambda: learn(views))
+
+    size, batch = ("base", 128) if t.cuda else ("tiny", 16)
+    large = np.random.default_rng(0).integers(256, size=(c.pictures, 256, 256, 3), dtype=np.uint8)
     with tempfile.TemporaryDirectory() as folder:
-        large = np.lib.format.open_memmap(f"{folder}/large.npy", "w+", np.uint8, (c.pictures, 256, 256, 3))
-        large[:] = np.random.default_rng(0).integers(256, size=large.shape[1:], dtype=np.uint8)
-        large.flush()
+        np.save(f"{folder}/large.npy", large)
         large = np.load(f"{folder}/large.npy", mmap_mode="r")
-        table(f"vit, {batch} of 256 px, {c.workers} workers", "images", batch, 256 * 256 * 3, {
-            "batched: crop, flip": batched(large, np.zeros(c.pictures, np.int64), batch,
-                                           lambda x, rng: augment.flip(augment.pad_crop(x, 224, 0, rng), rng), c.workers, resident=False),
-            "one by one: crop, flip": moved(OneByOne(large, [functools.partial(window, 224, 0)]).batches(batch, c.workers))},
-            training_step(model, picture_batch(config, batch, device), processes, c.dtype, adamw(model)), ahead=max(1, 4 * c.workers))
+        title = f"vit, {batch} of 256 px, {c.workers} workers"
+        vit, crop = preset(train_vit, "imagenet"), partial(window, 224, 0)
+        feed(title, ImageClassifier(image_config(size)), batch, 256, {
+            "batched: crop, flip": batched(large, batch, vit, device, c.workers, resident=False),
+            "one by one: crop, flip": one_by_one(large, [crop], batch, device, c.workers)},
+            ahead=max(1, 4 * c.workers))
 
-    config = TextConfig(width=256, heads=4, layers=4, context=128, vocab_size=96)
-    model, batch = LanguageModel(config).to(device), 32
-    table(f"gpt, {batch} x {config.context} tokens", "tokens", batch * config.context, 2, {
-        "one draw, one array": moved(text.batch(tokens, step, batch, config.context, 0) for step in counter),
-        "one by one": moved(windows_one_by_one(tokens, batch, config.context) for _ in counter)},
-        training_step(model, torch.randint(96, (2, batch, config.context), device=device), processes, c.dtype, adamw(model), clip=1.0))
-    return lines
+    gpt = preset(train_gpt, "pydoc")
+    batch, n = gpt.batch_size, gpt.context
+    config = TextConfig(**common.set_fields(TextConfig, gpt, vocab_size=96))
+    model = LanguageModel(config).to(device)
+    tokens = np.random.default_rng(0).integers(96, size=2 ** 22, dtype=np.uint16)
+    ours = (text.batch(tokens, i, batch, n, 0) for i in counter)
+    theirs = (windows_one_by_one(tokens, batch, n) for _ in counter)
+    compare_feeds(t, f"gpt, {batch} x {n} tokens", "tokens", batch * n, 2, {
+        "one draw, one array": ([x.to(device) for x in pair] for pair in ours),
+        "one by one": ([x.to(device) for x in pair] for pair in theirs)},
+        training_step(t, model, batch_for(config, batch, device), clip=1.0))
 
 
-# script: its preset and batch elsewhere, and on cuda
-SCRIPTS = {"train_vit.py": (("cifar10-small", 128), ("cifar10", 512)), "train_mae.py": (("cifar10-small", 128), ("cifar10", 256)),
-           "train_simdino.py": (("cifar10-small", 128), ("cifar10", 512)), "train_gpt.py": (("pydoc", 32), ("shakespeare", 64))}
+# script: (preset, batch) on cuda, and elsewhere
+SCRIPTS = {train_vit: (("cifar10", 512), ("cifar10-small", 128)),
+           train_mae: (("cifar10", 256), ("cifar10-small", 128)),
+           train_simdino: (("cifar10", 512), ("cifar10-small", 128)),
+           train_gpt: (("shakespeare", 64), ("pydoc", 32))}
 
 
-def bare_step(content, batch, processes, c):
-    """Forward, loss, backward and AdamW of the model in a checkpoint's content on one batch, over and over; of SimDINO with its moving average."""
-    device, task, fields = processes.device, content["task"], content["model_config"]
-    if task == "simdino":
-        run, small = content["run_config"], torch.randint(256, (batch, 32, 32, 3), dtype=torch.uint8, device=device)
-        views = simdino_views(small, 0, run["local_views"])
-        return functools.partial(simdino_step(ImageConfig(**fields), run["hidden"], run["output"], batch, processes, c.dtype,
-                                              common.wants_compile(c, device)), views)
-    make, config = {"vit": (ImageClassifier, ImageConfig), "mae": (MaskedAutoencoder, MAEConfig), "gpt": (LanguageModel, TextConfig)}[task]
-    config = config(**fields)
-    model = make(config).to(device)
-    if common.wants_compile(c, device):
+def bare_step(t, script, c):
+    """Forward, loss, backward and AdamW of a script's model on one batch, over and over; of SimDINO
+    with its moving average."""
+    if script is train_simdino:
+        pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
+        return partial(simdino_step(t, c), simdino_views(pixels, c, 0))
+    about = []
+    if script is train_vit:
+        about = [len(images.SHAPES)]
+    if script is train_gpt:
+        about = [text.load(c.data, c.data_dir).tokenizer]
+    model = script.build_model(c, *about).to(t.device)
+    if t.compile:
         model.compile()
-    inputs = torch.randint(config.vocab_size, (2, batch, config.context), device=device) if task == "gpt" else picture_batch(config, batch, device)
-    return training_step(model, inputs, processes, c.dtype, adamw(model))
+    return training_step(t, model, batch_for(model.config, c.batch_size, t.device))
 
 
-def bench_loop(c, processes, peak):
-    """Milliseconds of a step in each training script, by its own metrics.jsonl, and of the bare step of the same model; in turn.
+def bench_loop(t, c):
+    """A step of each script at small settings, by its own rate, and the bare step of its model.
 
-    What the script adds counts: reading, augmenting (SimDINO's views too), masks, clipping, train_vit's moving average, schedules, checks of
-    the loss, log lines. Its first step, evaluation and checkpoints do not: its rate leaves them out, as in training."""
-    cuda, lines = processes.device.type == "cuda", []
+    What the script adds counts: reading, augmenting (SimDINO's views too), masks, clipping, the
+    moving average of train_vit.py, schedules, checks of the loss, log lines. Its first step,
+    evaluation and checkpoints do not."""
+    small = 0 if t.cuda else 1
+    n = c.steps * max(settings[small][1] for settings in SCRIPTS.values())
     with tempfile.TemporaryDirectory() as folder:
-        n = c.steps * max(batch for _, batch in (presets[cuda] for presets in SCRIPTS.values()))
-        with images.preparing("shapes", folder) as draft:
-            for split, m in (("train", n), ("val", 100)):
-                for kind, array in zip(("images", "labels"), images.draw_shapes(m, m)):
-                    np.save(draft / f"{split}_{kind}.npy", array)
-            images.write_meta(draft, "shapes", "images", image_size=32, classes=list(images.SHAPES), mean=[0.5] * 3, std=[0.25] * 3)
-        for script, presets in SCRIPTS.items():
-            preset, batch = presets[cuda]
-            main, out = runpy.run_path(str(Path(__file__).with_name(script)))["main"], f"{folder}/{script}"
-            argv = [preset, "--overwrite", f"--out_dir={out}", f"--data_dir={folder}", f"--device={processes.device.type}", f"--dtype={c.dtype}",
-                    f"--compile={common.wants_compile(c, processes.device)}", f"--batch_size={batch}"]
-            argv += ["--data=pydoc", f"--steps={c.steps}", "--sample=0"] if script == "train_gpt.py" else \
-                ["--data=shapes", f"--epochs={c.steps / (n // batch)}"]
-            seconds, bare = {"the script": [], "the bare step": []}, None
+        images.prepare_shapes(folder, n, 100)
+        for script, settings in SCRIPTS.items():
+            name, batch = settings[small]
+            flags = dict(data="shapes", epochs=c.steps / (n // batch))
+            if script is train_gpt:
+                flags = dict(data="pydoc", steps=c.steps, sample=0)
+            flags |= dict(overwrite=True, out_dir=f"{folder}/{script.__name__}", data_dir=folder,
+                          device=t.device.type, dtype=c.dtype, compile=t.compile, batch_size=batch)
+            config, bare = preset(script, name, **flags), None
+            argv = [name, *(f"--{flag}={value}" for flag, value in flags.items())]
+            seconds = {"the script": [], "the bare step": []}
             for _ in range(c.repeats):
-                with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                    done = main(argv)
-                if bare is None:
-                    content = common.load_checkpoint(f"{out}/ckpt.pt")
-                    bare = bare_step(content, batch, processes, c)
+                quiet = io.StringIO()
+                with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                    done = script.main(argv)
+                rate = done.get("examples_per_s") or done["tokens_per_s"] / config.context
+                seconds["the script"].append(batch / rate)
+                if bare is None:        # the text set is there once the script has run
+                    bare = bare_step(t, script, config)
                     bare()
-                seconds["the script"].append(batch / done["examples_per_s"] if "examples_per_s" in done else
-                                             batch * content["model_config"]["context"] / done["tokens_per_s"])
-                synchronize(processes.device)
-                start = time.perf_counter()
-                for _ in range(c.steps - 1):
-                    bare()
-                synchronize(processes.device)
-                seconds["the bare step"].append((time.perf_counter() - start) / (c.steps - 1))
-            times = {name: statistics.median(s) for name, s in seconds.items()}
-            for name, t in times.items():
-                lines.append(dict(row=f"{script} {preset}", variant=name, batch_size=batch, ms=1e3 * t, overhead=t / times["the bare step"] - 1))
-                print(f"{lines[-1]['row']:34} batch {batch:4} {name:14} {1e3 * t:10.2f} ms {lines[-1]['overhead']:+8.1%}", flush=True)
-    return lines
+                total = seconds_of(lambda: [bare() for _ in range(c.steps - 1)], t.device)
+                seconds["the bare step"].append(total / (c.steps - 1))
+            times = {variant: statistics.median(s) for variant, s in seconds.items()}
+            for variant, s in times.items():
+                t.add(f"{script.__name__}.py {name}, {batch}", variant, ms=1e3 * s,
+                      overhead=s / times["the bare step"] - 1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On paper
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Scale: steps on many GPUs, computed
+# -------------------------------------------------------------------------------------------------
 
 def ring_bytes(size, n):
-    """Bytes that each of n processes sends to add up a buffer of `size` bytes around a ring: 2 (n - 1) / n of it."""
+    """Bytes that each of n processes sends to sum a buffer of `size` bytes around a ring."""
     return 2 * (n - 1) / n * size
 
 
-def on_paper(flops, parameters, gpus, nodes, passes, c):
-    """A step of `flops` in all on `nodes` x `gpus`, in `passes` micro-batches: dict of bytes and seconds.
+def predicted_step(flops, parameters, gpus, nodes, passes, c):
+    """A step of `flops` in all on `nodes` x `gpus`, in `passes` micro-batches.
 
-    float32 gradients are summed within each node around a ring, each GPU's share of them across the nodes around another. The last pass
-    covers what is sent with its backward, two thirds of its time; the last bucket starts when that has ended."""
+    float32 gradients are summed around a ring within each node, then each GPU's share of them
+    around a ring across the nodes. The backward of the last pass, two thirds of its time, hides
+    what is sent meanwhile; the last bucket is sent when it has ended."""
     size = 4 * parameters
     inside, across = ring_bytes(size, gpus), ring_bytes(size / gpus, nodes)
     compute = flops / (gpus * nodes) / (c.mfu * c.peak * 1e12)
     exchange = (inside / c.nvlink + across / c.network) / (c.link_share * 1e9)
-    exposed = max(exchange - 2 / 3 * compute / passes, exchange * min(1, c.bucket * 1e6 / size))
-    return dict(flops=flops, bytes_sent=inside + across, compute_ms=1e3 * compute, exchange_ms=1e3 * exchange, exposed_ms=1e3 * exposed,
-                ms=1e3 * (compute + exposed), efficiency=compute / (compute + exposed))
+    last_bucket = exchange * min(1, c.bucket * 1e6 / size)
+    exposed = max(exchange - 2 / 3 * compute / passes, last_bucket)
+    return dict(tflop=flops / 1e12, sent_mb=(inside + across) / 1e6, compute_ms=1e3 * compute,
+                exchange_ms=1e3 * exchange, exposed_ms=1e3 * exposed,
+                efficiency=compute / (compute + exposed))
 
 
 def papers_settings():
-    """The scripts' presets: name -> FLOPs of an item, parameters, items a step, what they are, and the micro-batches on each of n GPUs."""
+    """(name, FLOPs of an item, parameters, items a step, unit, micro-batches on n GPUs) of the
+    presets that have the papers' sizes."""
+    vit, mae = preset(train_vit, "imagenet"), preset(train_mae, "imagenet")
+    dino, gpt = preset(train_simdino, "imagenet"), preset(train_gpt, "openwebtext")
     with torch.device("meta"):
-        vit, mae = ImageClassifier(image_config("base")), MaskedAutoencoder(mae_config("base", "crate"))
-        dino, gpt = ImageClassifier(image_config("base", "transformer", classes=1, final_norm=True)), LanguageModel(text_config("base"))
-    # SimDINO: the student sees 2 views of 224 px and 10 of 96, the teacher, which learns nothing, the first 2; behind each a projector
-    projector = 768 * 2048 + 2048 ** 2 + 2048 * 256
-    views = (2 + 2 / 3) * dino.train_flops() + 10 * dino.train_flops(96) + (12 + 2 / 3) * 6 * projector
-    return {"train_vit imagenet": (vit.train_flops(), common.count(vit), 2048, "images", lambda n: 1),
-            "train_mae imagenet": (mae.train_flops(), common.count(mae), 4096, "images", lambda n: 2),
-            "train_simdino imagenet": (views, common.count(dino.encoder) + projector + 2 * 2048 + 256, 1024, "images", lambda n: 1),
-            "train_gpt openwebtext": (1024 * gpt.train_flops(), common.count(gpt), 384, "sequences", lambda n: math.ceil(384 / n / 16))}
+        classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)
+        student, language = train_simdino.build_model(dino), LanguageModel(text_config(gpt.size))
+        encoder = student.encoder.config
+        large = ImageClassifier(encoder).train_flops()
+        small = ImageClassifier(replace(encoder, image_size=dino.local_size)).train_flops()
+    projector = 6 * sum(p.numel() for p in student.projector.parameters() if p.ndim == 2)
+    # the student sees every view; the teacher, whose forward is a third of a step, the global two
+    views = (2 + 2 / 3) * (large + projector) + dino.local_views * (small + projector)
+    return [("train_vit imagenet", classifier.train_flops(), common.count(classifier),
+             vit.batch_size, "images", lambda n: vit.accumulate),
+            ("train_mae imagenet", autoencoder.train_flops(), common.count(autoencoder),
+             mae.batch_size, "images", lambda n: mae.accumulate),
+            ("train_simdino imagenet", views, common.count(student), dino.batch_size, "images",
+             lambda n: 1),
+            ("train_gpt openwebtext", gpt.context * language.train_flops(), common.count(language),
+             gpt.batch_size, "sequences",
+             lambda n: math.ceil(gpt.batch_size / n / gpt.micro_batch))]
 
 
-def bench_scale(c, processes, peak):
-    """The papers' settings on 1, 8 and 8 x 8 GPUs; with --check, predictions for this machine beside what it does."""
-    lines = []
-    for name, (flops, parameters, batch, unit, passes_on) in papers_settings().items():
+def bench_scale(t, c):
+    """A step of the papers' settings on 1, 8 and 8 x 8 GPUs: FLOPs / (MFU x peak), and the part of
+    the all-reduce of float32 gradients that the backward pass does not hide. --check also compares
+    predictions with measurements of this machine.
+
+    Peak and links are the H100's data sheet and its usual network; --mfu and --link_share are
+    assumptions. Launching kernels, the optimizer and reading data are left out: where a step takes
+    a few milliseconds, the efficiency is an upper bound."""
+    for name, flops, parameters, batch, unit, passes_on in papers_settings():
         for nodes, gpus in ((1, 1), (1, 8), (8, 8)):
             passes = passes_on(nodes * gpus)
-            line = dict(row=name, nodes=nodes, gpus=gpus, passes=passes) | on_paper(batch * flops, parameters, gpus, nodes, passes, c)
-            lines.append(line | {f"{unit}_per_s": batch / line["ms"] * 1e3})
-            print(f"{name:24} {nodes} x {gpus} GPUs {line['flops'] / 1e12:8,.0f} TFLOP a step, {line['bytes_sent'] / 1e6:5,.0f} MB sent, compute",
-                  f"{line['compute_ms']:9,.1f} ms, exchange {line['exchange_ms']:5.1f} of which {line['exposed_ms']:5.2f} uncovered,",
-                  f"efficiency {line['efficiency']:6.1%}, {batch / line['ms'] * 1e3:8,.0f} {unit}/s", flush=True)
-    return lines + (check(c, processes) if c.check else [])
+            step = predicted_step(batch * flops, parameters, gpus, nodes, passes, c)
+            ms = step["compute_ms"] + step["exposed_ms"]
+            t.add(name, f"{nodes} x {gpus} GPUs", **step, **{f"{unit}_per_s": 1e3 * batch / ms})
+    if c.check:
+        check_predictions(t, c)
 
 
-def check(c, processes):
-    """Predicted and measured: a step from another model's FLOP/s, an all-reduce from another size's bytes/s, and a step of two
-    processes from the step of one and that rate."""
-    steps = {title: training_step(model, picture_batch(config, batch, processes.device), processes, c.dtype)
-             for title, config, batch in PICTURES for model in [ImageClassifier(config).to(processes.device)]}
-    (known, t), (other, measured) = alternate(steps, processes.device, c.repeats).items()
-    needed = [batch * ImageClassifier(config).train_flops() for _, config, batch in PICTURES]
-    found = [(f"{other}, from {known}", t * needed[1] / needed[0], measured)]
+def check_predictions(t, c):
+    """A step predicted from another model's FLOP/s, an all-reduce from another size's bytes/s, and
+    a step of two processes from the step of one and that rate."""
+    def add(name, predicted, measured):
+        t.add("check", name, predicted_ms=1e3 * predicted, measured_ms=1e3 * measured,
+              ratio=measured / predicted)
+    steps, flops = {}, []
+    for title, fields, batch in IMAGE_MODELS:
+        model = ImageClassifier(ImageConfig(**fields)).to(t.device)
+        inputs = batch_for(model.config, batch, t.device)
+        steps[title] = training_step(t, model, inputs, optimize=False)
+        flops.append(batch * model.train_flops())
+    (known, seconds), (other, measured) = t.seconds(steps).items()
+    add(f"{other}, from {known}", seconds * flops[1] / flops[0], measured)
+
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(one_of_two, (folder, PICTURES[1][1], c.repeats), nprocs=2)
-        seconds = json.loads(Path(folder, "seconds").read_text())
-    size, flops = seconds.pop("bytes"), seconds.pop("flops")
-    rate = ring_bytes(2 ** 27, 2) / seconds["128 MB"]
-    found.append((f"all-reduce of {size / 1e6:.0f} MB, from 134 MB", ring_bytes(size, 2) / rate, seconds["gradients"]))
-    here = replace(c, peak=flops / seconds["alone"] / 1e12, mfu=1.0, nvlink=rate / 1e9, link_share=1.0)
-    paper = on_paper(2 * flops, size // 4, 2, 1, 1, here)
-    found.append(("2 processes, from 1 and that rate", paper["ms"] / 1e3, seconds["together"]))
-    lines = []
-    for name, predicted, measured in found:
-        lines.append(dict(row=name, predicted_ms=1e3 * predicted, measured_ms=1e3 * measured, ratio=measured / predicted))
-        print(f"{name:64} predicted {1e3 * predicted:9.1f} ms, measured {1e3 * measured:9.1f} ms: {measured / predicted:.2f}", flush=True)
-    print(f"efficiency of 2 processes: predicted {paper['efficiency']:.1%}, measured {seconds['alone'] / seconds['together']:.1%}")
-    return lines
+        multiprocessing.spawn(one_of_two, (folder, IMAGE_MODELS[1][1], c.repeats), nprocs=2)
+        two = SimpleNamespace(**json.loads(Path(folder, "seconds").read_text()))
+    size = 4 * two.parameters
+    rate = ring_bytes(2 ** 27, 2) / two.large
+    predicted = ring_bytes(size, 2) / rate
+    add(f"all-reduce of {size / 1e6:.0f} MB, from 134 MB", predicted, two.gradients)
+    here = replace(c, peak=two.flops / two.alone / 1e12, mfu=1.0, nvlink=rate / 1e9, link_share=1.0)
+    step = predicted_step(2 * two.flops, two.parameters, 2, 1, 1, here)
+    predicted = (step["compute_ms"] + step["exposed_ms"]) / 1e3
+    add("2 processes, from 1 and that rate", predicted, two.together)
 
 
-def one_of_two(rank, folder, config, repeats, batch=8):
-    """A process of one thread: its step alone (while the other takes one too), with DDP, and the all-reduces; rank 0 writes the seconds."""
+def one_of_two(rank, folder, fields, repeats, batch=8):
+    """A process of one thread: its step alone (while the other takes one too), its step with DDP,
+    and two all-reduces; rank 0 writes the seconds."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    processes = common.Processes("cpu")
-    model = ImageClassifier(config)
-    inputs, size = picture_batch(config, batch, processes.device), 4 * common.count(model)
-    parallel = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
-    buffers = {"gradients": torch.zeros(size // 4), "128 MB": torch.zeros(2 ** 25)}
-    variants = {"alone": training_step(model, inputs, processes, "float32"), "together": training_step(parallel, inputs, processes, "float32")}
-    variants |= {name: functools.partial(distributed.all_reduce, buffer) for name, buffer in buffers.items()}
-    seconds = alternate(variants, processes.device, repeats) | dict(bytes=size, flops=batch * model.train_flops())
+    meet = f"file://{folder}/meet"
+    distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+    t = Table(Flags(device="cpu"), common.Processes("cpu"))
+    model = ImageClassifier(ImageConfig(**fields))
+    ddp = nn.parallel.DistributedDataParallel
+    parallel = ddp(copy.deepcopy(model), gradient_as_bucket_view=True)
+    inputs, n = batch_for(model.config, batch, "cpu"), common.count(model)
+    gradients, large = torch.zeros(n), torch.zeros(2 ** 25)
+    seconds = alternate({
+        "alone": training_step(t, model, inputs, optimize=False),
+        "together": training_step(t, parallel, inputs, optimize=False),
+        "gradients": partial(distributed.all_reduce, gradients),
+        "large": partial(distributed.all_reduce, large)}, t.device, repeats)
     if rank == 0:
+        seconds |= dict(parameters=n, flops=batch * model.train_flops())
         Path(folder, "seconds").write_text(json.dumps(seconds))
     distributed.destroy_process_group()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# The commands and their flags
+# -------------------------------------------------------------------------------------------------
 
-_CIFAR10 = ImageConfig(width=384, heads=6, layers=12, image_size=32, patch_size=4, classes=10)
-PICTURES = [("CRATE-Tiny, 224 px, batch 16", image_config("tiny"), 16),
-            ("cifar10 preset, 32 px, batch 64", _CIFAR10, 64)]
-AUTOENCODER = ("cifar10 preset, 32 px, batch 64", MAEConfig(width=192, heads=6, layers=6, image_size=32, patch_size=4, lambd=0.5), 64)
-SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6), ("16 x 197 x 768, 12 heads", 16, 197, 768, 12),
-          ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
-COMMANDS = {
-    "vit": (Bench, bench_vit),
-    "mae": (Bench, bench_mae),
-    "gpt": (Gpt, bench_gpt),
-    "ista": (Bench, functools.partial(bench_operator, make=lambda d, K: ISTA(d))),
-    "attention": (Bench, functools.partial(bench_operator, make=MSSA)),
-    "simdino": (SimDINO, bench_simdino),
-    "head": (Head, bench_head),
-    "length": (Length, bench_length),
-    "generate": (Generate, bench_generate),
-    "longrange": (LongRange, bench_longrange),
-    "data": (Data, bench_data),
-    "loop": (Loop, bench_loop),
-    "scale": (Scale, bench_scale),
-}
+COUNT, ABOVE, SHARE = dict(low=1), dict(above=0), dict(above=0, high=1)
+# type, help, range
+FLAGS = dict(
+    repeats=(int, "turns of every variant", COUNT),
+    compile=(bool | None, "torch.compile: a row more, or all models; auto is cuda only", {}),
+    arch=(str, "a row of model.py's table", dict(choices=tuple(ARCHS))),
+    width=(int, "d", COUNT),
+    heads=(int, "K", COUNT),
+    layers=(int, "L", COUNT),
+    context=(int, "tokens a sequence", dict(low=2)),
+    batch_size=(int, "images or sequences a step", COUNT),
+    vocab_size=(int, "V", dict(low=2)),
+    tokens=(int, "tokens of the batch", COUNT),
+    local_views=(int, "small views of an image", COUNT),
+    lengths=(str, "numbers of tokens", {}),
+    prefixes=(str, "numbers of tokens that came before", {}),
+    pictures=(int, "images of 256 px in the memory map, 0.2 MB each", dict(low=256)),
+    workers=(int, "processes that read the memory map", dict(low=0)),
+    task=(str, "CIFAR-10 as 1,024 grey values, or generated ListOps",
+          dict(choices=("pixels", "listops"))),
+    length=(int, "longest ListOps expression, in tokens", dict(low=8)),
+    examples=(int | None, "to train on; auto is all images, or 10,000 expressions", COUNT),
+    held_out=(int, "examples to measure accuracy on", COUNT),
+    steps=(int, "optimizer steps; the first ones are not timed", dict(low=3)),
+    lr=(float, "AdamW's; warm-up over a tenth of the steps, cosine to 0", ABOVE),
+    weight_decay=(float, "decoupled, on matrices only", dict(low=0)),
+    seed=(int, "the same seed gives the same run", dict(low=0)),
+    peak=(float, "TFLOP/s of a GPU: H100, bf16, dense", ABOVE),
+    mfu=(float, "share of the peak that training reaches", SHARE),
+    nvlink=(float, "GB/s each way between GPUs of a node: NVLink 4", ABOVE),
+    network=(float, "GB/s each way to another node: 400 Gbit/s a GPU", ABOVE),
+    link_share=(float, "share of these that an all-reduce reaches", SHARE),
+    bucket=(float, "MB of gradients that DDP sends at once", ABOVE),
+    check=(bool, "also compare predictions with measurements of this machine", {}))
+
+
+@dataclasses.dataclass(kw_only=True)
+class Flags(common.DeviceFlags):
+    """The flags of every table."""
+    json: str | None = common.option(None, "also write the table to this file")
+
+
+def command(function, **defaults):
+    """(dataclass of the flags, function). A default that is a pair means (on cuda, elsewhere)."""
+    fields, auto = [], {}
+    for name, default in defaults.items():
+        kind, help, limits = FLAGS[name]
+        if isinstance(default, tuple):
+            auto[name] = default
+            help += "; auto is {:,} on cuda, {:,} elsewhere".format(*default)
+            kind, default = kind | None, None
+        fields.append((name, kind, common.option(default, help, **limits)))
+    namespace = dict(__doc__=function.__doc__, auto=auto)
+    flags = dataclasses.make_dataclass("Flags", fields, bases=(Flags,), namespace=namespace,
+                                       kw_only=True)
+    return flags, function
+
+
+COMPARED = dict(repeats=9, compile=None)
+COMMANDS = dict(
+    vit=command(bench_vit, **COMPARED),
+    mae=command(bench_mae, **COMPARED),
+    gpt=command(bench_gpt, **COMPARED, arch="crate", width=(768, 256), layers=(12, 4),
+                context=(1024, 128), batch_size=(16, 32), vocab_size=(50304, 96)),
+    ista=command(bench_ista, **COMPARED),
+    attention=command(bench_attention, **COMPARED),
+    head=command(bench_head, repeats=5, compile=None, width=(768, 256), tokens=(16_384, 4096),
+                 vocab_size=50304),
+    simdino=command(bench_simdino, repeats=9, arch="crate", width=(384, 128), heads=4,
+                    layers=(12, 4), local_views=4, batch_size=(512, 64)),
+    length=command(bench_length, repeats=3, lengths="1024,2048,4096,8192,16384", width=256, heads=4,
+                   batch_size=(16, 1)),     # 16, so that a GPU has work
+    generate=command(bench_generate, repeats=9, prefixes="128,256,512,1024,2048,4096", width=256,
+                     layers=4, batch_size=1,
+                     vocab_size=512),       # small, so that the head does not hide the layers
+    longrange=command(bench_longrange, task="pixels", width=128, layers=4, length=512,
+                      examples=None, held_out=2000, steps=500, batch_size=16, lr=1e-3,
+                      weight_decay=0.05, seed=0, compile=None),
+    data=command(bench_data, repeats=9, pictures=1024, workers=2),
+    loop=command(bench_loop, repeats=3, steps=20, compile=None),
+    scale=command(bench_scale, repeats=5, peak=989.0, mfu=0.4, nvlink=450.0, network=50.0,
+                  link_share=0.8, bucket=25.0, check=False))
 
 
 def main(argv):
-    """Runs one table, prints it, and returns its lines."""
-    command, c = common.parse_command({name: config for name, (config, _) in COMMANDS.items()}, argv, __doc__)
+    """Makes one table, prints it, and returns its lines."""
+    flags = {name: config for name, (config, _) in COMMANDS.items()}
+    name, c = common.parse_command(flags, argv, __doc__)
     processes = common.Processes(c.device)
     device = processes.device
-    half = c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
+    for field, (cuda, elsewhere) in c.auto.items():
+        if getattr(c, field) is None:
+            setattr(c, field, cuda if device.type == "cuda" else elsewhere)
     try:
-        report = open(c.json, "a") if c.json else None                   # before the measurement, not after
+        report = open(c.json, "a") if c.json else None      # before the measurement, not after
     except OSError as error:
         raise common.UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
-    peak = Ceilings(matmul_peak(device, torch.bfloat16 if half else torch.float32), copy_peak(device))
-    machine = dict(device=common.device_name(device), torch=torch.__version__, matmul_gflops_per_s=peak.flops / 1e9,
-                   copy_gb_per_s=peak.bytes / 1e9)
-    print(f"{machine['device']}, torch {torch.__version__},",
-          f"matmul {peak.flops / 1e9:,.0f} GFLOP/s, copy {peak.bytes / 1e9:,.0f} GB/s")
-    if command in ("vit", "mae", "gpt", "ista", "attention", "head"):
-        print(f"{'':61} {'median':>13} {'ratio':>6} {'arithmetic, of matmul':>25} {'moved, of copy':>20} {'peak memory':>14}")
-    lines = COMMANDS[command][1](c, processes, peak)
+    half = c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
+    matmul_flops = matmul_peak(device, torch.bfloat16 if half else torch.float32)
+    copy_bytes = copy_peak(device)
+    machine = dict(device=common.device_name(device), torch=torch.__version__,
+                   matmul_gflops_per_s=matmul_flops / 1e9, copy_gb_per_s=copy_bytes / 1e9)
+    print("{device}, torch {torch}, matmul {matmul_gflops_per_s:,.0f} GFLOP/s, "
+          "copy {copy_gb_per_s:,.0f} GB/s".format(**machine))
+    table = Table(c, processes, matmul_flops, copy_bytes)
+    COMMANDS[name][1](table, c)
     if report:
         report.truncate(0)
-        json.dump(dict(command=command, **machine, rows=lines), report, indent=1)
+        json.dump(dict(command=name, **machine, rows=table.lines), report, indent=1)
         report.close()
-    return lines
+    return table.lines
 
 
 if __name__ == "__main__":

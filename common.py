@@ -1,11 +1,13 @@
 """
-The plumbing of the four training scripts: flags, processes, schedules, optimizers, checkpoints, metrics.
+The plumbing of the training scripts: flags, processes, schedules, optimizers, the run's directory.
 
-Nothing here knows a model or a loss. What a reader of a script should see (forward, loss, optimizer step) is in the script.
+Nothing here knows a model, a loss or a data set. What a reader of a script should see (forward,
+loss, clipping, optimizer step) is in the script. Checkpoints are in checkpoint.py.
 """
 import contextlib
 import ctypes
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -15,127 +17,156 @@ import sys
 import time
 import types
 import typing
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from PIL import Image
 from tqdm import tqdm
-
-from data import augment
-from data.images import DataError
-from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig, MaskedAutoencoder, TextConfig,
-                   make_config, nearest, official_tensors)
 
 try:
     import fcntl
-except ImportError:                 # Windows has no flock: there two runs in one out_dir are not noticed
+except ImportError:         # Windows has no flock: there two runs in one out_dir go unnoticed
     fcntl = None
 
 ROOT = Path(__file__).resolve().parent
 
 
 class UserError(Exception):
-    """Something the user can mend, in one line: exit status 2."""
+    """Something the user can mend, in one line."""
+    exit_status = 2
 
 
 class Diverged(Exception):
-    """A loss that is not finite: exit status 3."""
+    """A loss that is not finite."""
+    exit_status = 3
 
 
 class Stopped(Exception):
-    """A saved SIGINT or SIGTERM: exit status 128 + the signal's number, as shells have it."""
+    """A saved SIGINT or SIGTERM; the exit status is 128 + the signal's number, as in shells."""
 
     def __init__(self, number):
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
+        self.exit_status = 128 + number
 
 
 def cli(main):
-    """Runs main(argv) and exits: 0 done, 2 the user's error, 3 a loss that is not finite, 130 / 143 after a saved signal.
-
-    Errors are one line on stderr, from rank 0 only."""
+    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
+    after a saved signal. Errors with an `exit_status` are one line on stderr, from rank 0 only."""
     status = 0
-    sys.stdout.reconfigure(errors="backslashreplace")    # a terminal of another alphabet, a file name that is no text
+    sys.stdout.reconfigure(errors="backslashreplace")   # file names in another encoding
     try:
         main(sys.argv[1:])
-    except (UserError, ConfigError, DataError, Diverged, Stopped) as error:
-        status = 3 if isinstance(error, Diverged) else 128 + error.number if isinstance(error, Stopped) else 2
-        _complain(error)
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:         # `... | head`: the reader has what it wanted
+    except BrokenPipeError:                     # `... | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:        # a full disk, a name too long: the machine's no, not the program's mistake
-        status = 2
-        _complain(f"{error.strerror or error}" + (f": {error.filename}" if error.filename else ""))
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "allocate memory" not in str(error):
+    except Exception as error:
+        status, message = _explain(error)
+        if status is None:
             raise
-        status = 2
-        _complain("this does not fit in memory: try a smaller batch or model")
+        if int(os.environ.get("RANK", 0)) == 0:
+            message = " ".join(message.split())     # one line, whatever the quoted flag holds
+            print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized():
         if status == 0:
-            dist.barrier()          # gloo aborts in a process whose peers have left before it
+            dist.barrier()          # gloo aborts a process whose peers have left before it
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(status)            # and now and then in its destructors, which this skips
+        os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
 
 
-def _complain(message):
-    """One line on stderr, whatever the flag that it quotes holds."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(f"{Path(sys.argv[0]).name}:", " ".join(str(message).split()), file=sys.stderr, flush=True)
+def _explain(error):
+    """(exit status, message) of an error that needs no traceback, (None, None) of any other."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    too_large = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if too_large or "allocate memory" in str(error) or "Storage size" in str(error):
+        return 2, "this does not fit in memory: try a smaller batch or model"
+    if isinstance(error, OSError):                      # a full disk, a name too long
+        return 2, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    return None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Flags: one dataclass, one field a flag
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Flags: a dataclass a command, a field a flag
+# -------------------------------------------------------------------------------------------------
 
 def option(default, help, choices=None, low=None, high=None, above=None, displaces=()):
-    """A field of a config with what --help says of it and the range it must lie in: low <= value <= high, value > above.
+    """A field with its --help text and range: low <= value <= high, value > above.
 
-    Given on the command line, it displaces the preset's values of the fields named in `displaces`."""
-    return field(default=default, metadata=dict(help=help, choices=choices, low=low, high=high, above=above, displaces=displaces))
+    Given on the command line, it removes the preset's values of the fields in `displaces`."""
+    limits = dict(choices=choices, low=low, high=high, above=above)
+    return field(default=default, metadata=dict(help=help, displaces=displaces, **limits))
 
 
 @dataclass(kw_only=True)
-class RunConfig:
-    """The flags that every training script has."""
+class DeviceFlags:
+    """Where and in what precision to compute, and where data lies."""
+    device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
+                         choices=("auto", "cuda", "mps", "cpu"))
+    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda, float32 elsewhere",
+                        choices=("auto", "float32", "bfloat16"))
+    data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
+    workers: int = option(8, "processes that read a data set too large for memory", low=0)
+
+
+@dataclass(kw_only=True)
+class RunFlags(DeviceFlags):
+    """The flags of every training script."""
     out_dir: str | None = option(None, "where the run writes; default out/TASK-PRESET")
     resume: bool = option(False, "continue the run in out_dir from its checkpoint")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run", low=0)
-    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda, float32 elsewhere", choices=("auto", "float32", "bfloat16"))
     compile: bool | None = option(None, "torch.compile the model; auto is cuda only")
-    data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
-    workers: int = option(8, "processes that read pictures too many for memory", low=0)
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, 1000 steps of text", low=0)
     save_every: int = option(0, "steps between checkpoints; 0: at each evaluation", low=0)
 
 
+@dataclass(kw_only=True)
+class ModelFlags:
+    """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
+    arch: str | None = option(None, "a row of model.py's table; auto is crate, or the checkpoint's")
+    size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
+                              displaces=("width", "heads", "head_dim", "layers"))
+    width: int | None = option(None, "d", low=1)
+    heads: int | None = option(None, "K", low=1)
+    head_dim: int | None = option(None, "p; auto is width / heads", low=1)
+    layers: int | None = option(None, "L", low=1)
+    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
+    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1", low=0)
+    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
+    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
+
+
+def _flag_type(hint):
+    """(type, optional) of a field's annotation."""
+    if isinstance(hint, types.UnionType):
+        kinds = [t for t in typing.get_args(hint) if t is not type(None)]
+        return kinds[0], True
+    return hint, False
+
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
 def _convert(text, hint, name):
     """The text of a flag as its field's type."""
-    options = [t for t in typing.get_args(hint)] if isinstance(hint, types.UnionType) else [hint]
-    if type(None) in options:
-        options.remove(type(None))
-        if text.lower() in ("none", "auto"):
-            return None
-    kind = options[0]
+    kind, optional = _flag_type(hint)
+    if optional and text.lower() in ("none", "auto"):
+        return None
     if kind is bool:
-        words = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-        if text.lower() in words:
-            return words[text.lower()]
-        raise UserError(f"--{name}={text}: expected true or false")
+        if text.lower() not in _TRUE + _FALSE:
+            raise UserError(f"--{name}={text}: expected true or false")
+        return text.lower() in _TRUE
     try:
         value = kind(text)
     except ValueError:
-        raise UserError(f"--{name}={text}: expected {'a whole number' if kind is int else 'a number'}") from None
+        expected = "a whole number" if kind is int else "a number"
+        raise UserError(f"--{name}={text}: expected {expected}") from None
     if kind is float and not math.isfinite(value):
         raise UserError(f"--{name}={text}: expected a finite number")
     if kind is int and abs(value) >= 1 << 31:
@@ -143,108 +174,141 @@ def _convert(text, hint, name):
     return value
 
 
-def _check_range(value, spec, name):
-    m = spec.metadata
-    if value is None or not m:
+def not_one_of(word, words):
+    """"X is not one of a, b, c, did you mean b?"."""
+    words = [str(w) for w in words]
+    close = difflib.get_close_matches(str(word), words, 1)
+    hint = f", did you mean {close[0]}?" if close else ""
+    return f"{word} is not one of {', '.join(words)}{hint}"
+
+
+def _check_range(value, limits, name):
+    if value is None or not limits:
         return
-    if m["choices"] and value not in m["choices"]:
-        raise UserError(f"--{name}={value} is not one of {', '.join(map(str, m['choices']))}{nearest(value, map(str, m['choices']))}")
-    if m["low"] is not None and value < m["low"]:
-        raise UserError(f"--{name}={value} must be {m['low']} or more")
-    if m["high"] is not None and value > m["high"]:
-        raise UserError(f"--{name}={value} must be {m['high']} or less")
-    if m["above"] is not None and value <= m["above"]:
-        raise UserError(f"--{name}={value} must be more than {m['above']}")
+    if limits["choices"] and value not in limits["choices"]:
+        raise UserError(f"--{name}={not_one_of(value, limits['choices'])}")
+    if limits["low"] is not None and value < limits["low"]:
+        raise UserError(f"--{name}={value} must be {limits['low']} or more")
+    if limits["high"] is not None and value > limits["high"]:
+        raise UserError(f"--{name}={value} must be {limits['high']} or less")
+    if limits["above"] is not None and value <= limits["above"]:
+        raise UserError(f"--{name}={value} must be more than {limits['above']}")
 
 
-def parse(config_class, presets, argv, doc, default=None):
-    """[PRESET] [--name=value ...] as (config, preset name). Both --k=v and --k v work; a bare boolean is true.
-
-    Raises UserError for anything that is not a preset, a flag, or a value of the flag's type and range."""
-    fields = {f.name: f for f in dataclasses.fields(config_class)}
-    hints = typing.get_type_hints(config_class)
-    argv = list(argv)
-    if "--help" in argv or "-h" in argv:
-        named = argv[0] if argv[0] in presets else default
-        print(_help(fields, hints, presets, doc, default, presets.get(named, {})))
-        sys.exit(0)
-    preset = argv.pop(0) if argv and not argv[0].startswith("-") else default
-    if preset not in presets and not any(presets.values()):
-        raise UserError(f"{preset!r} is no flag (--name=value)")
-    if preset not in presets:
-        known = f"one of {', '.join(presets)}"
-        raise UserError(f"say which preset: {known}" if preset is None else f"preset {preset!r} is not {known}{nearest(preset, presets)}")
-    given = {}
+def _read_flags(argv, fields, hints):
+    """{name: value} of --name=value, --name value, and bare booleans."""
+    given, argv = {}, list(argv)
     while argv:
         word = argv.pop(0)
         if not word.startswith("--"):
-            raise UserError(f"{word!r} is neither the preset (which comes first) nor a flag (--name=value)")
+            raise UserError(f"unknown argument {word!r}: flags are --name=value")
         name, equals, text = word[2:].partition("=")
         if name not in fields:
-            raise UserError(f"no flag --{name}{nearest(name, fields)} (--help lists all)")
+            close = difflib.get_close_matches(name, fields, 1)
+            hint = f", did you mean --{close[0]}?" if close else ""
+            raise UserError(f"unknown flag --{name}{hint} (--help lists all)")
         if not equals:
-            if bool in (hints[name], *typing.get_args(hints[name])) and (not argv or argv[0].startswith("--")):
+            if _flag_type(hints[name])[0] is bool and (not argv or argv[0].startswith("--")):
                 text = "true"
             elif argv:
                 text = argv.pop(0)
             else:
                 raise UserError(f"--{name} needs a value")
         given[name] = _convert(text, hints[name], name)
+    return given
+
+
+def parse(config_class, presets, argv, doc, default=None):
+    """[PRESET] [--name=value ...] as (config, preset name).
+
+    Raises UserError for an unknown name, and for a value of the wrong type or out of range."""
+    fields = {f.name: f for f in dataclasses.fields(config_class)}
+    hints = typing.get_type_hints(config_class)
+    argv = list(argv)
+    if "--help" in argv or "-h" in argv:
+        print(_help(fields, hints, presets, doc, default, argv[0]))
+        sys.exit(0)
+    preset = default
+    if argv and not argv[0].startswith("-"):
+        preset = argv.pop(0)
+    if preset is None:
+        raise UserError(f"which preset? One of {', '.join(presets)}")
+    if preset not in presets:
+        what = "preset" if any(presets.values()) else "argument"
+        raise UserError(f"{what} {not_one_of(preset, presets)}")
+    given = _read_flags(argv, fields, hints)
     displaced = {other for name in given for other in fields[name].metadata["displaces"]}
     values = {k: v for k, v in presets[preset].items() if k not in displaced} | given
     for name, value in values.items():
-        _check_range(value, fields[name], name)
+        _check_range(value, fields[name].metadata, name)
     return config_class(**values), preset
 
 
-def _help(fields, hints, presets, doc, default, chosen):
-    lines = [doc.strip(), "", "presets:"] if any(presets.values()) else [doc.strip()]
-    for name, values in presets.items() if any(presets.values()) else ():
-        lines.append(f"  {name}{' (default)' if name == default else ''}: " + ", ".join(f"{k}={v}" for k, v in values.items()))
-    lines += ["", "flags, as the preset has them:" if chosen else "flags:"]
+def _help(fields, hints, presets, doc, default, first):
+    """The script's docstring, its presets, and a line for each flag with the preset's value."""
+    lines = [doc.strip(), ""]
+    if any(presets.values()):
+        lines.append("presets:")
+        for name, values in presets.items():
+            mark = " (default)" if name == default else ""
+            lines.append(f"  {name}{mark}: " + ", ".join(f"{k}={v}" for k, v in values.items()))
+        lines.append("")
+    chosen = presets.get(first if first in presets else default, {})
+    lines.append("flags, as the preset has them:" if chosen else "flags:")
     for name, f in fields.items():
-        kind = getattr(hints[name], "__name__", None) or str(hints[name])
-        kind = " | ".join(map(str, f.metadata["choices"])) if f.metadata.get("choices") else kind.replace("None", "auto")
+        kind, optional = _flag_type(hints[name])
+        kind = " | ".join(map(str, f.metadata["choices"] or [kind.__name__ + " | auto" * optional]))
         value = chosen.get(name, f.default)
         shown = "auto" if value is None else str(value).replace(str(ROOT) + os.sep, "")
-        lines.append(f"  --{name}={shown}  ({kind})  {f.metadata.get('help', '')}")
+        lines.append(f"  --{name}={shown}  ({kind})  {f.metadata['help']}")
     return "\n".join(lines)
 
 
 def parse_command(commands, argv, doc):
-    """SUBCOMMAND [--name=value ...] as (subcommand, its config); `commands` maps names to config dataclasses."""
+    """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
     if not argv or argv[0] in ("--help", "-h"):
-        print(doc.strip() + "\n\nsubcommands: " + ", ".join(commands) + " (SUBCOMMAND --help lists its flags)")
+        print(f"{doc.strip()}\n\nsubcommands: {', '.join(commands)} (each has its own --help)")
         sys.exit(0 if argv else 2)
     if argv[0] not in commands:
-        raise UserError(f"subcommand {argv[0]!r} is not one of {', '.join(commands)}{nearest(argv[0], commands)}")
+        raise UserError(f"subcommand {not_one_of(argv[0], commands)}")
     config_class = commands[argv[0]]
-    return argv[0], parse(config_class, {argv[0]: {}}, argv, config_class.__doc__)[0]
+    config, _ = parse(config_class, {argv[0]: {}}, argv, config_class.__doc__)
+    return argv[0], config
 
 
-def sub_config(cls, config, **fields):
-    """The `fields` plus every field of `cls` that `config` also has and sets: how flags reach a model's config."""
-    shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(cls) if hasattr(config, f.name)}
+def needed(value, flag):
+    """The value of a flag that has no default."""
+    if value is None:
+        raise UserError(f"--{flag} is needed")
+    return value
+
+
+def set_fields(cls, config, **fields):
+    """`fields`, and every field of `cls` that `config` sets: how flags reach a model."""
+    shared = {f.name: getattr(config, f.name, None) for f in dataclasses.fields(cls)}
     return {k: v for k, v in shared.items() if v is not None} | fields
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # Processes, devices, randomness
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 class Processes:
-    """This process among those of torchrun (rank, world, device), and the few collectives that the scripts need."""
+    """This process among those of torchrun (rank, world, device), and the collectives."""
 
     def __init__(self, device="auto"):
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0))
-        available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+        available = dict(cuda=torch.cuda.is_available(),
+                         mps=torch.backends.mps.is_available(), cpu=True)
         if device == "auto":
             device = next(name for name, there in available.items() if there)
-        elif not available[device]:
+        if not available[device]:
             raise UserError(f"--device={device}: this machine has none")
         if device == "cuda" and local >= torch.cuda.device_count():
-            raise UserError(f"--nproc_per_node is more than the {torch.cuda.device_count()} GPUs of this machine")
+            gpus = torch.cuda.device_count()
+            raise UserError(f"--nproc_per_node is more than the {gpus} GPUs of this machine")
         self.device = torch.device(device, local) if device == "cuda" else torch.device(device)
         if device == "cpu":
             keep_freed_memory()
@@ -254,15 +318,21 @@ class Processes:
         self.control = None
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1:
-            if not dist.is_initialized():
-                store, rank, world = next(dist.rendezvous("env://"))
-                dist.init_process_group("nccl" if device == "cuda" else "gloo", store=own_store(store, rank, world), rank=rank, world_size=world)
-            # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
-            self.control = dist.new_group(backend="gloo") if device == "cuda" else dist.group.WORLD
-            self.restarts = self.largest(self.restarts)                  # each agent of torchrun counts its own
+            self._join()
+            self.restarts = self.largest(self.restarts)     # each agent of torchrun counts its own
+
+    def _join(self):
+        cuda = self.device.type == "cuda"
+        if not dist.is_initialized():
+            store, rank, world = next(dist.rendezvous("env://"))
+            store = _fresh_store(store, rank, world)
+            backend = "nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
+        self.control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
 
     def rows(self, n):
-        """This process's slice of n rows. Raises UserError if the processes cannot share them equally."""
+        """This process's slice of n rows; UserError if they do not divide."""
         if n % self.world:
             raise UserError(f"{n} samples do not divide among {self.world} processes")
         return slice(self.rank * n // self.world, (self.rank + 1) * n // self.world)
@@ -281,45 +351,42 @@ class Processes:
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
         return int(flag)
 
-    def share(self, value):
-        """Rank 0's value on every process."""
-        if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0, group=self.control)
-        return box[0]
-
     def main_only(self, function):
-        """function() on rank 0, its result (or its UserError) on every process."""
-        result = error = None
+        """function() on rank 0; its result, or its UserError, on every process."""
+        outcome = [None, None]
         if self.rank == 0:
             try:
-                result = function()
-            except UserError as e:
-                error = str(e)
-        result, error = self.share((result, error))
+                outcome[0] = function()
+            except UserError as error:
+                outcome[1] = str(error)
+        if self.world > 1:
+            dist.broadcast_object_list(outcome, 0, group=self.control)
+        result, error = outcome
         if error is not None:
             raise UserError(error)
         return result
 
     def wrap(self, model, **options):
-        """The model under DistributedDataParallel if there are several processes, itself otherwise."""
+        """The model, under DistributedDataParallel if there are several processes."""
         if self.world == 1:
             return model
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        return torch.nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True, **options)
+        if self.device.type == "cuda":
+            options["device_ids"] = [self.device.index]
+        ddp = torch.nn.parallel.DistributedDataParallel
+        return ddp(model, gradient_as_bucket_view=True, **options)
 
     def autocast(self, dtype):
         """The autocast context of --dtype."""
-        on = dtype == "bfloat16" or (dtype == "auto" and self.device.type == "cuda")
-        return torch.autocast(self.device.type, torch.bfloat16) if on else contextlib.nullcontext()
+        if dtype == "bfloat16" or (dtype == "auto" and self.device.type == "cuda"):
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
 
 
-def own_store(store, rank, world):
+def _fresh_store(store, rank, world):
     """The part of torchrun's store that belongs to this start of the processes.
 
-    The store outlives a restart, and what the processes before left in it are addresses of the dead. So each process
-    writes a random word, and all go on when all have read the same words, which then name the part."""
+    The store outlives a restart and keeps the stale addresses of previous workers. So each writes a
+    random word, and all go on once all have read the same words, which then name the part."""
     store.set(f"word/{rank}", os.urandom(8).hex())
     while True:
         words = b"".join(store.multi_get([f"word/{i}" for i in range(world)]))
@@ -330,17 +397,18 @@ def own_store(store, rank, world):
 
 
 def keep_freed_memory():
-    """Tells glibc to keep what is freed. By default each large tensor's memory goes back to the kernel and comes again page by
-    page, zeroed: that costs a CPU training step 5 to 10 %, and several times its duration on some virtual machines."""
-    with contextlib.suppress(OSError, AttributeError):                   # another C library
+    """Tells glibc to keep freed memory. By default the pages of each large tensor go back to the
+    kernel and come again zeroed: 5 to 10 % of a CPU step, more on some virtual machines."""
+    with contextlib.suppress(OSError, AttributeError):      # another C library
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25)                     # M_MMAP_THRESHOLD; some versions allow 32 MB only
-        mallopt(-1, (1 << 31) - 1)                                       # M_TRIM_THRESHOLD
+        mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25)    # M_MMAP_THRESHOLD; some allow 32 MB only
+        mallopt(-1, (1 << 31) - 1)                      # M_TRIM_THRESHOLD
 
 
 def derive_seed(*purpose):
-    """A 63-bit seed that is a function of (seed, step, purpose, ...) alone: no generator's state has to be saved."""
-    return int.from_bytes(hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest(), "big") >> 1
+    """A 63-bit seed, a function of (seed, step, purpose, ...): no state has to be saved."""
+    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def accumulating(model, last):
@@ -348,8 +416,21 @@ def accumulating(model, last):
     return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
 
 
+def wants_compile(config, device):
+    """--compile, by default on for cuda only: on a CPU Inductor takes long and gains little."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
+def device_name(device):
+    """For the reader of a log."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
 # Dense bf16 FLOP/s of the data sheets, without sparsity
-_PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12, "4090": 165e12, "3090": 71e12, "V100": 125e12}
+_PEAK = dict(H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12, V100=125e12)
+_PEAK |= {"4090": 165e12, "3090": 71e12}
 
 
 def peak_flops(device):
@@ -360,18 +441,25 @@ def peak_flops(device):
     return next((peak for key, peak in _PEAK.items() if key in name), None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def count(model):
+    """The number of parameters."""
+    return sum(p.numel() for p in model.parameters())
+
+
+# -------------------------------------------------------------------------------------------------
 # Schedules and optimizers
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
-    """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most), then half a cosine to `final`."""
+    """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
+    then half a cosine to `final`."""
     if total > 100_000_000:
-        raise UserError(f"{total:.3g} steps are more than a run can have (100 million): fewer epochs or steps")
+        raise UserError(f"{total:.3g} steps are more than a run can have (100 million)")
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
-    return [base * (i + 1) / warmup if i < warmup else final + (base - final) * 0.5 * (1 + math.cos(math.pi * (i - warmup) / down))
-            for i in range(total)]
+    rise = [base * (i + 1) / warmup for i in range(warmup)]
+    fall = [0.5 * (1 + math.cos(math.pi * i / down)) for i in range(total - warmup)]
+    return rise + [final + (base - final) * share for share in fall]
 
 
 class Lion(torch.optim.Optimizer):
@@ -409,11 +497,12 @@ _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 
 
 def make_optimizer(model, name, lr, weight_decay, betas):
-    """lion or adamw over the trainable parameters; vectors, positions and special tokens are not decayed (the field's habit)."""
+    """lion or adamw. Vectors, positions and special tokens are not decayed."""
     decayed, rest = [], []
     for key, p in model.named_parameters():
         if p.requires_grad:
-            (decayed if p.ndim >= 2 and key.rsplit(".", 1)[-1] not in _NEVER_DECAYED else rest).append(p)
+            matrix = p.ndim >= 2 and key.rsplit(".", 1)[-1] not in _NEVER_DECAYED
+            (decayed if matrix else rest).append(p)
     groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
     groups = [g for g in groups if g["params"]]
     if name == "lion":
@@ -429,222 +518,62 @@ def set_lr(optimizer, lr):
 
 @torch.no_grad()
 def ema_update(average, model, momentum):
-    """average = momentum average + (1 - momentum) model, parameter by parameter; buffers are copied."""
+    """average = momentum average + (1 - momentum) model; buffers are copied."""
     torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - momentum)
     for a, b in zip(average.buffers(), model.buffers()):
         a.copy_(b)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: a torch file whose zip comment is the SHA-256 of everything before it
-# ---------------------------------------------------------------------------------------------------------------------
-
-FORMAT = "crate-1"
-_SEAL = b"sha256:"
-_FIELDS = dict(task=str, model=dict, model_config=dict, data_meta=dict, run_config=dict, step=int, optimizer=dict, extra=dict)
-
-
-def _digest(f, length):
-    f.seek(0)
-    sha = hashlib.sha256()
-    while length > 0:
-        block = f.read(min(length, 1 << 22))
-        if not block:
-            break
-        sha.update(block)
-        length -= len(block)
-    return sha.hexdigest().encode()
-
-
-def write_sealed(path, content):
-    """torch.save(content) so that `path` is at every moment the old file or the new one, whole.
-
-    Written to path.tmp, sealed, fsynced, renamed. The seal is the comment of the zip file that torch.save writes, so
-    torch.load reads the file as any other."""
-    path = Path(path)
-    tmp = path.with_name(path.name + ".tmp")
-    try:
-        with open(tmp, "w+b") as f:
-            torch.save(content, f)
-            length = f.seek(0, os.SEEK_END) - 2                          # the last two bytes are the comment's length, 0
-            comment = _SEAL + _digest(f, length)
-            f.seek(length)
-            f.write(len(comment).to_bytes(2, "little") + comment)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
-    except (OSError, RuntimeError) as error:                             # torch.save reports a full disk as a RuntimeError
-        with contextlib.suppress(OSError):
-            tmp.unlink()
-        raise UserError(f"cannot write {path}: {getattr(error, 'strerror', None) or str(error).splitlines()[0]}") from None
-    with contextlib.suppress(OSError):                                   # the rename itself survives a power cut
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
-
-
-def save_checkpoint(path, content, keep_previous=True):
-    """write_sealed, with the file that was there kept as NAME.prev.pt until the next save."""
-    path = Path(path)
-    if keep_previous and path.exists():
-        spare = path.with_name(path.name + ".link")
-        with contextlib.suppress(OSError):                               # without hard links the old file is kept until the rename
-            spare.unlink(missing_ok=True)
-            os.link(path, spare)
-            os.replace(spare, path.with_suffix(".prev.pt"))
-    write_sealed(path, dict(format=FORMAT) | content)
-
-
-def read_torch(path):
-    """The content of a torch file, loaded with weights_only=True and its seal checked if it has one, and whether it had.
-
-    Raises UserError, one line, for a file that is missing, torn, altered, or would run code."""
-    path = Path(path)
-    try:
-        with open(path, "rb") as f:
-            size = f.seek(0, os.SEEK_END)
-            seal = (len(_SEAL) + 64).to_bytes(2, "little") + _SEAL       # as written: the comment's length, then the comment
-            length = max(size - len(seal) - 64, 0)
-            f.seek(length)
-            comment = f.read()
-            sealed = comment.startswith(seal)
-            if sealed and _digest(f, length) != comment[len(seal):]:
-                raise UserError(f"{path} is damaged: its checksum does not match")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")                              # torch's, of pickles that it then refuses
-            return torch.load(path, map_location="cpu", weights_only=True), sealed
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UserError:
-        raise
-    except Exception as error:      # what torch.load raises for a foreign or torn file depends on where it is torn
-        reason = "it holds objects other than tensors, which could run code" if "Unsupported global" in str(error) else "it is torn, or no torch file"
-        raise UserError(f"cannot read {path}: {reason}") from None
-
-
-def load_checkpoint(path, task=None):
-    """A checkpoint of this project, whole and of the given task, or UserError."""
-    content, sealed = read_torch(path)
-    if not isinstance(content, dict) or "format" not in content:
-        raise UserError(f"{path} is no checkpoint of this project")
-    return check_checkpoint(path, content, sealed, task)
-
-
-def check_checkpoint(path, content, sealed, task=None):
-    """The content if it is a checkpoint of this format, sealed and of the given task; UserError otherwise."""
-    if content["format"] != FORMAT:
-        raise UserError(f"{path} has format {content['format']!r}; this version reads {FORMAT}")
-    if not sealed:
-        raise UserError(f"{path} is damaged: its checksum is missing")
-    for name, kind in _FIELDS.items():
-        if not isinstance(content.get(name), kind):
-            raise UserError(f"{path} is damaged: no {name} in it")
-    if task is not None and content["task"] != task:
-        raise UserError(f"{path} is a checkpoint of task {content['task']}, not {task}")
-    return content
-
-
-def load_into(module, state, path, what="model"):
-    """module.load_state_dict(state), with a UserError that names the first tensor that does not fit."""
-    own = module.state_dict()
-    for name in [*own, *state]:
-        if name not in state:
-            raise UserError(f"{path} does not fit this {what}: {name} is missing in it")
-        if name not in own:
-            raise UserError(f"{path} does not fit this {what}: {name} has no place here")
-        if state[name].shape != own[name].shape:
-            raise UserError(f"{path} does not fit this {what}: {name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here")
-    module.load_state_dict(state)
-
-
-def load_encoder(path, heads=None):
-    """(config, encoder state dict, data_meta) of any image checkpoint: ours (`encoder.*`), or a published classifier or CRATE-MAE.
-
-    The config is a MAEConfig where a masked autoencoder was trained, otherwise an ImageConfig. data_meta of a published one is {}."""
-    content, sealed = read_torch(path)
-    if isinstance(content, dict) and "format" in content:
-        content = check_checkpoint(path, content, sealed)
-        state = {k.removeprefix("encoder."): v for k, v in content["model"].items() if k.startswith("encoder.")}
-        if not state:
-            raise UserError(f"{path} has no image encoder: it is a checkpoint of task {content['task']}")
-        cls = MAEConfig if content["task"] == "mae" else ImageConfig
-        return make_config(cls, {k: v for k, v in content["model_config"].items() if k in cls.__dataclass_fields__}), state, content["data_meta"]
-    try:
-        masked = any(name.startswith("decoder_blocks.") for name in official_tensors(content))
-        model = (MaskedAutoencoder if masked else ImageClassifier).from_official(content, heads=heads)
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from None
-    return model.config, model.encoder.state_dict(), {}
-
-
-def load_resized(encoder, config, state, path):
-    """Fills `encoder` from the state of one with `config`, learned positions interpolated to the encoder's own image size."""
-    side = encoder.config.image_size // encoder.config.patch_size
-    if encoder.config.image_size != config.image_size:
-        with torch.no_grad():
-            theirs = ImageEncoder(config)
-            load_into(theirs, state, path, "encoder")
-            state = state | dict(positions=theirs.position_table(side, side) if config.positions == "learned" else encoder.positions)
-    load_into(encoder, state, path, "encoder")
-
-
-# What the published image models were trained on, RGB in [0, 1]
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
-def load_classifier(path, heads=None):
-    """(model in evaluation mode, data_meta) of a classifier's checkpoint, ours or a published one (data_meta is then empty)."""
-    content, sealed = read_torch(path)
-    if isinstance(content, dict) and "format" in content:
-        content = check_checkpoint(path, content, sealed, "vit")
-        model = ImageClassifier(make_config(ImageConfig, content["model_config"]))
-        load_into(model, content["model"], path)
-        return model.eval(), content["data_meta"]
-    try:
-        return ImageClassifier.from_official(content, heads=heads), {}
-    except ConfigError as error:
-        raise UserError(f"{path}: {error}") from None
-
-
-def load_language_model(path):
-    """(model in evaluation mode, the checkpoint's content) of a language model."""
-    content = load_checkpoint(path, "gpt")
-    model = LanguageModel(make_config(TextConfig, content["model_config"]))
-    load_into(model, content["model"], path)
-    return model.eval(), content
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# A run: its directory, checkpoints, metrics and signals
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# A run: its directory, steps, metrics and signals
+# -------------------------------------------------------------------------------------------------
 
 class Run:
-    """One training run in one directory. Only rank 0 writes; every method is called by all processes.
+    """One training run in one directory. All processes call every method, rank 0 writes.
 
-    out_dir/config.json, metrics.jsonl (one object a line), ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt."""
+    out_dir holds config.json, metrics.jsonl (one object a line), and what checkpoint.py writes:
+    ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt."""
 
     def __init__(self, config, task, preset, processes):
         self.config, self.task, self.preset, self.processes = config, task, preset, processes
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{preset}")
-        self.step = self.start = 0
-        self.best, self.best_name = None, ""
-        self.resumed = processes.main_only(self._open)
-        self.signal = 0
+        self.is_main = processes.rank == 0
+        self.step = 0                       # steps done
+        self.best = self.best_before = None
+        self.best_name = ""
+        self.signal = 0                     # received by this process
+        self.stopping = 0                   # received by any, as all of them know
         self.bar = None
-        self._lost = set()
+        self._unwritable = set()
+        self.resuming = processes.main_only(self._open)
 
-    @property
-    def is_main(self):
-        """Whether this process writes."""
-        return self.processes.rank == 0
+    # ---- the directory
 
     def _open(self):
-        """Locks the directory and decides: the checkpoint's content to resume from, or None for a fresh start."""
-        c = self.config
+        """Locks the directory and returns whether to resume in it; if not, empties it."""
+        c, restarted = self.config, self.processes.restarts > 0
         if c.resume and c.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        if c.resume and not self.dir.exists() and not self.processes.restarts:
-            raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
+        nothing = UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
+        if c.resume and not self.dir.exists() and not restarted:
+            raise nothing
+        self._lock_directory()
+        there = [p for p in self.dir.iterdir() if p.name != ".lock"]
+        checkpoints = any(p.name in ("ckpt.pt", "ckpt.prev.pt") for p in there)
+        if (c.resume or restarted) and checkpoints:
+            return True
+        if c.resume and not restarted:
+            raise nothing
+        if there and not c.overwrite and not restarted:
+            resume = "--resume continues it" if checkpoints else "it has no checkpoint yet"
+            raise UserError(f"{self.dir} is not empty: {resume}, --overwrite deletes it, "
+                            "--out_dir goes elsewhere")
+        for p in there:
+            if p.is_file() and p.suffix in (".pt", ".jsonl", ".json", ".png", ".tmp", ".link"):
+                p.unlink()
+        return False
+
+    def _lock_directory(self):
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.dir / ".lock", "a+")
@@ -654,62 +583,41 @@ class Run:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise UserError(f"another run is writing to {self.dir}: wait for it, or choose another --out_dir") from None
-        restarted = self.processes.restarts > 0
-        there = [p for p in self.dir.iterdir() if p.name != ".lock"]
-        checkpoints = [p for p in (self.dir / "ckpt.pt", self.dir / "ckpt.prev.pt") if p.exists()]
-        if (c.resume or restarted) and checkpoints:
-            return self._newest_whole(checkpoints)
-        if c.resume and not restarted:
-            raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
-        if there and not c.overwrite and not restarted:
-            ways = "--resume continues it" if checkpoints else "it has no checkpoint yet"
-            raise UserError(f"{self.dir} is not empty: {ways}, --overwrite deletes it, --out_dir goes elsewhere")
-        for p in there:
-            if p.is_file() and (p.suffix in (".pt", ".jsonl", ".json", ".png", ".tmp", ".link")):
-                p.unlink()
-        return None
+                raise UserError(f"another run is writing to {self.dir}: wait for it, or choose "
+                                "another --out_dir") from None
 
-    def _newest_whole(self, paths):
-        problems = []
-        for path in paths:
-            try:
-                content = load_checkpoint(path, self.task)
-            except UserError as error:
-                problems.append(str(error))
-                continue
-            if problems:
-                print(f"warning: {problems[0]}; continuing from {path.name} at step {content['step']}", file=sys.stderr, flush=True)
-            return content
-        raise UserError(f"{problems[0]}, and no whole checkpoint before it" if len(problems) > 1 else problems[0])
+    def begin(self, total, eval_every, unit, per_step, flops=None):
+        """Starts clock, bar and metrics; a checkpoint may have set `step` and `best` before.
 
-    def begin(self, total, unit, per_step, flops=None):
-        """Starts the clock, the bar and the metrics. unit: "images" or "tokens", per_step of them a step, `flops` each."""
+        unit: "images" or "tokens"; per_step of them a step; `flops` each, for MFU."""
         self.total, self.unit, self.per_step, self.flops = total, unit, per_step, flops
+        self.eval_every = self.config.eval_every or eval_every
+        self.save_every = self.config.save_every or self.eval_every
         self.rate_name = f"{'tokens' if unit == 'tokens' else 'examples'}_per_s"
-        if self.resumed is not None:
-            self.start = self.step = self.resumed["step"]
-            self.best = self.resumed["best"]
-            if self.start < total:
-                self.say(f"going on after step {self.start}")
+        self.start = self.saved_step = self.step
+        if 0 < self.start < total:
+            self.say(f"resuming after step {self.start}")
         self.processes.main_only(self._start_files)
         if self.is_main:
-            terminal = sys.stderr.isatty() and self.total > self.start
-            self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True, disable=not terminal)
+            terminal = sys.stderr.isatty() and total > self.start
+            self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
+                            disable=not terminal)
         for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):                        # not in the main thread: a test's business
+            with contextlib.suppress(ValueError):           # not in the main thread
                 signal.signal(number, self._on_signal)
         self.began = self.lap = time.perf_counter()
         self.timed, self.timed_steps, self.lap_steps, self.first_step_s = 0.0, 0, 0, None
         self.loss_sum, self.loss_n, self.bad_step = 0.0, 0, None
 
     def _start_files(self):
+        flags = dict(task=self.task, preset=self.preset) | vars(self.config)
         try:
-            (self.dir / "config.json").write_text(json.dumps(dict(task=self.task, preset=self.preset) | vars(self.config), indent=1) + "\n")
+            (self.dir / "config.json").write_text(json.dumps(flags, indent=1) + "\n")
             self._truncate_metrics()
             self.metrics = open(self.dir / "metrics.jsonl", "a", buffering=1)
         except OSError as error:
-            raise UserError(f"cannot write {error.filename or self.dir}: {error.strerror}") from None
+            path = error.filename or self.dir
+            raise UserError(f"cannot write {path}: {error.strerror}") from None
 
     def _truncate_metrics(self):
         """Drops what a resumed run will write again: every line after the checkpoint's step."""
@@ -718,75 +626,122 @@ class Run:
             return
         kept = []
         for line in path.read_bytes().splitlines():
-            with contextlib.suppress(ValueError, TypeError, AttributeError):     # a line torn by a kill, or garbage
-                if json.loads(line).get("step", math.inf) <= self.start and "event" not in json.loads(line):
+            with contextlib.suppress(ValueError, TypeError, AttributeError):    # torn by a kill
+                entry = json.loads(line)
+                if entry.get("step", math.inf) <= self.start and "event" not in entry:
                     kept.append(line + b"\n")
         tmp.write_bytes(b"".join(kept))
         os.replace(tmp, path)
 
-    def _on_signal(self, number, frame):
-        if self.signal:                                                  # the second one does not wait for a checkpoint
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.signal = number
+    # ---- steps
 
-    def should_stop(self):
-        """Whether any process has been asked to stop. Asked once a step."""
-        self.signal = self.processes.largest(int(self.signal))
-        return self.signal != 0
+    def steps(self, model):
+        """The numbers of the steps to come. Before each one: training mode, and a seed for dropout
+        and drop path that is a function of (seed, step, rank)."""
+        seed, rank = self.config.seed, self.processes.rank
+        while self.step < self.total:
+            torch.manual_seed(derive_seed(seed, self.step, "dropout", rank))
+            model.train()
+            yield self.step
 
-    def stepped(self, loss, lr, **values):
-        """After each optimizer step: counts it, and every log_every steps writes a line. `loss` stays on the device until then."""
+    def log_step(self, loss, lr, **values):
+        """Counts an optimizer step, and every log_every steps writes a line. `loss` and `values`
+        may be tensors; they stay on the device until then."""
         self.step += 1
         loss = loss.detach()
         bad = torch.where(torch.isfinite(loss), math.inf, float(self.step))
         self.bad_step = bad if self.bad_step is None else torch.minimum(self.bad_step, bad)
-        self.loss_sum, self.loss_n, self.lap_steps = self.loss_sum + loss, self.loss_n + 1, self.lap_steps + 1
-        if self.first_step_s is None:
+        self.loss_sum, self.loss_n = self.loss_sum + loss, self.loss_n + 1
+        self.lap_steps += 1
+        if self.first_step_s is None:                       # compilation and warm-up: timed apart
             loss.item()
             now = time.perf_counter()
             self.first_step_s, self.lap, self.lap_steps = now - self.lap, now, 0
         if self.bar is not None:
             self.bar.update(1)
-        if self.step % self.config.log_every == 0 or self.step == self.total:
-            mean = float(self._check_finite())
-            rate = self._lap()
-            line = dict(step=self.step, split="train", loss=mean, lr=lr, **{self.rate_name: rate}, **values)
+        if self.logs(self.step):
+            mean, rate = self.mean_loss(), self._lap()
             mfu = self.mfu(rate)
+            line = dict(step=self.step, split="train", loss=mean, lr=lr)
+            line |= {self.rate_name: rate} | values
             self.write(line if mfu is None else line | dict(mfu=mfu))
-            self.show(loss=mean, lr=lr, rate=rate, mfu=mfu)
+            self._show(mean, lr, rate, mfu)
+
+    def logs(self, step):
+        """Whether a line is written after this many steps."""
+        return step % self.config.log_every == 0 or step == self.total
+
+    def evaluates(self):
+        """Whether an evaluation is due after the step just logged."""
+        return self.step % self.eval_every == 0 or self.step == self.total
+
+    def end_step(self, save):
+        """Saves if it is time, and leaves, with a checkpoint, if a signal asked for that."""
+        self.stopping = self.processes.largest(int(self.signal))
+        if self.stopping and self.step < self.total:
+            save()
+            self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
+            self.close()
+            raise Stopped(self.stopping)
+        if self.step % self.save_every == 0 and self.saved_step != self.step:
+            save()
+
+    def _on_signal(self, number, frame):
+        if self.signal:                                     # the second one does not wait
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.signal = number
+
+    def mean_loss(self):
+        """The mean loss since it was last asked for, over all processes; None without a step.
+
+        Raises Diverged if one was not finite."""
+        if not self.loss_n:
+            return None
+        mean, bad = (self.loss_sum / self.loss_n).float(), self.bad_step.clone()
+        if self.processes.world > 1:
+            mean = self.processes.sum(mean) / self.processes.world
+            dist.all_reduce(bad, dist.ReduceOp.MIN)
+        mean, bad = torch.stack([mean, bad]).tolist()
+        self.loss_sum, self.loss_n = 0.0, 0
+        if bad < math.inf:
+            last, kept = self.dir / "ckpt.pt", "no checkpoint was written yet"
+            if last.exists():
+                kept = f"the last good checkpoint is {last}"
+            self.close()
+            raise Diverged(f"the loss is not finite at step {int(bad)}; {kept}")
+        return mean
+
+    # ---- clock
 
     def _lap(self):
-        """Images or tokens a second since the last lap, and the sum for the run."""
+        """Images or tokens a second since the last lap; adds to the run's sum."""
         now = time.perf_counter()
         seconds, steps = now - self.lap, self.lap_steps
         self.timed, self.timed_steps = self.timed + seconds, self.timed_steps + steps
         self.lap, self.lap_steps = now, 0
         return self.per_step * steps / seconds if steps else 0.0
 
+    @contextlib.contextmanager
+    def untimed(self):
+        """Around evaluation and saving: their seconds do not count in the training rate."""
+        if self.lap_steps:
+            self._lap()
+        try:
+            yield
+        finally:
+            self.lap, self.lap_steps = time.perf_counter(), 0
+
     def mfu(self, rate):
-        """The share of the GPUs' bf16 peak that goes into the FLOPs the mathematics needs; None where the peak is unknown."""
+        """The share of the GPUs' bf16 peak that the mathematics needs; None where unknown."""
         peak = peak_flops(self.processes.device)
-        return None if not peak or not self.flops else rate * self.flops / (peak * self.processes.world)
+        if not peak or not self.flops:
+            return None
+        return rate * self.flops / (peak * self.processes.world)
 
-    def _check_finite(self):
-        """The mean loss since the last line, over all processes; raises Diverged if any was not finite."""
-        total = torch.stack([torch.as_tensor(self.loss_sum / max(self.loss_n, 1)).float(), self.bad_step.float()])
-        if self.processes.world > 1:
-            lowest = total[1:].clone()
-            dist.all_reduce(total)
-            dist.all_reduce(lowest, dist.ReduceOp.MIN)
-            total = torch.cat([total[:1] / self.processes.world, lowest])
-        mean, bad = total.tolist()
-        self.loss_sum, self.loss_n = 0.0, 0
-        if bad < math.inf:
-            last = self.dir / "ckpt.pt"
-            kept = f"the last good checkpoint is {last}" if last.exists() else "no checkpoint was written yet"
-            self.close()
-            raise Diverged(f"the loss is not finite at step {int(bad)}; {kept}")
-        return mean
+    # ---- output
 
-    def show(self, loss, lr, rate, mfu=None):
+    def _show(self, loss, lr, rate, mfu):
         """The bar's postfix on a terminal, a plain line elsewhere."""
         if not self.is_main:
             return
@@ -794,88 +749,71 @@ class Run:
         if not self.bar.disable:
             self.bar.set_postfix_str(text)
             return
-        left = f", {(self.total - self.step) * self.per_step / rate:,.0f} s left" if rate else ""
+        seconds = (self.total - self.step) * self.per_step / rate if rate else 0
+        left = f", {seconds:,.0f} s left" if rate else ""
         print(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}{left}", flush=True)
 
     def say(self, text):
         """A line for the reader, from rank 0, that does not tear the bar."""
-        if self.is_main:
-            tqdm.write(text) if self.bar is not None and not self.bar.disable else print(text, flush=True)
+        if not self.is_main:
+            return
+        if self.bar is not None and not self.bar.disable:
+            tqdm.write(text)
+        else:
+            print(text, flush=True)
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
-        if self.is_main:
-            clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            with self.optional("metrics.jsonl"):
-                self.metrics.write(json.dumps(clean) + "\n")
+        if not self.is_main:
+            return
+        bad = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
+        with self.optional("metrics.jsonl"):
+            self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
 
     @contextlib.contextmanager
     def optional(self, name):
-        """Around the writing of a file that a run can do without: if the disk is full, it says so once and goes on."""
+        """Around writing a file that a run can do without: a full disk is one warning."""
         try:
             yield
         except OSError as error:
-            if name not in self._lost:
-                self.say(f"warning: cannot write {self.dir / name}: {error.strerror}; the run goes on without")
-            self._lost.add(name)
+            if name not in self._unwritable:
+                path = self.dir / name
+                self.say(f"warning: cannot write {path}: {error.strerror}; the run goes on without")
+            self._unwritable.add(name)
 
-    def evaluated(self, better=max, key="acc", value=None, **values):
-        """Records a validation; returns whether `key` (or `value`, if given) is the best so far, by `better`."""
-        self.write(dict(step=self.step, split="val", **values))
-        self.say(f"step {self.step}: validation " + ", ".join(f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items() if not isinstance(v, str)))
+    def evaluated(self, better=max, key="acc", value=None, **scores):
+        """Records a validation; returns whether `key` (or `value`, if given) is the best so far."""
+        self.write(dict(step=self.step, split="val", **scores))
+        shown = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in scores.items()}
+        shown = [f"{k} {v}" for k, v in shown.items() if not isinstance(scores[k], str)]
+        self.say(f"step {self.step}: validation " + ", ".join(shown))
         self.best_name = key if value is None else f"{key} on the windows of --eval_windows"
-        value = values[key] if value is None else value
-        improved = math.isfinite(value) and (self.best is None or (better(value, self.best) == value and value != self.best))
+        value = scores[key] if value is None else value
+        improved = self.best is None or better(value, self.best) == value != self.best
+        improved = improved and math.isfinite(value)
         if improved:
             self.best, self.best_before = value, self.best
         return improved
-
-    @contextlib.contextmanager
-    def untimed(self):
-        """Around evaluation and saving: their seconds do not count in the training rate."""
-        if self.lap_steps:
-            self._lap()
-        yield
-        self.lap, self.lap_steps = time.perf_counter(), 0
-
-    def save(self, content, best=False, last=False):
-        """Writes ckpt.pt (and best.pt). `content`: model, model_config, data_meta, optimizer, extra.
-
-        A failed write keeps the previous checkpoint; it is a warning in mid-run, an error where it was the last chance."""
-        self._check_finite() if self.loss_n else None
-        full = dict(task=self.task, step=self.step, best=self.best, run_config=dict(preset=self.preset) | vars(self.config)) | content
-
-        def write():
-            if best:                                                     # first: a run killed between the two evaluates this step again
-                save_checkpoint(self.dir / "best.pt", full | dict(optimizer={}), keep_previous=False)
-            save_checkpoint(self.dir / "ckpt.pt", full)
-        try:
-            self.processes.main_only(write)
-        except UserError as error:
-            if best:                                                     # best.pt is still the one before
-                self.best = self.best_before
-            if last:
-                raise
-            self.say(f"warning: {error}; the run goes on and keeps the checkpoint before")
-
-    def interrupted(self):
-        """After the checkpoint that a signal asked for: says so and leaves with the signal's status."""
-        self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
-        self.close()
-        raise Stopped(self.signal)
 
     def done(self, **values):
         """The last line of metrics.jsonl and of the terminal; returns it."""
         if self.lap_steps:
             self._lap()
         rate = self.per_step * self.timed_steps / self.timed if self.timed_steps else None
-        line = dict(event="done", step=self.step, seconds=round(time.perf_counter() - self.began, 3),
-                    first_step_s=self.first_step_s and round(self.first_step_s, 3), **{self.rate_name: rate}, best=self.best, **values)
+        seconds = round(time.perf_counter() - self.began, 3)
+        first = self.first_step_s and round(self.first_step_s, 3)
+        line = dict(event="done", step=self.step, seconds=seconds, first_step_s=first,
+                    **{self.rate_name: rate}, best=self.best, **values)
         self.write(line)
-        mfu = self.mfu(rate) if rate else None
-        self.say(f"done: {self.step} steps" + (f" in {line['seconds']:.0f} s" if self.first_step_s else ", nothing left to do")
-                 + (f", first step {self.first_step_s:.1f} s, then {rate:,.0f} {self.unit}/s" if rate else "") + (f" (mfu {mfu:.1%})" if mfu else "")
-                 + (f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}" if self.best is not None else "") + f"; written to {self.dir}")
+        text = f"done: {self.step} steps"
+        text += f" in {seconds:.0f} s" if first else ", nothing left to do"
+        if rate:
+            mfu = self.mfu(rate)
+            text += f", first step {first:.1f} s, then {rate:,.0f} {self.unit}/s"
+            text += f" (mfu {mfu:.1%})" if mfu else ""
+        if self.best is not None:
+            text += f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}"
+        self.say(f"{text}; written to {self.dir}")
         self.close()
         return line
 
@@ -885,128 +823,8 @@ class Run:
             self.bar.close()
             with self.optional("metrics.jsonl"):
                 self.metrics.close()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.is_main:
             self._lock.close()
-
-
-def restore(run, model_config, optimizer, model, averaged=None):
-    """Weights and optimizer of the checkpoint that `run` resumes; `averaged` (EMA, teacher) takes the evaluated weights.
-
-    Raises UserError if the flags describe another model than the checkpoint's; says which other flags differ."""
-    content, path = run.resumed, run.dir / "ckpt.pt"
-    ours = dataclasses.asdict(model_config)
-    for name in {**ours, **content["model_config"]}:
-        if ours.get(name) != content["model_config"].get(name):
-            raise UserError(f"cannot resume {run.dir}: its model has {name}={content['model_config'].get(name)}, the flags say {ours.get(name)}")
-    harmless = ("resume", "overwrite", "out_dir", "device", "compile", "workers", "log_every", "data_dir", "preset")
-    for name, value in vars(run.config).items():
-        if name not in harmless and content["run_config"].get(name) != value:
-            run.say(f"note: --{name} was {content['run_config'].get(name)}, is now {value}")
-    if (averaged is not None) != ("student" in content["extra"]):
-        raise UserError(f"cannot resume {run.dir}: one run averages weights, the other does not")
-    if averaged is None:
-        load_into(model, content["model"], path)
-    else:
-        load_into(averaged, content["model"], path)
-        load_into(model, content["extra"]["student"], path)
-    try:
-        optimizer.load_state_dict(content["optimizer"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot resume {run.dir}: the optimizer's state does not fit ({error})") from None
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Small things
-# ---------------------------------------------------------------------------------------------------------------------
-
-def count(model):
-    """The number of parameters."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def device_name(device):
-    """For the reader of a log."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({torch.get_num_threads()} threads)"
-
-
-def wants_compile(config, device):
-    """--compile, which by default is on for cuda only: on a CPU Inductor takes long and gains little."""
-    return device.type == "cuda" if config.compile is None else config.compile
-
-
-def at_size(x, size):
-    """Pictures (b, 3, H, H) at the size that a model sees: the centre of larger ones, smaller ones resized ([N]'s evaluation)."""
-    return augment.center_crop(x, size) if x.shape[-1] > size else augment.resize(x, size) if x.shape[-1] < size else x
-
-
-@torch.no_grad()
-def classify(model, split, data, config, processes, batch_size=500):
-    """Loss and top-1 accuracy of a classifier over a split, every picture counted once, shared among the processes."""
-    model.eval()
-    mine = torch.arange(processes.rank, len(split), processes.world)
-    total = torch.zeros(3, dtype=torch.float64 if processes.device.type != "mps" else torch.float32, device=processes.device)
-    for pictures, labels in split.batches([part.numpy() for part in mine.split(batch_size)], getattr(config, "workers", 0)):
-        n = len(labels)
-        if n < batch_size:          # a full last batch, so that a compiled model sees one shape; the filling is not counted
-            pictures = torch.cat([pictures, pictures[:1].expand(batch_size - n, -1, -1, -1)])
-        x = augment.normalize(at_size(augment.to_float(pictures), config.image_size), data.mean, data.std)
-        with processes.autocast(config.dtype):
-            logits = model(x)[:n]
-        loss = torch.nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-        total += torch.stack([loss, (logits.argmax(-1) == labels).sum(), torch.as_tensor(n, device=loss.device)])
-    loss, right, n = processes.sum(total).tolist()
-    return dict(loss=loss / n, acc=right / n, n=int(n))
-
-
-@torch.no_grad()
-def features(encoder, split, data, config, processes, kind="class", batch_size=500):
-    """Frozen features (N, D) float32 of all pictures of a split, on the device: the class token, the mean of the other tokens, or both.
-
-    `encoder` None gives the pixels. Every process extracts its share and receives the whole."""
-    out = None
-    mine = torch.arange(processes.rank, len(split), processes.world).split(batch_size)
-    for index, (pictures, _) in zip(mine, split.batches([part.numpy() for part in mine], getattr(config, "workers", 0))):
-        x = augment.to_float(pictures)
-        if encoder is not None:
-            x = augment.normalize(at_size(x, encoder.config.image_size), data.mean, data.std)
-            with processes.autocast(config.dtype):
-                Z = encoder(x).float()
-            x = dict(mean=Z[:, 1:].mean(1), both=torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1)).get(kind, Z[:, 0])
-        if out is None:
-            out = x.new_zeros(len(split), x[0].numel())
-        out[index.to(x.device)] = x.flatten(1)
-    return processes.sum(out)
-
-
-def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None, chunk=1000):
-    """Accuracy of the k nearest by cosine: each votes for its class with weight exp(cosine / temperature), and with weight 1.
-
-    In chunks of test samples, so that only (chunk, N) similarities are held: DINO's protocol ([B] Section 7.2). The test
-    samples are shared among the processes. Returns dict(acc=weighted, plain=unweighted, k=k)."""
-    x, x_test = (torch.nn.functional.normalize(t, dim=1) for t in (x, x_test))
-    k, right, mine = min(k, len(x)), torch.zeros(2, device=x.device), slice(processes.rank if processes else 0, None, processes.world if processes else 1)
-    for test, labels in zip(x_test[mine].split(chunk), y_test[mine].split(chunk)):
-        cosine, index = (test @ x.mT).topk(k)
-        for i, weight in enumerate(((cosine / temperature).exp(), torch.ones_like(cosine))):
-            votes = torch.zeros(len(test), classes, device=x.device).scatter_add_(1, y[index], weight)
-            right[i] += (votes.argmax(1) == labels).sum()
-    weighted, plain = (processes.sum(right) if processes else right).tolist()
-    return dict(acc=weighted / len(x_test), plain=plain / len(x_test), k=k)
-
-
-def write_overlays(path, pictures, maps, enlarge=4):
-    """A PNG with one picture a row: the picture, then each of its maps in red over its greys. pictures (n, 3, H, H) in [0, 1], maps (n, m, patches),
-    each map stretched from its least to its largest value."""
-    n, m, patches = maps.shape
-    side, size = math.isqrt(patches), pictures.shape[-1]
-    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
-    heat = ((maps - low) / (high - low).clamp_min(1e-12)).view(n, m, side, side)
-    heat = heat.repeat_interleave(size // side, 2).repeat_interleave(size // side, 3)[:, :, None]                    # (n, m, 1, H, H)
-    red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
-    grey = augment.luma(pictures)[:, None]
-    shown = torch.cat([pictures[:, None], (1 - 0.7 * heat) * 0.7 * grey + 0.7 * heat * red], 1)                      # (n, 1 + m, 3, H, H)
-    sheet = shown.permute(0, 3, 1, 4, 2).reshape(n * size, (1 + m) * size, 3).clamp(0, 1).mul(255).round().byte().cpu().numpy()
-    Image.fromarray(sheet.repeat(enlarge, 0).repeat(enlarge, 1)).save(path)

@@ -1,11 +1,11 @@
 """
 Text from a trained language model.
 
-    python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"      streams to the terminal
-    cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500       the prompt from stdin, or --prompt_file=PATH
-    python sample.py --ckpt=out/gpt-bert/best.pt --fill="The ___ is on the table."      masked models fill the gaps
+    python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
+    cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
+    python sample.py --ckpt=out/gpt-bert/best.pt --fill="The ___ is red."    masked models fill gaps
 
-Text goes to stdout, the rate in tokens/s to stderr.
+One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
 import re
 import sys
@@ -16,13 +16,16 @@ from pathlib import Path
 import torch
 
 import common
-from common import option
+from checkpoint import load_model
+from common import DeviceFlags, UserError, needed, option
 from data import text
+
+UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 
 
 @dataclass(kw_only=True)
-class Sample:
-    """Flags of this script; None is shown as auto."""
+class Sample(DeviceFlags):
+    """Flags of this script."""
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py")
     prompt: str = option("", "the beginning; - reads stdin, empty is a new document")
     prompt_file: str | None = option(None, "a file with the beginning")
@@ -31,11 +34,10 @@ class Sample:
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
     top_k: int | None = option(200, "draw from the likeliest k tokens only; none: all", low=1)
-    top_p: float | None = option(None, "draw from the likeliest tokens that hold this probability", above=0, high=1)
+    top_p: float | None = option(None, "draw from the likeliest tokens of this total probability",
+                                 above=0, high=1)
     stop: bool = option(True, "end at end-of-text, where the tokenizer has one")
     seed: int = option(0, "the same seed gives the same text", low=0)
-    device: str = option("auto", "auto takes cuda, mps or cpu by what is there", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast", choices=("auto", "float32", "bfloat16"))
 
 
 def read_prompt(c):
@@ -45,10 +47,10 @@ def read_prompt(c):
             return Path(c.prompt_file).read_text(encoding="utf-8")
         return sys.stdin.read() if c.prompt == "-" else c.prompt
     except (OSError, UnicodeDecodeError) as error:
-        raise common.UserError(f"cannot read the prompt: {error}") from None
+        raise UserError(f"cannot read the prompt: {error}") from None
 
 
-def printable(tokenizer, ids):
+def decode(tokenizer, ids):
     """The text of token ids, without those that only pad the vocabulary."""
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
 
@@ -57,65 +59,76 @@ def printable(tokenizer, ids):
 def fill(model, tokenizer, sentence, device):
     """The sentence with each ___ replaced by the likeliest token, all gaps at once."""
     if model.config.causal:
-        raise common.UserError("--fill needs a model trained with --objective=masked")
-    pieces = re.split("_{3,}", sentence)
-    if len(pieces) == 1:
-        raise common.UserError("--fill needs a gap, written ___")
+        raise UserError("--fill needs a model trained with --objective=masked")
+    *pieces, last = re.split("_{3,}", sentence)
+    if not pieces:
+        raise UserError("--fill needs a gap, written ___")
     ids, gaps = [], []
-    for i, piece in enumerate(pieces):
-        # GPT-2's words carry the space before them, so a gap takes that space along
-        words = tokenizer.encode(piece.rstrip(" ") if i < len(pieces) - 1 and tokenizer.eot is not None else piece)
-        ids += [int(t) for t in words]
-        if i < len(pieces) - 1:
-            gaps.append(len(ids))
-            ids.append(tokenizer.n_vocab)
+    for piece in pieces:
+        # the words of GPT-2's tokenizer include the space before them, so a gap takes that space
+        ids += tokenizer.encode(piece if tokenizer.eot is None else piece.rstrip(" ")).tolist()
+        gaps.append(len(ids))
+        ids.append(tokenizer.n_vocab)       # [MASK]
+    ids += tokenizer.encode(last).tolist()
     logits = model(torch.tensor([ids], device=device))[0, :, :tokenizer.n_vocab]
     for gap in gaps:
         ids[gap] = int(logits[gap].argmax())
-    return printable(tokenizer, ids)
+    return decode(tokenizer, ids)
 
 
-def main(argv):
-    """Writes the text to stdout and returns it."""
-    c, _ = common.parse(Sample, {"sample": {}}, argv, __doc__, default="sample")
-    if c.ckpt is None:
-        raise common.UserError("--ckpt is needed")
-    processes = common.Processes(c.device)
-    device = processes.device
-    model, content = common.load_language_model(c.ckpt)
-    model, tokenizer = model.to(device), text.tokenizer_from_meta(content["data_meta"])
-    if c.fill is not None:
-        filled = fill(model, tokenizer, c.fill, device)
-        print(filled)
-        return filled
-    if not model.config.causal:
-        raise common.UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill), it does not continue a text")
-
-    prompt = read_prompt(c)
-    ids = [int(t) for t in tokenizer.encode(prompt)] or [tokenizer.eot if tokenizer.eot is not None else int(tokenizer.encode("\n")[0])]
-    start = torch.tensor([ids] * c.samples, device=device)
-    generator = torch.Generator(device).manual_seed(common.derive_seed(c.seed, "sample"))
+def write(model, tokenizer, ids, c, processes):
+    """The tokens that follow `ids` in each of c.samples texts; prints a single text as it comes."""
     stop = tokenizer.eot if c.stop else None
-    opening = printable(tokenizer, ids) if prompt else ""                    # the prompt as the model reads it
-    if "\ufffd" in opening and "\ufffd" not in prompt:
-        print("note: the model's alphabet lacks characters of the prompt, which it reads as \ufffd", file=sys.stderr)
-    written, pending, began = [], [], time.perf_counter()
-    if c.samples == 1:
-        print(opening, end="", flush=True)
+    generator = torch.Generator(processes.device).manual_seed(common.derive_seed(c.seed, "sample"))
+    start = torch.tensor([ids] * c.samples, device=processes.device)
+    written, pending = [], []
     with processes.autocast(c.dtype):
         for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator):
             written.append(new)
             if c.samples == 1 and int(new) != stop:
                 pending.append(int(new))
-                now = printable(tokenizer, pending)
-                if not now.endswith("\ufffd"):                               # a character may take several tokens: print what is whole
-                    print(now, end="", flush=True)
+                piece = decode(tokenizer, pending)
+                if not piece.endswith(UNKNOWN):     # a character may take several tokens
+                    print(piece, end="", flush=True)
                     pending = []
-    seconds = time.perf_counter() - began
-    rows = [row[:row.index(stop)] if stop in row else row for row in torch.stack(written, 1).tolist()]
-    texts = [opening + printable(tokenizer, row) for row in rows]
-    print(printable(tokenizer, pending) if c.samples == 1 else "\n---\n".join(texts))
-    print(f"{len(written) * c.samples / seconds:,.0f} tokens/s", file=sys.stderr)
+    if c.samples == 1:
+        print(decode(tokenizer, pending))
+    return torch.stack(written, 1).tolist()
+
+
+def main(argv):
+    """Writes the text to stdout and returns it."""
+    c, _ = common.parse(Sample, {"sample": {}}, argv, __doc__, default="sample")
+    processes = common.Processes(c.device)
+    loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
+    model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)
+    if c.fill is not None:
+        filled = fill(model, tokenizer, c.fill, processes.device)
+        print(filled)
+        return filled
+    if not model.config.causal:
+        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill) and does not continue "
+                        "a text")
+
+    prompt = read_prompt(c)
+    ids = tokenizer.encode(prompt).tolist()
+    if not ids:
+        ids = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()
+    opening = decode(tokenizer, ids) if prompt else ""      # the prompt as the model reads it
+    if UNKNOWN in opening and UNKNOWN not in prompt:
+        print(f"note: characters unknown to the model are read as {UNKNOWN}", file=sys.stderr)
+    if c.samples == 1:
+        print(opening, end="", flush=True)
+
+    began = time.perf_counter()
+    rows = write(model, tokenizer, ids, c, processes)
+    rate = len(rows) * len(rows[0]) / (time.perf_counter() - began)
+    if c.stop:
+        rows = [row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row for row in rows]
+    texts = [opening + decode(tokenizer, row) for row in rows]
+    if c.samples > 1:
+        print("\n---\n".join(texts))
+    print(f"{rate:,.0f} tokens/s", file=sys.stderr)
     return texts
 
 

@@ -1,26 +1,29 @@
-"""Image augmentation in batch, on whatever device the pictures are on.
+"""Image augmentation in batch, on whatever device the images are on.
 
-Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random parameters. Nothing loops
-over samples and nothing waits for the device: what has to be known on the host (which operation a sample goes through)
-is drawn there. Each operation is the one that torchvision and Pillow define, so that published recipes carry over.
-Call these outside autocast: resampling is a matrix product, and bfloat16 has no more bits than a pixel.
+Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
+parameters. Nothing loops over samples and nothing waits for the device: what has to be known on the
+host (which operation a sample goes through) is drawn there. Each operation is the one that
+torchvision and Pillow define, so that published recipes carry over. Call these outside autocast:
+resampling is a matrix product, and bfloat16 has no more bits than a pixel.
 """
+
 import functools
 import math
 
 import torch
 import torch.nn.functional as F
 
-from data.images import DataError
+from data.store import DataError
 
-LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601-2: .299, .587, .114, in Pillow's fractions
+LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601-2: .299, .587, .114, as in Pillow
 
 
 class BatchRandom:
     """Random numbers for a global batch, of which this process keeps its own rows.
 
-    Each request is drawn for all `batch` samples and then cut to `rows`, so that N processes with the same seed see the
-    pictures that one would. b is the number of rows kept. On a CPU only the low 32 bits of `seed` count.
+    Each request is drawn for all `batch` samples and then cut to `rows`, so that N processes with
+    the same seed see the images that one would. b is the number of rows kept. On a CPU only the low
+    32 bits of `seed` count.
     """
 
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
@@ -36,12 +39,14 @@ class BatchRandom:
 
     def normal(self, *shape):
         """(b, *shape) float32, standard normal."""
-        return torch.randn(self.batch, *shape, generator=self.generator, device=self.device)[self.rows]
+        draw = torch.randn(self.batch, *shape, generator=self.generator, device=self.device)
+        return draw[self.rows]
 
     def integers(self, low, high, *shape):
         """(b, *shape) int64, uniform in {low, ..., high - 1}."""
-        shape = (self.batch, *shape)
-        return torch.randint(low, high, shape, generator=self.generator, device=self.device)[self.rows]
+        draw = torch.randint(low, high, (self.batch, *shape), generator=self.generator,
+                             device=self.device)
+        return draw[self.rows]
 
     def bernoulli(self, p, *shape):
         """(b, *shape) bool, true with probability p, a number or one for each of the b."""
@@ -60,9 +65,9 @@ class BatchRandom:
         return torch.rand(self.batch, k, generator=self.host).argsort(1)[self.rows]
 
 
-@functools.lru_cache
+@functools.lru_cache  # a copy to the device waits for it: one copy, not one a call
 def _constant(values, device):
-    return torch.tensor(values, dtype=torch.float32, device=device)  # made once: a copy to the device waits for it
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _column(v):
@@ -70,8 +75,11 @@ def _column(v):
 
 
 def _through(ops, choice, x, *params):
-    """Sample i through ops[choice[i]], an op taking its group of samples and their rows of params. choice is on the
-    CPU: sorted by operation there, the groups are slices on the device, and all of it costs about one pass over x."""
+    """Sample i through ops[choice[i]], an op taking its group of samples and their rows of params.
+
+    choice is on the CPU: sorted by operation there, the groups are slices on the device, and all of
+    it costs about one pass over x.
+    """
     counts = choice.bincount(minlength=len(ops)).tolist()
     order = choice.argsort().to(x.device, non_blocking=x.is_cuda)
     groups = zip(*(t[order].split(counts) for t in (x, *params)))
@@ -83,11 +91,14 @@ def _keep(x, *_, **__):
     return x
 
 
-# ---- Pixels ----------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Pixels
+# -------------------------------------------------------------------------------------------------
 
 def to_float(images):
     """uint8 (B, H, W, 3) -> float32 (B, 3, H, W) in [0, 1]."""
-    return images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format) / 255
+    x = images.permute(0, 3, 1, 2)
+    return x.to(torch.float32, memory_format=torch.contiguous_format) / 255
 
 
 def normalize(x, mean, std):
@@ -101,14 +112,16 @@ def luma(x):
     return LUMA[0] * x[:, 0:1] + LUMA[1] * x[:, 1:2] + LUMA[2] * x[:, 2:3]
 
 
-# ---- Crops and sizes -------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Crops and sizes
+# -------------------------------------------------------------------------------------------------
 
 def pad_crop(x, size, padding, rng):
-    """Zeros around, then a size x size window at random. DataError if the window is larger than that."""
+    """Zeros around, then a size x size window at random. DataError if the window is larger."""
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     if size > min(height, width):
-        raise DataError(f"a crop of {size} px does not fit {height} x {width} px (padded); use a smaller size")
+        raise DataError(f"a crop of {size} px does not fit {height} x {width} px, padded")
     window = torch.arange(size, device=x.device)
     row = rng.integers(0, height - size + 1, 1) + window  # (B, size)
     column = rng.integers(0, width - size + 1, 1) + window
@@ -117,16 +130,12 @@ def pad_crop(x, size, padding, rng):
 
 
 def center_crop(x, size):
-    """The size x size window in the middle. DataError if it is larger than the picture."""
+    """The size x size window in the middle. DataError if it is larger than the image."""
     height, width = x.shape[2:]
     if size > min(height, width):
-        raise DataError(f"a crop of {size} px does not fit {height} x {width} px; use a smaller size or resize first")
+        raise DataError(f"a crop of {size} px does not fit {height} x {width} px: resize first")
     top, left = round((height - size) / 2), round((width - size) / 2)
     return x[:, :, top:top + size, left:left + size]
-
-
-def _bilinear(t):
-    return (1 - t.abs()).clamp(min=0)
 
 
 def _bicubic(t, a=-0.5):
@@ -136,13 +145,16 @@ def _bicubic(t, a=-0.5):
     return torch.where(t < 1, near, far)
 
 
-KERNELS = {"bilinear": _bilinear, "bicubic": _bicubic}
+KERNELS = {"bilinear": lambda t: (1 - t.abs()).clamp(min=0), "bicubic": _bicubic}
 
 
 def _resampling(start, length, size, out, interpolation):
-    """Matrices (B, out, size) that resample the stretch [start, start + length) of `size` pixels to `out` pixels, as
-    Pillow does: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with s = length / out the
-    pixels per output pixel, c_i = start + (i + 1/2) s, and j over the pixels that the stretch touches."""
+    """Matrices (B, out, size) that resample [start, start + length) of `size` pixels to `out`.
+
+    As Pillow: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with
+    s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the pixels
+    that the stretch touches.
+    """
     if interpolation not in KERNELS:
         raise DataError(f"unknown interpolation {interpolation!r}; use one of {', '.join(KERNELS)}")
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
@@ -156,7 +168,8 @@ def _resampling(start, length, size, out, interpolation):
 
 def _resample(x, rows, columns):
     """rows X columns^T for each channel X; rows (B, h, H), columns (B, w, W) -> (B, 3, h, w)."""
-    across = torch.bmm(x.flatten(1, 2), columns.mT)  # the three channels at once: a broadcast would copy `columns`
+    # the three channels at once: a broadcast would copy `columns`
+    across = torch.bmm(x.flatten(1, 2), columns.mT)
     return rows[:, None] @ across.unflatten(1, x.shape[1:3])
 
 
@@ -164,14 +177,24 @@ def resize(x, size, interpolation="bicubic"):
     """The shorter side to `size` pixels, the longer one in proportion; antialiased."""
     height, width = x.shape[2:]
     shorter = min(height, width)
-    rows, columns = (_resampling(torch.zeros(1, device=x.device), torch.full((1,), float(n), device=x.device),
-                                 n, size * n // shorter, interpolation)[0] for n in (height, width))
+    zero = torch.zeros(1, device=x.device)
+    rows, columns = (_resampling(zero, zero + n, n, size * n // shorter, interpolation)[0]
+                     for n in (height, width))
     return (rows @ (x @ columns.mT)).clamp(0, 1)  # bicubic overshoots
 
 
+def at_size(x, size):
+    """Square images at a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
+    if x.shape[-1] > size:
+        return center_crop(x, size)
+    return resize(x, size) if x.shape[-1] < size else x
+
+
 def resized_crop(x, boxes, size, interpolation="bicubic"):
-    """boxes (B, 4) float: top, left, height, width in pixels, one a sample -> (B, 3, size, size), antialiased; nothing
-    outside the box is seen."""
+    """Resamples a box of each sample to size x size, antialiased; nothing outside the box is seen.
+
+    boxes (B, 4) float: top, left, height, width in pixels.
+    """
     height, width = x.shape[2:]
     rows = _resampling(boxes[:, 0], boxes[:, 2], height, size, interpolation)  # (B, size, H)
     columns = _resampling(boxes[:, 1], boxes[:, 3], width, size, interpolation)  # (B, size, W)
@@ -179,8 +202,11 @@ def resized_crop(x, boxes, size, interpolation="bicubic"):
 
 
 def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """(b, 4) boxes (top, left, height, width) of whole pixels: area uniform in `scale` (of the picture's), width over
-    height log-uniform in `ratio`; the first of ten attempts that fits, else the largest central box within `ratio`."""
+    """(b, 4) boxes (top, left, height, width) of whole pixels.
+
+    The area is uniform in `scale` (of the image's), width over height log-uniform in `ratio`: the
+    first of ten attempts that fits, else the largest central box within `ratio`.
+    """
     area = rng.uniform(10, low=scale[0], high=scale[1]) * (height * width)
     aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
@@ -192,13 +218,16 @@ def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
     h = torch.where(found, h.gather(1, first)[:, 0], central_h)
     w = torch.where(found, w.gather(1, first)[:, 0], central_w)
     place = rng.uniform(2)
-    # float32 can round u (H - h + 1) up to H - h + 1 itself
-    top = torch.where(found, torch.minimum((place[:, 0] * (height - h + 1)).floor(), height - h), (height - h) // 2)
-    left = torch.where(found, torch.minimum((place[:, 1] * (width - w + 1)).floor(), width - w), (width - w) // 2)
-    return torch.stack([top, left, h, w], 1)
+
+    def start(u, room):
+        random = torch.minimum((u * (room + 1)).floor(), room)  # float32 can round up to room + 1
+        return torch.where(found, random, room // 2)
+
+    return torch.stack([start(place[:, 0], height - h), start(place[:, 1], width - w), h, w], 1)
 
 
-def random_resized_crop(x, size, rng, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation="bicubic"):
+def random_resized_crop(x, size, rng, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3),
+                        interpolation="bicubic"):
     """A box by `random_boxes`, resampled to size x size."""
     return resized_crop(x, random_boxes(rng, *x.shape[2:], scale, ratio), size, interpolation)
 
@@ -208,44 +237,50 @@ def flip(x, rng, p=0.5):
     return torch.where(_column(rng.bernoulli(p)), x.flip(3), x)
 
 
-# ---- Colour, blur ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
+# Colour, blur
+# -------------------------------------------------------------------------------------------------
 
 def _blend(x, base, factor):
     return (x - base).mul_(factor).add_(base)
 
 
-def _contrast(x, factor):
-    return _blend(x, luma(x).mean((1, 2, 3), keepdim=True), factor).clamp_(0, 1)
-
-
-def _saturation(x, factor):
-    return _blend(x, luma(x), factor).clamp_(0, 1)
-
-
 def _hue(x, shift):
-    """HSV with H moved by `shift` turns. Value and chroma stay, so it is V - C clamp(min(k, 4 - k), 0, 1) with
-    k = (n + 6 H) mod 6 and n = 5, 3, 1 for red, green, blue."""
+    """HSV with H moved by `shift` turns.
+
+    Value and chroma stay, so it is V - C clamp(min(k, 4 - k), 0, 1) with k = (n + 6 H) mod 6 and
+    n = 5, 3, 1 for red, green, blue.
+    """
     red, green, blue = x.split(1, 1)
     high = x.amax(1, keepdim=True)
     chroma = high - x.amin(1, keepdim=True)
     some = chroma.clamp(min=1e-8)  # a grey has no hue: any will do
-    hue = torch.where(high == red, (green - blue) / some,
-                      torch.where(high == green, 2 + (blue - red) / some, 4 + (red - green) / some))
+    hue = torch.where(high == green, 2 + (blue - red) / some, 4 + (red - green) / some)
+    hue = torch.where(high == red, (green - blue) / some, hue)
     k = (hue + (6 * shift + _constant((5.0, 3.0, 1.0), x.device).view(3, 1, 1))).remainder_(6)
     return torch.addcmul(high, chroma, torch.minimum(k, 4 - k).clamp_(0, 1), value=-1)
 
 
 def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
-    """With probability p, the four changes in an order of the sample's own. Strength b draws a factor from
-    [max(0, 1 - b), 1 + b] for the blend factor x + (1 - factor) base, where base is black (brightness), the mean luma
-    (contrast) or the luma (saturation); hue draws a shift from [-hue, hue], in turns."""
+    """With probability p, the four changes in an order of the sample's own.
+
+    Strength b draws a factor from [max(0, 1 - b), 1 + b] for factor x + (1 - factor) base, where
+    base is black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift
+    from [-hue, hue], in turns.
+    """
     strengths = (brightness, contrast, saturation, hue)
     low = _constant((*(max(0.0, 1 - s) for s in strengths[:3]), -hue), x.device)
     high = _constant((*(1.0 + s for s in strengths[:3]), hue), x.device)
     factors = low + (high - low) * rng.uniform(4)
-    changes = (lambda x, f: (f * x).clamp(0, 1), _contrast, _saturation, _hue)
-    ops = [(lambda x, f, i=i: changes[i](x, _column(f[:, i]))) if strengths[i] else _keep for i in range(4)] + [_keep]
-    order = rng.host_permutations(4).masked_fill(~rng.host_bernoulli(p, 1), 4)  # 4: the sample is kept as it is
+    changes = (
+        lambda x, f: (f * x).clamp(0, 1),
+        lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f).clamp_(0, 1),
+        lambda x, f: _blend(x, luma(x), f).clamp_(0, 1),
+        _hue)
+    ops = [(lambda x, f, i=i: changes[i](x, _column(f[:, i]))) if strengths[i] else _keep
+           for i in range(4)]
+    ops.append(_keep)  # operation 4 is for the samples that stay as they are
+    order = rng.host_permutations(4).masked_fill(~rng.host_bernoulli(p, 1), 4)
     for i in range(4):
         x = _through(ops, order[:, i], x, factors)
     return x
@@ -257,11 +292,12 @@ def grayscale(x, rng, p):
 
 
 def _blur_matrix(sigma, size, reach):
-    """(B, size, size): the Gaussian of each sigma around each pixel, out to `reach` pixels beyond the edges, where the
-    edge pixel goes on."""
+    """(B, size, size): the Gaussian of each sigma around each pixel, out to `reach` pixels beyond
+    the edges, where the edge pixel goes on."""
     pixel = torch.arange(-reach, size + reach, device=sigma.device)
     distance = (pixel - pixel[reach:reach + size, None]).abs()  # (size, size + 2 reach)
-    bell = torch.exp(-torch.arange(size + reach, device=sigma.device) ** 2 / (2 * sigma[:, None] ** 2))
+    reached = torch.arange(size + reach, device=sigma.device)
+    bell = torch.exp(-reached ** 2 / (2 * sigma[:, None] ** 2))
     left, inside, right = bell[:, distance].split([reach, size, reach], 2)
     inside[:, :, 0] += left.sum(2)
     inside[:, :, -1] += right.sum(2)
@@ -269,8 +305,8 @@ def _blur_matrix(sigma, size, reach):
 
 
 def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
-    """With probability p (a number, or one a sample on the CPU), a Gaussian of standard deviation uniform in `sigma` pixels,
-    edges replicated. (The true Gaussian; Pillow's filter of radius sigma approximates it by three box filters.)"""
+    """With probability p (a number, or one a sample on the CPU), a Gaussian of standard deviation
+    uniform in `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
     reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
@@ -278,7 +314,8 @@ def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
         rows = _blur_matrix(sigma, height, reach)
         return _resample(x, rows, rows if width == height else _blur_matrix(sigma, width, reach))
 
-    return _through([_keep, blur], rng.host_bernoulli(p).long(), x, rng.uniform(low=sigma[0], high=sigma[1]))
+    choice = rng.host_bernoulli(p).long()
+    return _through([_keep, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
 
 
 def solarize(x, rng, p, threshold=128 / 255):
@@ -288,13 +325,15 @@ def solarize(x, rng, p, threshold=128 / 255):
 
 
 def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
-    """(B, 3, H, W) -> (count, B, 3, size, size): `count` views of each picture by DINO's recipe, all of them in one batch.
+    """`count` views of each image by DINO's recipe: (B, 3, H, W) -> (count, B, 3, size, size).
 
-    Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey with p 0.2, blur of 0.1 to `sigma`
-    pixels, solarize: `blur` and `solar` hold the probability for each view in turn, repeated if there are more views.
-    `rng` draws for count samples a picture."""
+    Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey
+    with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
+    each view in turn, repeated if there are more views. `rng` draws for count samples an image.
+    """
     B = len(x)
-    chance = torch.tensor([[p[v % len(p)] for v in range(count)] for p in (blur, solar)]).repeat(1, B)
+    chance = torch.tensor([[p[v % len(p)] for v in range(count)] for p in (blur, solar)])
+    chance = chance.repeat(1, B)
     v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
     if max(blur) > 0:
@@ -304,17 +343,23 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
     return v.unflatten(0, (B, count)).transpose(0, 1)
 
 
-# ---- RandAugment: x in 8-bit levels 0 ... 255 (held in float32), s (B, 1, 1, 1) = +1 or -1, m the magnitude ----------
+# -------------------------------------------------------------------------------------------------
+# RandAugment: x in 8-bit levels 0 ... 255 (float32), s (B, 1, 1, 1) = +1 or -1, m the magnitude
+# -------------------------------------------------------------------------------------------------
 
 def _affine(x, a, b, c, d, e, f, fill):
-    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest neighbour, `fill` outside. In fixed point
-    with 16 bits as in Pillow: a shear puts whole rows on the boundary of two pixels, and floats would toss a coin."""
+    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, `fill` outside.
+
+    In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
+    pixels, where floats would be rounded either way.
+    """
     height, width = x.shape[2:]
     u = torch.arange(width, device=x.device)
     v = torch.arange(height, device=x.device).view(-1, 1)
 
     def source(a, b, c):
-        a, b, c = ((torch.as_tensor(t) * 65536 + 0.5).floor().long() for t in (a, b, c + (a + b) / 2))
+        c = c + (a + b) / 2
+        a, b, c = ((torch.as_tensor(t) * 65536 + 0.5).floor().long() for t in (a, b, c))
         return a * u + b * v + c >> 16
 
     column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))  # (B, 1, H, W)
@@ -347,7 +392,8 @@ def _enhance_contrast(x, s, m, fill):
 
 
 def _sharpness(x, s, m, fill):
-    smooth = x.clone()  # 1/13 of the 3 x 3 neighbourhood and 4/13 more of the pixel itself; the border is as it was
+    # 1/13 of the 3 x 3 neighbourhood and 4/13 more of the pixel itself; the border is as it was
+    smooth = x.clone()
     smooth[:, :, 1:-1, 1:-1] = ((9 * F.avg_pool2d(x, 3, 1) + 4 * x[:, :, 1:-1, 1:-1]) / 13).round()
     return _enhance(x, smooth, s, m)
 
@@ -363,9 +409,11 @@ def _autocontrast(x, s, m, fill):
 
 
 def _equalize(x, s, m, fill):
-    """Level i -> (step // 2 + pixels below i) // step, 255 steps being all pixels but those of the brightest level."""
+    """Level i -> (step // 2 + pixels below i) // step, where 255 steps are all pixels but those of
+    the brightest level."""
     levels = x.flatten(2).long()  # (B, 3, HW)
-    counts = torch.zeros(*x.shape[:2], 256, device=x.device).scatter_add_(2, levels, torch.ones_like(x).flatten(2))
+    counts = torch.zeros(*x.shape[:2], 256, device=x.device)
+    counts.scatter_add_(2, levels, torch.ones_like(x).flatten(2))
     brightest = counts.gather(2, levels.amax(2, keepdim=True))
     step = (levels.shape[2] - brightest) // 255
     table = ((step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)).clamp(max=255)
@@ -391,9 +439,12 @@ RAND_AUGMENT = {
 
 
 def rand_augment(x, rng, n=2, m=9, fill=0.0):
-    """n operations in turn, each any of the fourteen of torchvision's RandAugment. m is on its scale of 0 to 30, as the
-    m = 14 of CRATE's fine-tuning is (timm's goes to 10). Nearest neighbour, `fill` in [0, 1] outside. Works on 8-bit
-    levels as the original does: x is rounded to multiples of 1/255. DataError if m is out of range."""
+    """n operations in turn, each any of the fourteen of torchvision's RandAugment.
+
+    m is on torchvision's scale of 0 to 30, as the m = 14 of CRATE's fine-tuning is (timm's goes to
+    10). Nearest neighbour, `fill` in [0, 1] outside. Works on 8-bit levels as the original does: x
+    is rounded to multiples of 1/255. DataError if m is out of range.
+    """
     if not 0 <= m <= 30:
         raise DataError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
     levels = (x * 255).round()

@@ -1,314 +1,168 @@
-"""Prepared data sets on disk, pictures in batches on the device, and the `shapes` pictures.
+"""Image sets: the table of them, batches on the device, preparation, and the `shapes` images.
 
-A prepared set is a folder data/cache/NAME with plain arrays and a meta.json that lists them:
+    SETS -> prepare -> data/cache/NAME (see store.py) -> load -> ImageData -> Images -> batches
 
-    {train,val}_images.npy   uint8 (N, H, W, 3)      H = W = 32 or 256
-    {train,val}_labels.npy   int64 (N,)
-    {train,val}_masks.npy    uint8 (N, H, W), 1 on the object (shapes only)
+`prepare` turns Parquet files, as the Hub has them, into plain arrays, and `load` maps these into
+memory. `Images` hands out batches; `index_batches` says which images make up which step.
 
-`data/prepare.py` writes them, `load` checks and memory-maps them, `Images` hands out batches, and `index_batches` says
-which pictures make up which step.
+Images of 32 px are stored as they are. Of larger ones the shorter side is resized to 256 px
+(bicubic, antialiased), and the middle 256 x 256 is kept: imagenet takes 262 GB, beside 150 GB of
+Parquet.
 """
 
-import contextlib
-import difflib
-import fcntl
-import hashlib
+import functools
+import io
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
+from PIL import Image
+from tqdm import tqdm
 
-CACHE = Path(__file__).resolve().parent / "cache"
-RESIDENT_BYTES = 4 * 2**30  # flowers102's test split has 1.2 GB and fits on any device; ImageNet has 252 GB
+from data import store
+from data.store import CACHE, DataError, preparing, write_meta
 
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+RESIDENT_BYTES = 4 * 2**30  # flowers102's test split has 1.2 GB and fits on any device
 
-class DataError(ValueError):
-    """Bad or missing data. The message is one line: what is wrong, and what to do."""
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "crescent", "heart",
+          "arrow")
 
 
 @dataclass(frozen=True)
-class ImageSet:
-    """Where a set comes from. `repo` on the Hugging Face Hub; `size` pixels a side as stored; `val` the splits that may
-    serve as validation set, best first; `on_first_use` whether a script may prepare it unasked; `gated` whether the Hub
-    asks for a log-in."""
+class ImageSet(store.Source):
+    """A row of SETS: all there is to say about one set."""
 
-    repo: str | None
     classes: int
-    size: int
-    val: tuple[str, ...] = ("test", "validation", "val")
-    on_first_use: bool = True
-    gated: bool = False
+    size: int                     # pixels a side, as stored
+    names: tuple = ()             # of the classes, for files that do not name them
+    val: tuple = ("test", "val")  # the splits that may validate, best first
+
+
+def _hub(repository, *row, val=("test", "val"), **more):
+    """An ImageSet whose Parquet files are on the Hugging Face Hub."""
+    patterns = [f"*{split}*.parquet" for split in ("train", *val)]
+    page = f"https://huggingface.co/datasets/{repository}"
+    if more.pop("gated", False):
+        more["terms"] = f" (after accepting the terms on {page} and `hf auth login`)"
+    return ImageSet(*row, val=val, files=f"the Parquet files of {page}",
+                    hub=((repository, "main", patterns),), **more)
 
 
 SETS = {
-    "shapes": ImageSet(None, 10, 32),
-    "cifar10": ImageSet("uoft-cs/cifar10", 10, 32),
-    "cifar100": ImageSet("uoft-cs/cifar100", 100, 32),
-    "flowers102": ImageSet("dpdl-benchmark/oxford_flowers102", 102, 256),
-    "pets": ImageSet("timm/oxford-iiit-pet", 37, 256),
-    # ImageNet's test split has no labels (all are -1), so it never serves as validation set.
-    "imagenet": ImageSet("ILSVRC/imagenet-1k", 1000, 256, val=("validation", "val"), on_first_use=False, gated=True),
+    "shapes": ImageSet(10, 32, SHAPES),
+    "cifar10": _hub("uoft-cs/cifar10", 10, 32, CIFAR10),
+    "cifar100": _hub("uoft-cs/cifar100", 100, 32),
+    "flowers102": _hub("dpdl-benchmark/oxford_flowers102", 102, 256),
+    "pets": _hub("timm/oxford-iiit-pet", 37, 256),
+    # The labels of ImageNet's test split are not public: all are -1.
+    "imagenet": _hub("ILSVRC/imagenet-1k", 1000, 256, val=("val",), gated=True, on_first_use=False),
 }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Prepared sets, images and text alike: meta.json, checks, and a folder that appears whole or not at all
-
-
-def unknown(what, name, allowed):
-    """One line that says that `name` is no `what`, which there are, and which one was perhaps meant."""
-    near = difflib.get_close_matches(str(name), allowed, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}: there are {', '.join(allowed)}{hint}"
-
-
-@contextlib.contextmanager
-def preparing(name, cache=CACHE, overwrite=False):
-    """Yields an empty folder to write NAME in, and on leaving renames it to cache/NAME as the last act.
-
-    Yields None when NAME is there already (and not `overwrite`). An exception, a kill or a power cut leaves no
-    cache/NAME. Only one process prepares a set at a time: others wait here, and then find it ready.
-    """
-    cache = Path(cache)
-    folder, draft, old = cache / name, cache / f".{name}.draft", cache / f".{name}.old"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = open(cache / f".{name}.lock", "w")
-    except OSError as error:
-        raise DataError(f"cannot write to {cache} ({error.strerror}): give another folder (--cache of prepare.py, --data_dir elsewhere)") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"{name}: another process is preparing it; waiting", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists() and not overwrite:
-            yield None
-            return
-        for left_over in (draft, old):  # of a run that was killed: whoever holds the lock is alone
-            shutil.rmtree(left_over, ignore_errors=True)
-        draft.mkdir()
-        try:
-            yield draft
-            if folder.exists():
-                folder.rename(old)
-            draft.rename(folder)
-            _sync(cache)
-        finally:
-            for left_over in (draft, old):
-                shutil.rmtree(left_over, ignore_errors=True)
-
-
-def _sync(path):
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _seal(meta):
-    """SHA-256 of everything in `meta` but the seal itself."""
-    return hashlib.sha256(json.dumps({k: meta[k] for k in meta if k != "seal"}, sort_keys=True).encode()).hexdigest()
-
-
-def _command(name, cache, option=""):
-    return f"python data/prepare.py {name}{option}" + (f" --cache {cache}" if Path(cache) != CACHE else "")
-
-
-def _again(name, cache):
-    return f"prepare it again: {_command(name, cache, ' --overwrite')}"
-
-
-def write_meta(folder, name, kind, **fields):
-    """Describes the files of `folder` (.npy arrays, .bin uint16 tokens, others bytes) in its meta.json.
-
-    All is on the disk itself when this returns. `kind` is "images" or "text"; `fields` is what else belongs to the set
-    (classes, mean, tokenizer ...).
-    """
-    files = {}
-    for path in sorted(Path(folder).iterdir()):
-        if path.suffix == ".npy":
-            array = np.load(path, mmap_mode="r")
-        else:
-            array = np.memmap(path, np.uint16 if path.suffix == ".bin" else np.uint8, "r")
-        files[path.name] = {"sha256": _sha256(path), "bytes": path.stat().st_size,
-                            "shape": list(array.shape), "dtype": str(array.dtype)}
-        _sync(path)
-    meta = {"format": 1, "name": name, "kind": kind, **fields, "files": files}
-    meta["seal"] = _seal(meta)
-    path = Path(folder) / "meta.json"
-    path.write_text(json.dumps(meta, indent=1))
-    _sync(path)
-    _sync(folder)
-
-
-def read_meta(name, cache=CACHE):
-    """The meta.json of a prepared set: a dict whose `name`, `kind` and `files` can be relied on. Raises DataError."""
-    path = Path(cache) / name / "meta.json"
-    again = _again(name, cache)
-    try:
-        meta = json.loads(path.read_bytes())
-        sealed = isinstance(meta, dict) and meta.get("seal") == _seal(meta)
-    except OSError as error:
-        raise DataError(f"{name}: cannot read {path} ({error.strerror}); {again}") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{name}: {path} is damaged (not JSON); {again}") from None
-    if not sealed:
-        raise DataError(f"{name}: {path} is damaged or was edited (its checksum differs); {again}")
-    files = meta.get("files")
-    if (meta.get("format") != 1 or meta.get("name") != name or meta.get("kind") not in ("images", "text")
-            or not isinstance(files, dict) or not all(map(_is_file_entry, files, files.values()))):
-        raise DataError(f"{name}: {path} does not describe this set in a format known here; {again}")
-    return meta
-
-
-def _is_file_entry(name, entry):
-    return (Path(name).name == name and isinstance(entry, dict) and isinstance(entry.get("sha256"), str)
-            and entry.get("dtype") in ("uint8", "uint16", "int64")
-            and isinstance(entry.get("shape"), list) and len(entry["shape"]) > 0
-            and all(type(size) is int and size >= 0 for size in [entry.get("bytes"), *entry["shape"]]))
-
-
-def open_file(meta, file, cache=CACHE):
-    """Read-only memory map of one prepared file, its size, header, shape and dtype checked. Raises DataError."""
-    path, again = Path(cache) / meta["name"] / file, _again(meta["name"], cache)
-    entry = meta["files"].get(file)
-    if entry is None:
-        raise DataError(f"{meta['name']}: meta.json does not list {file}; {again}")
-    try:
-        found = path.stat().st_size
-        if found != entry["bytes"]:
-            raise DataError(f"{path} is damaged ({found:,} bytes, should be {entry['bytes']:,}); {again}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's own, of odd syntax in a damaged header
-            if path.suffix == ".npy":
-                array = np.lib.format.open_memmap(path, mode="r")  # unlike np.load, never takes a pickle or an archive
-            else:
-                array = np.memmap(path, entry["dtype"], "r")
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"cannot read {path} ({error.strerror or error}); {again}") from None
-    except Exception:  # a damaged header can make numpy raise anything from SyntaxError to OverflowError
-        raise DataError(f"{path} is damaged (its header is not that of an array); {again}") from None
-    if [*array.shape] != entry["shape"] or str(array.dtype) != entry["dtype"] or not array.flags.c_contiguous:
-        raise DataError(f"{path} is damaged (holds {array.dtype} {array.shape}, should be {entry['dtype']} "
-                        f"{tuple(entry['shape'])}); {again}")
-    return array
-
-
-def verify(name, cache=CACHE):
-    """Recomputes the SHA-256 of each file of a prepared set; returns meta. Raises DataError naming what differs."""
-    meta = read_meta(name, cache)
-    for file in meta["files"]:
-        open_file(meta, file, cache)
-    wrong = [file for file, entry in meta["files"].items() if _sha256(Path(cache) / name / file) != entry["sha256"]]
-    if wrong:
-        raise DataError(f"{name}: {', '.join(wrong)} differs from what was prepared (SHA-256); {_again(name, cache)}")
-    return meta
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Image sets
-
+# -------------------------------------------------------------------------------------------------
+# Prepared sets
+# -------------------------------------------------------------------------------------------------
 
 @dataclass
 class ImageData:
-    """A prepared image set. Images are read-only memory maps; `mean`, `std` are per channel, of train_images / 255."""
+    """A prepared image set. Images are read-only memory maps."""
 
     name: str
     classes: list[str]
-    mean: list[float]
+    mean: list[float]  # per channel, of train_images / 255
     std: list[float]
     image_size: int
-    train_images: np.ndarray  # uint8 (N, H, W, 3)
-    train_labels: np.ndarray  # int64 (N,)
-    val_images: np.ndarray
-    val_labels: np.ndarray
-    train_masks: np.ndarray | None = None  # uint8 (N, H, W), 1 on the object
+    train_images: np.ndarray | None = None  # uint8 (N, H, W, 3)
+    train_labels: np.ndarray | None = None  # int64 (N,)
+    train_masks: np.ndarray | None = None   # uint8 (N, H, W), 1 on the object (`shapes` only)
+    val_images: np.ndarray | None = None
+    val_labels: np.ndarray | None = None
     val_masks: np.ndarray | None = None
+
+    def meta(self):
+        """What a checkpoint keeps of the set its model was trained on."""
+        return dict(name=self.name, classes=self.classes, mean=self.mean, std=self.std,
+                    image_size=self.image_size)
 
 
 def load(name, cache=CACHE, allow_prepare=True):
     """Opens a prepared image set and checks header, file size and label range of all its files.
 
-    A missing set that is small (all but imagenet) is prepared on the spot if `allow_prepare`. Raises DataError.
+    A missing set that is small (all but imagenet) is prepared first if `allow_prepare`. Raises
+    DataError.
     """
-    if name not in SETS:
-        raise DataError(unknown("image set", name, list(SETS)))
-    if not (Path(cache) / name).exists():
-        if not (allow_prepare and SETS[name].on_first_use):
-            raise DataError(f"{name} is not prepared ({Path(cache) / name} is missing); {how_to_get(name, cache)}")
-        from data import prepare
-
-        prepare.prepare(name, cache=cache)
-    meta = read_meta(name, cache)
-    if meta["kind"] == "text" and "tokenizer" in meta:
-        raise DataError(f"{name} is a set of text, not of pictures")
-    again = _again(name, cache)
-    classes, size = meta.get("classes"), meta.get("image_size")
-    if not (meta["kind"] == "images" and type(size) is int and isinstance(classes, list) and len(classes) > 0
-            and all(isinstance(c, str) for c in classes) and _is_colour(meta.get("mean"))
-            and _is_colour(meta.get("std")) and min(meta["std"]) > 0):
-        raise DataError(f"{name}: meta.json does not describe an image set; {again}")
-    data = ImageData(name, classes, meta["mean"], meta["std"], size, *[None] * 4)
+    meta = store.open_set(name, cache, "images", SETS, prepare if allow_prepare else None)
+    data = ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"])
     for split in ("train", "val"):
-        images = open_file(meta, f"{split}_images.npy", cache)
-        labels = np.array(open_file(meta, f"{split}_labels.npy", cache))
-        masks = open_file(meta, f"{split}_masks.npy", cache) if f"{split}_masks.npy" in meta["files"] else None
-        shapes_fit = images.shape == (len(labels), size, size, 3) and (masks is None or masks.shape == images.shape[:3])
-        if not shapes_fit or len(labels) == 0 or images.dtype != np.uint8 or labels.dtype != np.int64:
-            raise DataError(f"{name}: its {split} files do not fit together; {again}")
-        if labels.min() < 0 or labels.max() >= len(classes):
-            raise DataError(f"{name}: {split}_labels.npy has labels {labels.min()} to {labels.max()}, allowed are 0 to "
-                            f"{len(classes) - 1}; {again}")
-        for kind, array in (("images", images), ("labels", labels), ("masks", masks)):
-            setattr(data, f"{split}_{kind}", array)
+        for kind in ("images", "labels", "masks"):
+            file = f"{split}_{kind}.npy"
+            if kind != "masks" or file in meta["files"]:
+                setattr(data, f"{split}_{kind}", store.open_file(meta, file, cache))
+        labels = np.array(getattr(data, f"{split}_labels"))
+        if labels.min() < 0 or labels.max() >= len(data.classes):
+            raise store.broken(name, cache, f"{split}_labels.npy has labels {labels.min()} to "
+                               f"{labels.max()}, allowed are 0 to {len(data.classes) - 1}")
+        setattr(data, f"{split}_labels", labels)
     return data
 
 
-def _is_colour(value):
-    return isinstance(value, list) and len(value) == 3 and all(type(v) is float and math.isfinite(v) for v in value)
+def prepare(name, source=None, cache=CACHE, overwrite=False, workers=None):
+    """Writes the image set `name` to cache/name, whole or not at all. False if it was there.
+
+    `source` is a folder of Parquet files, None the Hub; `workers` the processes that decode
+    (default: one a core). Raises DataError.
+    """
+    with preparing(name, cache, overwrite) as folder:
+        if folder is None:
+            load(name, cache, allow_prepare=False)
+            return False
+        if SETS[name].files:
+            fields = _convert(name, folder, source, cache, workers)
+        else:
+            fields = _draw(folder)
+        write_meta(folder, name, "images", image_size=SETS[name].size, **fields)
+    return True
 
 
-def how_to_get(name, cache=CACHE):
-    """The ways to an image set, for an error message."""
-    spec, command = SETS[name], _command(name, cache)
-    if spec.repo is None:
-        return f"run: {command}"
-    page = f"https://huggingface.co/datasets/{spec.repo}"
-    terms = f" (after accepting the terms on {page} and `hf auth login`)" if spec.gated else ""
-    return (f"with a network run: {command}{terms}; without one, put the Parquet files of {page} in a folder DIR "
-            f"and run: {_command(name, cache, ' --source DIR')}")
+def prepare_shapes(cache=CACHE, train=10_000, val=2_000):
+    """Writes `shapes` with that many images to cache/shapes."""
+    with preparing("shapes", cache) as folder:
+        if folder:
+            write_meta(folder, "shapes", "images", image_size=32, **_draw(folder, train, val))
 
+
+# -------------------------------------------------------------------------------------------------
+# Batches
+# -------------------------------------------------------------------------------------------------
 
 def order(n, epoch, seed):
-    """The order of `n` pictures in an epoch: a permutation, int64 (n,), that depends on nothing but its arguments."""
+    """The order of `n` images in an epoch: a permutation, int64 (n,), drawn from (seed, epoch)."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
-    """Endless generator: the indices of this rank's `rows` of the global batch, from step start_step on.
+    """Endless generator: the indices of this rank's `rows` of the global batch, from start_step on.
 
-    Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size): order(n, e, seed)[k B : (k + 1) B]. What is
-    left of an epoch and does not fill a batch is skipped. Any step can be the first, at the cost of one permutation.
-    Raises DataError if n < batch_size.
+    Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size):
+    order(n, e, seed)[k B : (k + 1) B]. What is left of an epoch and does not fill a batch is
+    skipped. Any step can be the first, at the cost of one permutation. DataError if n < batch_size.
     """
     if n < batch_size:
-        raise DataError(f"batch size {batch_size} exceeds the {n} training pictures; use {n} or less")
+        raise DataError(f"batch size {batch_size} exceeds the {n} training images; use {n} or less")
     epoch, batch = divmod(start_step, n // batch_size)
     while True:
         permutation = order(n, epoch, seed)
@@ -320,8 +174,9 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 class Images:
     """Batches of one split on `device`.
 
-    `images` uint8 (N, H, W, 3) and `labels` int64 (N,) as in ImageData. A resident split (by default one below 4 GiB)
-    is one tensor on the device, and a batch is a gather there; any other is read from the memory map batch by batch.
+    `images` uint8 (N, H, W, 3) and `labels` int64 (N,) as in ImageData. A resident split (by
+    default one below 4 GiB) is one tensor on the device, and a batch is a gather there; any other
+    is read from the memory map batch by batch.
     """
 
     def __init__(self, images, labels, device, resident=None):
@@ -336,31 +191,33 @@ class Images:
         return len(self.labels)
 
     def batch(self, index):
-        """The pictures `index` (int64, array or tensor) as uint8 (b, H, W, 3) and their labels (b,), on the device."""
+        """Images `index` (int64, array or tensor), uint8 (b, H, W, 3), and their labels (b,)."""
         if self.resident:
             index = torch.as_tensor(index).to(self.device)
             return self.images[index], self.labels[index]
-        images, labels = _Rows(self.images, self.labels)[index]
+        images, labels = _Gather(self.images, self.labels)[index]
         return images.to(self.device), labels.to(self.device)
 
     def batches(self, index_batches, workers=0):
         """Yields `batch(index)` for each index array of an iterable, which may be endless.
 
-        A split that is not resident is read ahead by `workers` processes, each fetching whole batches: they consume
-        `index_batches` a few steps before they are yielded.
+        A split that is not resident is read ahead by `workers` processes, each fetching whole
+        batches: they consume `index_batches` a few steps before they are yielded.
         """
         if self.resident or workers == 0:
             yield from map(self.batch, index_batches)
             return
         loader = torch.utils.data.DataLoader(
-            _Rows(self.images, self.labels), batch_size=None, sampler=index_batches, num_workers=workers,
-            prefetch_factor=4, pin_memory=self.device.type == "cuda", worker_init_fn=_leave_signals_to_parent,
-            generator=torch.Generator())  # of its own: the global one must not depend on how batches are read
+            _Gather(self.images, self.labels), batch_size=None, sampler=index_batches,
+            num_workers=workers, prefetch_factor=4, pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_signals_to_parent,
+            generator=torch.Generator())  # else the global one's state would depend on `workers`
         for images, labels in loader:
-            yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+            images = images.to(self.device, non_blocking=True)
+            yield images, labels.to(self.device, non_blocking=True)
 
 
-class _Rows(torch.utils.data.Dataset):
+class _Gather(torch.utils.data.Dataset):
     """Item `index` (int64 array) is the whole batch of those rows."""
 
     def __init__(self, images, labels):
@@ -370,32 +227,207 @@ class _Rows(torch.utils.data.Dataset):
         index = np.asarray(index)
         return torch.from_numpy(self.images[index]), self.labels[index]
 
-    def __getstate__(self):  # a pickled memory map would be a copy of all its data: send a started process its address
-        maps = isinstance(self.images, np.memmap)
-        return (self.images.filename, self.images.offset, self.images.shape) if maps else self.images, self.labels
+    def __getstate__(self):
+        """A memory map is sent to a spawned worker as its address, not as all its data."""
+        if isinstance(self.images, np.memmap):
+            return (self.images.filename, self.images.offset, self.images.shape), self.labels
+        return self.images, self.labels
 
     def __setstate__(self, state):
-        images, self.labels = state
-        if isinstance(images, tuple):
-            path, offset, shape = images
-            images = np.memmap(path, np.uint8, "r", offset, shape)
-        self.images = images
+        self.images, self.labels = state
+        if isinstance(self.images, tuple):
+            path, offset, shape = self.images
+            self.images = np.memmap(path, np.uint8, "r", offset, shape)
 
 
 def _leave_signals_to_parent(worker):
-    # Ctrl-C and torchrun signal the whole process group, but the parent still needs batches to finish its step.
+    # Ctrl-C and torchrun signal the whole process group, but the parent has a step to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# shapes: ten kinds of object, drawn
+# -------------------------------------------------------------------------------------------------
+# Parquet to arrays
+# -------------------------------------------------------------------------------------------------
 
-SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "crescent", "heart", "arrow")
+def _convert(name, folder, source, cache, workers):
+    """Writes images and labels of both splits; returns classes, mean and std."""
+    row = SETS[name]
+    root, files = row.find(name, source, cache, [".parquet"])
+    by_split = {split: [file for file in files if store.split_of(file, root) == split]
+                for split in ("train", *row.val)}
+    by_split["val"] = next((by_split[split] for split in row.val if by_split[split]), [])
+    for split, allowed in (("train", "train"), ("val", row.val[0])):
+        if not by_split[split]:
+            raise DataError(f"{name}: {root} has no Parquet file of the {allowed} split (such as "
+                            f"{allowed}.parquet or data/{allowed}-00000-of-00001.parquet)")
+
+    classes, columns = _classes_and_columns(name, by_split["train"][0])
+    counts = {split: sum(map(_count_rows, by_split[split])) for split in ("train", "val")}
+    needed, free = sum(counts.values()) * row.size**2 * 3, shutil.disk_usage(folder).free
+    if needed > free:
+        raise DataError(f"{name}: needs {needed / 1e9:.1f} GB, {folder.parent} has "
+                        f"{free / 1e9:.1f} GB; choose another folder with --cache DIR")
+
+    for split, n in counts.items():
+        if n == 0:
+            raise DataError(f"{name}: the {split} Parquet files have no rows")
+        path = folder / f"{split}_images.npy"
+        np.lib.format.open_memmap(path, "w+", np.uint8, (n, row.size, row.size, 3))
+        labels, total, squares = [], 0, 0
+        rows = _rows(by_split[split], columns, len(classes))
+        processes = min(workers or os.cpu_count(), math.ceil(n / BATCH))
+        with tqdm(total=n, unit="img", desc=f"{name} {split}", disable=None) as progress:
+            for batch, sums in _decode_all(rows, path, row.size, processes):
+                labels += batch.labels
+                total, squares = total + sums[0], squares + sums[1]
+                progress.update(len(batch.labels))
+        np.save(folder / f"{split}_labels.npy", np.array(labels, np.int64))
+        if split == "train":
+            statistics = _mean_std(n * row.size**2, total, squares)
+    return dict(classes=classes, **statistics)
+
+
+def _mean_std(count, total, squares):
+    """Per channel, of pixels / 255, from exact integer sums of pixels and of their squares."""
+    mean = total / count
+    std = np.sqrt(squares / count - mean**2)
+    return dict(mean=(mean / 255).tolist(), std=(std / 255).tolist())
+
+
+def _classes_and_columns(name, file):
+    """Class names, and the names of the image column and of the label column of a Parquet file."""
+    with store.reading(file):
+        schema = pq.read_schema(file)
+    images = [field.name for field in schema
+              if pa.types.is_struct(field.type) and field.type.get_field_index("bytes") >= 0]
+    integers = [field.name for field in schema if pa.types.is_integer(field.type)]
+    labels = [n for n in integers if n in ("label", "labels", "fine_label")] or integers
+    for kind, found in (("image (a struct with bytes)", images),
+                        ("label (label, labels or fine_label)", labels)):
+        if len(found) != 1:
+            raise DataError(f"{file}: cannot tell which column is the {kind}: "
+                            f"{', '.join(found) or 'none'} of {', '.join(schema.names)}")
+
+    row = SETS[name]
+    try:  # the Hub stores names beside the schema
+        features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
+        classes = list(features[labels[0]]["names"])
+    except (TypeError, KeyError, ValueError):
+        classes = list(row.names) or [str(i) for i in range(row.classes)]
+    if len(classes) != row.classes:
+        raise DataError(f"{name} has {row.classes} classes, these files name {len(classes)}: "
+                        "they are another set")
+    return classes, (images[0], labels[0])
+
+
+def _count_rows(file):
+    with store.reading(file):
+        return pq.read_metadata(file).num_rows
+
+
+BATCH = 32  # rows that a process decodes at a time: 6 MB of pixels at 256 px
+
+
+@dataclass
+class Rows:
+    """Some rows of a source file."""
+
+    file: Path
+    first: int         # number of the first row in the file
+    start: int         # number of the first row in the prepared array
+    labels: list[int]
+    images: list       # encoded, as bytes
+
+
+def _rows(files, columns, classes):
+    """The rows of some Parquet files, BATCH at a time."""
+    start = 0
+    for path in files:
+        first = 0
+        with store.reading(path):
+            file = pq.ParquetFile(path, **store.PARQUET)
+            for batch in file.iter_batches(BATCH, columns=list(columns)):
+                found = batch.to_pydict()
+                cells, labels = (found[name] for name in columns)
+                for i, label in enumerate(labels, first):
+                    if label is None or not 0 <= label < classes:
+                        raise DataError(f"{path} row {i}: label {label}, allowed are 0 to "
+                                        f"{classes - 1}")
+                images = [cell and cell["bytes"] for cell in cells]
+                yield Rows(path, first, start, labels, images)
+                first, start = first + len(labels), start + len(labels)
+
+
+def _decode_all(rows, path, size, processes):
+    """Yields (batch, _decode_rows(batch)) of each batch of `rows`.
+
+    Images of 32 px are decoded here: 60,000 take less time than processes take to import torch.
+    """
+    decode = functools.partial(_decode_rows, path=path, size=size)
+    if size < 256 or processes < 2:
+        for batch in rows:
+            yield batch, decode(batch)
+        return
+    # spawn: whoever prepares on first use may hold CUDA and threads, which do not survive a fork
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"),
+                               initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+    try:
+        yield from store.in_order(pool, decode, rows, 4 * processes)
+    except BrokenProcessPool:
+        raise DataError("a decoding process was killed (out of memory?); try fewer with "
+                        "--workers=N") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _decode_rows(rows, path, size):
+    """Decodes into the array in file `path`; returns the sums of pixels and of their squares."""
+    out = np.lib.format.open_memmap(path, "r+")[rows.start : rows.start + len(rows.images)]
+    for i, data in enumerate(rows.images):
+        out[i] = _decode(data, size, f"{rows.file} row {rows.first + i}")
+    return out.sum((0, 1, 2), np.uint64), np.square(out, dtype=np.uint32).sum((0, 1, 2), np.uint64)
+
+
+def _decode(data, size, where):
+    """An image file, as bytes, as an RGB array (size, size, 3)."""
+    if not data:
+        raise DataError(f"{where}: has no image in it; only images stored as bytes can be read")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Pillow's, of damaged EXIF data in some of ImageNet
+            image = Image.open(io.BytesIO(data)).convert("RGB")
+    except Exception as error:  # a damaged file can make a decoder raise anything
+        raise DataError(f"{where}: damaged image ({store.first_line(error)})") from None
+    if image.size != (size, size) and size < 256:
+        raise DataError(f"{where}: the image is {image.width} x {image.height}, "
+                        f"expected {size} x {size}")
+    return np.asarray(resize_crop(image, size))
+
+
+def resize_crop(image, size=256):
+    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic)."""
+    width, height = (max(size, round(side * size / min(image.size))) for side in image.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    return image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
+
+
+# -------------------------------------------------------------------------------------------------
+# shapes: ten kinds of object, drawn, so that everything works without a network
+# -------------------------------------------------------------------------------------------------
+
+def _draw(folder, train=10_000, val=2_000):
+    """Writes images, labels and masks of both splits; returns classes, mean and std."""
+    for split, n, seed in (("train", train, 0), ("val", val, 1)):
+        for kind, array in zip(("images", "labels", "masks"), draw_shapes(n, seed)):
+            np.save(folder / f"{split}_{kind}.npy", array)
+    pixels = np.load(folder / "train_images.npy").reshape(-1, 3)
+    squares = np.square(pixels, dtype=np.uint32).sum(0)
+    return dict(classes=list(SHAPES), **_mean_std(len(pixels), pixels.sum(0), squares))
 
 
 def _inside(shape, x, y):
-    """Whether points (x, y), y upwards, lie in a shape. All reach about as far as the unit circle, 1.07 at most."""
+    """Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07."""
     if shape == "circle":
         return x * x + y * y < 0.8**2
     if shape == "ellipse":
@@ -406,7 +438,7 @@ def _inside(shape, x, y):
         return np.maximum(math.sqrt(0.75) * abs(x) + 0.5 * y, -y) < 0.53
     if shape == "cross":
         return (np.minimum(abs(x), abs(y)) < 0.28) & (np.maximum(abs(x), abs(y)) < 0.95)
-    if shape == "star":  # a point is in a pentagram if it is beyond at most one of the five lines through its edges
+    if shape == "star":  # in a pentagram is what lies beyond at most one of its five edges' lines
         turns = 2 * math.pi / 5 * np.arange(5)
         return sum((x * math.sin(t) + y * math.cos(t) > 0.33).astype(np.int8) for t in turns) < 2
     if shape == "ring":
@@ -421,46 +453,55 @@ def _inside(shape, x, y):
 
 
 def _texture(rng, n, size):
-    """Smooth random colours, float32 (n, size, size, 3): noise on coarse grids, linearly interpolated, about 0."""
+    """Smooth random colours around 0, float32 (n, size, size, 3): interpolated coarse noise."""
     out = np.zeros((n, size * size, 3), np.float32)
     for cells, strength in ((2, 0.085), (5, 0.055), (11, 0.04)):
         at = np.linspace(0, cells - 1, size)
-        weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells))).astype(np.float32)  # (size, cells)
+        weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells)))  # (size, cells)
+        weights = weights.astype(np.float32)
         grid = rng.standard_normal((n, cells * cells, 3), np.float32)
         out += strength * (np.kron(weights, weights) @ grid)
     return out.reshape(n, size, size, 3)
 
 
 def draw_shapes(n, seed, size=32):
-    """Draws images uint8 (n, size, size, 3), labels int64 (n,) and masks uint8 (n, size, size), 1 on the object.
+    """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
 
-    One whole object a picture, of random place, scale, tilt and colour. Its colours and texture come from the
-    background's distribution, so that only the outline tells the class. Every class as often, in random order.
+    One whole object an image, of random place, scale, tilt and colour. Its colours and texture come
+    from the background's distribution, so that only the outline tells the class. Every class is as
+    frequent, in random order.
     """
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
-    images, masks = np.empty((n, size, size, 3), np.uint8), np.empty((n, size, size), np.uint8)
+    images = np.empty((n, size, size, 3), np.uint8)
+    masks = np.empty((n, size, size), np.uint8)
     grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4  # 4 x 4 points in each pixel
     for label, shape in enumerate(SHAPES):
         for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
             m = len(rows)
+
+            # the share of each pixel that the object covers
             scale = rng.uniform(0.32, 0.44, m).astype(np.float32) * size
             reach = 1.07 * scale
             centre = reach + rng.random((2, m), np.float32) * (size - 2 * reach)
-            angle = rng.uniform(-math.pi / 9, math.pi / 9, m)  # up to 20 degrees: a heart stays a heart, not a spade
-            cos, sin = (np.cos(angle) / scale).astype(np.float32), (np.sin(angle) / scale).astype(np.float32)
+            angle = rng.uniform(-math.pi / 9, math.pi / 9, m)  # 20 degrees: a heart stays a heart
+            cos = (np.cos(angle) / scale).astype(np.float32)
+            sin = (np.sin(angle) / scale).astype(np.float32)
             dx, dy = grid - centre[0][:, None], centre[1][:, None] - grid  # (m, 4 size); y upwards
             x = (cos[:, None] * dx)[:, None] + (sin[:, None] * dy)[:, :, None]  # (m, row, column)
             y = (cos[:, None] * dy)[:, :, None] - (sin[:, None] * dx)[:, None]
-            cover = _inside(shape, x, y).reshape(m, size, 4, size, 4).mean((2, 4), dtype=np.float32)
+            inside = _inside(shape, x, y).reshape(m, size, 4, size, 4)
+            cover = inside.mean((2, 4), dtype=np.float32)
 
-            colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)  # background, seven tries for the object
+            # a colour for the background, and the first of seven that stands out, else the best
+            colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
             contrast = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
-            tries = 1 + np.argmax(np.where(contrast > 0.6, 2, contrast), 1)  # the first that shows, else the best
+            choice = 1 + np.argmax(np.where(contrast > 0.6, 2, contrast), 1)
             back = colours[:, 0][:, None, None] + _texture(rng, m, size)
-            front = colours[np.arange(m), tries][:, None, None] + _texture(rng, m, size)
-            picture = back + cover[..., None] * (front - back)
-            picture += 0.04 * rng.standard_normal(picture.shape, np.float32)
-            images[rows] = (255 * picture.clip(0, 1)).round()
+            front = colours[np.arange(m), choice][:, None, None] + _texture(rng, m, size)
+
+            image = back + cover[..., None] * (front - back)
+            image += 0.04 * rng.standard_normal(image.shape, np.float32)
+            images[rows] = (255 * image.clip(0, 1)).round()
             masks[rows] = cover >= 0.5
     return images, labels, masks

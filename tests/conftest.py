@@ -1,4 +1,4 @@
-"""For every test: the repository root is importable, one thread, one seed; and small sets to train on."""
+"""One thread and one seed for every test, small sets to train on, and processes to start."""
 import os
 import subprocess
 import sys
@@ -13,7 +13,8 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="tests/test_survive.py with its full counts of kills, mutants and flags: ten minutes")
+    parser.addoption("--full", action="store_true",
+                     help="test_survive.py with its full counts of kills, mutants and flags")
 
 
 @pytest.fixture(scope="session")
@@ -29,26 +30,59 @@ def seed():
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
-    """A data directory with `shapes` of 400 + 100 pictures."""
-    from data import images, prepare
+    """A data directory with `shapes` of 400 + 100 images."""
+    from data import images
     cache = tmp_path_factory.mktemp("cache")
-    with images.preparing("shapes", cache) as folder:
-        images.write_meta(folder, "shapes", "images", image_size=32, **prepare._draw(folder, 400, 100))
+    images.prepare_shapes(cache, 400, 100)
     return cache
+
+
+@pytest.fixture(scope="session")
+def text_cache(tmp_path_factory):
+    """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
+    short rhyme (`verse`), and a set without a training part (`exam`)."""
+    from data import text
+    folder = tmp_path_factory.mktemp("text")
+    (manual, _), = text.read_pydoc()
+    for name, file, words in (("tiny", "manual.txt", manual[:40_000]),
+                              ("verse", "verse.txt", "abc\n" * 3000),
+                              ("exam", "test.txt", "read only\n" * 9)):
+        (folder / name).mkdir()
+        (folder / name / file).write_text(words)
+        tokenizer = text.CharTokenizer("\nabc" if name == "verse" else text.PRINTABLE)
+        text.prepare(name, folder / name, folder / "cache", tokenizer, workers=1)
+    text.prepare("pydoc", cache=folder / "cache", workers=1)
+    return folder / "cache"
 
 
 @pytest.fixture
 def script():
-    """Starts `python SCRIPT ARGS...` (or torchrun with processes=N) from the repository; a Popen with text pipes."""
+    """Starts `python SCRIPT ARGS...`, or torchrun with processes=N; a Popen with text pipes."""
     started = []
 
     def start(*args, processes=None, **env):
         launch = [sys.executable] if processes is None else \
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+            [sys.executable, "-m", "torch.distributed.run", "--standalone",
+             f"--nproc_per_node={processes}"]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-        started.append(subprocess.Popen([*launch, *map(str, args)], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [*launch, *map(str, args)]
+        started.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
         return started[-1]
     yield start
     for process in started:
         process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def train(cache, text_cache, tmp_path):
+    """train(module, name, *flags): a tiny run of a training script in this process, into
+    tmp_path/name; returns its last line of metrics."""
+    from helpers import FLAGS
+
+    def run(module, name, *flags):
+        data_dir = text_cache if module.__name__ == "train_gpt" else cache
+        places = [f"--data_dir={data_dir}", f"--out_dir={tmp_path / name}"]
+        return module.main([*FLAGS[module.__name__], *places, *flags])
+    return run

@@ -1,4 +1,5 @@
-"""Augmentation: every operation against Pillow or its definition, and the random draws against theirs."""
+"""Augmentation: operations and random draws against Pillow or their definitions."""
+
 import colorsys
 import math
 
@@ -14,12 +15,13 @@ HEIGHT, WIDTH = 37, 53  # unequal and odd, so that no exchanged axis and no half
 
 
 def pictures(batch=4, height=HEIGHT, width=WIDTH, seed=0):
-    """uint8 (B, H, W, 3): smooth colour gradients under noise, so that histograms are full and edges differ."""
+    """uint8 (B, H, W, 3): colour gradients under noise, so that histograms are full."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:height, 0:width] / max(height, width)
     phase = rng.uniform(0, 6, (batch, 1, 1, 3))
     wave = np.sin(5 * y[None, ..., None] + phase) * np.cos(7 * x[None, ..., None] - phase)
-    return torch.from_numpy(np.clip(128 + 110 * wave + rng.normal(0, 12, wave.shape), 0, 255).astype(np.uint8))
+    levels = np.clip(128 + 110 * wave + rng.normal(0, 12, wave.shape), 0, 255)
+    return torch.from_numpy(levels.astype(np.uint8))
 
 
 def to_pil(image):
@@ -31,12 +33,6 @@ def to_levels(x):
     return 255 * x.permute(1, 2, 0).double().numpy()
 
 
-def chain(x, rng):
-    x = augment.random_resized_crop(x, 32, rng, scale=(0.05, 1))
-    x = augment.color_jitter(augment.flip(x, rng), rng, 0.4, 0.4, 0.2, 0.1, p=0.8)
-    return augment.solarize(augment.gaussian_blur(augment.grayscale(x, rng, 0.2), rng, 0.5), rng, 0.2)
-
-
 RANDOM = {  # what draws numbers: the functions on pictures first
     "pad_crop": lambda x, rng: augment.pad_crop(x, 32, 4, rng),
     "random_resized_crop": lambda x, rng: augment.random_resized_crop(x, 32, rng),
@@ -46,7 +42,7 @@ RANDOM = {  # what draws numbers: the functions on pictures first
     "gaussian_blur": lambda x, rng: augment.gaussian_blur(x, rng, 0.5),
     "solarize": lambda x, rng: augment.solarize(x, rng, 0.5),
     "rand_augment": lambda x, rng: augment.rand_augment(x, rng, n=2, m=14),
-    "chain": chain,  # DINO's
+    "views": lambda x, rng: augment.views(x, 1, 32, rng, (0.05, 1), solar=(0.2,))[0],
     "uniform": lambda x, rng: rng.uniform(5, low=-1, high=3),
     "normal": lambda x, rng: rng.normal(2, 3),
     "integers": lambda x, rng: rng.integers(-5, 1000, 4),
@@ -58,11 +54,11 @@ RANDOM = {  # what draws numbers: the functions on pictures first
 ON_PICTURES = list(RANDOM)[:9]
 
 
-# ---- The random numbers ----------------------------------------------------------------------------------------------
+# ---- The random numbers
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_rows_of_a_global_batch(name):
-    """What a sample becomes depends on its own row only: two processes, or any other cut, see what one sees."""
+    """What a sample becomes depends on its own row only: any cut sees what one process sees."""
     x = augment.to_float(pictures(16))
     whole = RANDOM[name](x, BatchRandom(3, 16))
     for cuts in ([slice(0, 8), slice(8, 16)], [slice(0, None, 2), slice(1, None, 2)]):
@@ -84,54 +80,61 @@ def test_draws_have_their_distributions():
         assert draw.dtype == torch.bool and abs(draw.float().mean() - 0.3) < 0.015
     order = rng.host_permutations(4)
     assert torch.equal(order.sort(1).values, torch.arange(4).expand(20000, 4))
-    assert len(order.unique(dim=0)) == math.factorial(4) and (order.float().mean(0) - 1.5).abs().max() < 0.03
+    assert len(order.unique(dim=0)) == math.factorial(4)
+    assert (order.float().mean(0) - 1.5).abs().max() < 0.03
     # which operation and how strongly are independent, though both come from one seed
-    pair = torch.stack([BatchRandom(0, 20000).uniform(), BatchRandom(0, 20000).host_integers(0, 1000).float()])
+    rng = BatchRandom(0, 20000)
+    pair = torch.stack([rng.uniform(), rng.host_integers(0, 1000).float()])
     assert abs(torch.corrcoef(pair)[0, 1]) < 0.03
 
 
 @pytest.mark.parametrize("name", ON_PICTURES)
 def test_nothing_waits_for_the_device(name):
-    """Tensors on the meta device have no values, so whatever asked for one (.item(), a boolean mask) would raise."""
+    """Tensors on the meta device have no values: to ask for one (.item(), a mask) would raise."""
     rng = BatchRandom(0, 8)
     for method in ("uniform", "normal", "integers", "bernoulli"):
         setattr(rng, method, lambda *a, draw=getattr(rng, method), **k: draw(*a, **k).to("meta"))
     expected = RANDOM[name](augment.to_float(pictures(8)), BatchRandom(0, 8))
-    assert RANDOM[name](torch.empty(8, 3, HEIGHT, WIDTH, device="meta"), rng).shape == expected.shape
+    x = torch.empty(8, 3, HEIGHT, WIDTH, device="meta")
+    assert RANDOM[name](x, rng).shape == expected.shape
 
 
-# ---- Pixels, crops, sizes --------------------------------------------------------------------------------------------
-
-def test_to_float_and_normalize():
-    images = pictures()
-    x = augment.to_float(images)
-    assert x.dtype == torch.float32 and x.is_contiguous()
-    torch.testing.assert_close(x, images.permute(0, 3, 1, 2) / 255)
-    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
-    y = augment.normalize(x, mean, std)
-    for c in range(3):
-        torch.testing.assert_close(y[:, c] * std[c] + mean[c], x[:, c])
-
+# ---- Pixels, crops, sizes
 
 def test_pad_crop_takes_every_window():
     x = augment.to_float(pictures(600, 8, 6)) + 0.01  # above the zeros of the padding
     size, padding = 6, 2
     padded = torch.nn.functional.pad(x, [padding] * 4)
-    windows = torch.stack([padded[:, :, i:i + size, j:j + size] for i in range(7) for j in range(5)])
+    windows = torch.stack([padded[:, :, i:i + size, j:j + size]
+                           for i in range(7) for j in range(5)])
     found = (windows == augment.pad_crop(x, size, padding, BatchRandom(0, 600))).flatten(2).all(2)
     assert (found.sum(0) == 1).all() and (found.sum(1) > 0).all()
 
 
-def test_center_crop_and_flip():
-    x = augment.to_float(pictures(2000, 5, 8))
-    assert torch.equal(augment.center_crop(x, 4), x[:, :, 0:4, 2:6])  # Python rounds the half pixel to even
+def test_pixels_crops_and_flips():
+    images = pictures(2000, 5, 8)
+    x = augment.to_float(images)
+    assert x.is_contiguous() and torch.equal(x, images.permute(0, 3, 1, 2) / 255)
+    mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.1, 0.2, 0.3]]).view(2, 3, 1, 1)
+    y = augment.normalize(x, mean.flatten().tolist(), std.flatten().tolist())
+    torch.testing.assert_close(y * std + mean, x)
+    assert torch.equal(augment.center_crop(x, 4), x[:, :, 0:4, 2:6])  # round() rounds 0.5 to even
     assert torch.equal(augment.center_crop(x, 5), x[:, :, :, 2:7])
     flipped = augment.flip(x, BatchRandom(0, 2000), p=0.3)
     mirrored = (flipped == x.flip(3)).flatten(1).all(1)
-    assert torch.equal(flipped[~mirrored], x[~mirrored]) and abs(mirrored.float().mean() - 0.3) < 0.05
+    assert torch.equal(flipped[~mirrored], x[~mirrored])
+    assert abs(mirrored.float().mean() - 0.3) < 0.05
 
 
-BOXES = [(0, 0, HEIGHT, WIDTH), (3, 7, 20, 31), (30, 40, 5, 9), (0, 11, 37, 3), (2.25, 4.6, 17.1, 40.7)]
+def test_at_size():
+    x = augment.to_float(pictures(2, 16, 16))
+    assert torch.equal(augment.at_size(x, 10), x[:, :, 3:13, 3:13])
+    assert augment.at_size(x, 16) is x
+    assert torch.equal(augment.at_size(x, 24), augment.resize(x, 24))
+
+
+BOXES = [(0, 0, HEIGHT, WIDTH), (3, 7, 20, 31), (30, 40, 5, 9), (0, 11, 37, 3),
+         (2.25, 4.6, 17.1, 40.7)]
 
 
 def assert_resized_as_pillow(out, image, interpolation, box=None):
@@ -141,17 +144,19 @@ def assert_resized_as_pillow(out, image, interpolation, box=None):
         plane = Image.fromarray(image[:, :, channel].float().numpy() / 255)
         expected = np.asarray(plane.resize(size, method, box=box)).clip(0, 1)
         np.testing.assert_allclose(out[channel].numpy(), expected, atol=1e-4)
-    assert np.abs(to_levels(out) - np.asarray(to_pil(image).resize(size, method, box=box))).max() < 2.5
+    expected = np.asarray(to_pil(image).resize(size, method, box=box))
+    assert np.abs(to_levels(out) - expected).max() < 2.5
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [8, 37, 64])
 def test_resizing_is_pillows(interpolation, size):
-    """A box is Pillow's crop to the pixels that it touches, then Pillow's resize of the box in there."""
+    """A box is Pillow's crop to the pixels that it touches, then Pillow's resize of the box."""
     images = pictures(len(BOXES))
     resized = augment.resize(augment.to_float(images), size, interpolation)
     assert resized.shape == (len(BOXES), 3, size, size * WIDTH // HEIGHT)
-    cropped = augment.resized_crop(augment.to_float(images), torch.tensor(BOXES), size, interpolation)
+    boxes = torch.tensor(BOXES)
+    cropped = augment.resized_crop(augment.to_float(images), boxes, size, interpolation)
     for image, (top, left, height, width), whole, crop in zip(images, BOXES, resized, cropped):
         assert_resized_as_pillow(whole, image, interpolation)
         row, column = math.floor(top), math.floor(left)
@@ -162,31 +167,34 @@ def test_resizing_is_pillows(interpolation, size):
 
 @pytest.mark.parametrize("height, width", [(32, 32), (30, 90)])
 def test_random_boxes_are_torchvisions(height, width):
-    boxes = augment.random_boxes(BatchRandom(0, 20000), height, width, scale=(0.2, 0.4), ratio=(0.6, 1.2))
+    boxes = augment.random_boxes(BatchRandom(0, 20000), height, width, (0.2, 0.4), (0.6, 1.2))
     top, left, h, w = boxes.unbind(1)
     places = torch.stack([top / (height - h).clamp(min=1), left / (width - w).clamp(min=1)])
     assert abs(torch.corrcoef(places)[0, 1]) < 0.03
     for start, length, size in ((top, h, height), (left, w, width)):
         room = size - length
         assert torch.equal(start, start.round()) and torch.equal(length, length.round())
-        assert (start >= 0).all() and (room >= start).all() and (start == 0).any() and (start == room).any()
+        assert (start >= 0).all() and (room >= start).all()
+        assert (start == 0).any() and (start == room).any()
         assert abs((start / room)[room > 0].mean() - 0.5) < 0.02
     area, aspect = h * w / (height * width), w / h
     assert 0.17 < area.min() < 0.22 and 0.38 < area.max() < 0.43  # whole pixels
     if height == width:  # every first attempt fits
         assert 0.54 < aspect.min() < 0.62 and 1.18 < aspect.max() < 1.32
-        assert abs(area.mean() - 0.3) < 0.003 and abs(aspect.log().mean() - math.log(0.6 * 1.2) / 2) < 0.01
+        assert abs(area.mean() - 0.3) < 0.003
+        assert abs(aspect.log().mean() - math.log(0.6 * 1.2) / 2) < 0.01
 
 
 def test_random_boxes_fall_back_to_the_centre():
-    """No box of the whole area has another shape than the picture's."""
-    rng = BatchRandom(0, 3)
-    for shape, ratio, expected in (((32, 32), (0.5, 0.5), [0, 8, 32, 16]), ((32, 32), (2, 2), [8, 0, 16, 32]),
+    """No box of the whole area has another shape than the image's."""
+    for shape, ratio, expected in (((32, 32), (0.5, 0.5), [0, 8, 32, 16]),
+                                   ((32, 32), (2, 2), [8, 0, 16, 32]),
                                    ((20, 90), (0.9, 1.1), [0, 34, 20, 22])):
-        assert (augment.random_boxes(rng, *shape, scale=(1, 1), ratio=ratio) == torch.tensor(expected)).all()
+        boxes = augment.random_boxes(BatchRandom(0, 3), *shape, scale=(1, 1), ratio=ratio)
+        assert (boxes == torch.tensor(expected)).all()
 
 
-# ---- Colour, blur ----------------------------------------------------------------------------------------------------
+# ---- Colour, blur
 
 @pytest.mark.parametrize("strengths, enhance", [((0.6, 0, 0, 0), ImageEnhance.Brightness),
                                                 ((0, 0.6, 0, 0), ImageEnhance.Contrast),
@@ -197,7 +205,8 @@ def test_jitter_blends_as_pillow(strengths, enhance):
     y = augment.color_jitter(augment.to_float(images), BatchRandom(5, 8), *strengths)
     assert factors.min() < 0.9 and factors.max() > 1.1
     for image, factor, out in zip(images, factors, y):
-        assert np.abs(to_levels(out) - np.asarray(enhance(to_pil(image)).enhance(factor.item()))).max() < 1.6
+        expected = np.asarray(enhance(to_pil(image)).enhance(factor.item()))
+        assert np.abs(to_levels(out) - expected).max() < 1.6
 
 
 def test_jitter_turns_the_hue():
@@ -208,16 +217,19 @@ def test_jitter_turns_the_hue():
     pixels, turned = (t.double().flatten(2).mT.flatten(0, 1) for t in (x, y))
     for pixel, turn, out in zip(pixels, shift.repeat_interleave(36), turned):
         h, s, v = colorsys.rgb_to_hsv(*pixel.tolist())
-        assert out.tolist() == pytest.approx(colorsys.hsv_to_rgb((h + turn.item()) % 1, s, v), abs=1e-5)
+        expected = colorsys.hsv_to_rgb((h + turn.item()) % 1, s, v)
+        assert out.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_jitter_orders_and_rate():
     x = augment.to_float(pictures(1, 4, 4)).expand(400, -1, -1, -1)
-    same = (augment.color_jitter(x, BatchRandom(0, 400), 0.4, 0.4, 0.2, 0.1, p=0.8) == x).flatten(1).all(1)
+    jittered = augment.color_jitter(x, BatchRandom(0, 400), 0.4, 0.4, 0.2, 0.1, p=0.8)
+    same = (jittered == x).flatten(1).all(1)
     assert abs(same.float().mean() - 0.2) < 0.06
     rng = BatchRandom(0, 400)  # one factor for all, so that only the order can make a difference
     rng.uniform = lambda *shape: torch.full((400, *shape), 0.9)
-    assert len(augment.color_jitter(x, rng, 0.9, 0.9, 0.9, 0.3).flatten(1).unique(dim=0)) > 12
+    jittered = augment.color_jitter(x, rng, 0.9, 0.9, 0.9, 0.3)
+    assert len(jittered.flatten(1).unique(dim=0)) > 12
 
 
 def test_grayscale_and_solarize():
@@ -227,14 +239,12 @@ def test_grayscale_and_solarize():
     changed = (gray != x).flatten(1).any(1)
     assert abs(changed.float().mean() - 0.5) < 0.1
     for i in changed.nonzero()[:10, 0]:
-        assert np.abs(to_levels(gray[i]) - np.asarray(to_pil(images[i]).convert("L"))[..., None]).max() <= 0.501
-    solar = augment.solarize(x, BatchRandom(0, 400), 1.0)
-    for image, out in zip(images[:10], solar):
-        np.testing.assert_allclose(to_levels(out), np.asarray(ImageOps.solarize(to_pil(image), 128)), atol=1e-3)
-    levels = (torch.arange(256) / 255).expand(1, 3, 1, 256)
-    inverted = augment.solarize(levels, BatchRandom(0, 1), 1.0) != levels
-    assert torch.equal(inverted[0, 0, 0], torch.arange(256) >= 128)
-    assert abs((augment.solarize(x, BatchRandom(0, 400), 0.2) != x).flatten(1).any(1).float().mean() - 0.2) < 0.08
+        expected = np.asarray(to_pil(images[i]).convert("L"))[..., None]
+        assert np.abs(to_levels(gray[i]) - expected).max() <= 0.501
+    levels = (torch.arange(256) / 255).expand(400, 3, 1, 256)
+    solar = augment.solarize(levels, BatchRandom(0, 400), 0.2) != levels
+    assert abs(solar.flatten(1).any(1).float().mean() - 0.2) < 0.08
+    assert torch.equal(solar.any(0)[0, 0], torch.arange(256) >= 128)
 
 
 @pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 2.0])
@@ -245,26 +255,18 @@ def test_blur_is_a_gaussian_with_replicated_edges(sigma):
     bell = torch.exp(-torch.arange(-reach, reach + 1).double() ** 2 / (2 * sigma**2))
     kernel = (bell[:, None] * bell / bell.sum() ** 2).expand(3, 1, -1, -1)
     padded = torch.nn.functional.pad(x.double(), [reach] * 4, mode="replicate")
-    torch.testing.assert_close(y.double(), torch.nn.functional.conv2d(padded, kernel, groups=3), rtol=0, atol=3e-6)
+    expected = torch.nn.functional.conv2d(padded, kernel, groups=3)
+    torch.testing.assert_close(y.double(), expected, rtol=0, atol=3e-6)
 
 
-def test_blur_rate_and_strength():
-    x = torch.zeros(500, 3, 9, 9)
-    x[:, :, 4, 4] = 1
-    peak = augment.gaussian_blur(x, BatchRandom(0, 500), 0.5)[:, 0, 4, 4]
-    assert abs((peak < 1).float().mean() - 0.5) < 0.08
-    # the peak is about 1 / (2 pi sigma^2), so sigma uniform in [1/2, 2] has its median at 5/4
-    peak = augment.gaussian_blur(x, BatchRandom(0, 500), 1.0, sigma=(0.5, 2.0))[:, 0, 4, 4]
-    assert abs(peak.median() * 2 * math.pi * 1.25**2 - 1) < 0.15 and peak.max() > 5 * peak.min()
-
-
-# ---- RandAugment -----------------------------------------------------------------------------------------------------
+# ---- RandAugment
 
 FILL = (51, 51, 51)
 
 
 def affine(image, *coefficients):
-    return image.transform(image.size, Image.Transform.AFFINE, coefficients, Image.Resampling.NEAREST, fillcolor=FILL)
+    return image.transform(image.size, Image.Transform.AFFINE, coefficients,
+                           Image.Resampling.NEAREST, fillcolor=FILL)
 
 
 PILLOW = {  # of a picture and the signed magnitude on torchvision's scale of 0 to 30
@@ -287,63 +289,43 @@ TRUNCATING = ("Brightness", "Color", "Contrast", "Sharpness", "AutoContrast")
 
 
 @pytest.mark.parametrize("name", augment.RAND_AUGMENT)
-@pytest.mark.parametrize("m", [0, 5, 9, 14, 30])
+@pytest.mark.parametrize("m", [0, 9, 14, 30])
 def test_rand_augment_operations_are_pillows(name, m):
     images = pictures(6)
     images[4] = images[4] // 3 + 40  # a narrow histogram
     images[5] = 77  # one level
     sign = torch.tensor([1, -1, 1, -1, -1, 1])
-    y = augment.RAND_AUGMENT[name](augment.to_float(images) * 255, s=sign.view(-1, 1, 1, 1), m=m, fill=51)
+    operation, levels = augment.RAND_AUGMENT[name], augment.to_float(images) * 255
+    y = operation(levels, s=sign.view(-1, 1, 1, 1), m=m, fill=51)
     for image, s, out in zip(images, sign.tolist(), y):
-        difference = np.abs(out.permute(1, 2, 0).numpy() - np.asarray(PILLOW[name](to_pil(image), s * m)).astype(float))
-        # Pillow cuts a floating-point product to an integer, and one that should be whole may have come out just below
+        expected = np.asarray(PILLOW[name](to_pil(image), s * m)).astype(float)
+        difference = np.abs(out.permute(1, 2, 0).numpy() - expected)
+        # Pillow truncates a floating-point product, which may be just below an integer
         assert difference.max() <= (name in TRUNCATING) and (difference > 0).mean() < 0.03
 
 
 def test_rand_augment_draws_each_operation_alike(monkeypatch):
-    """Operation k leaves a one, its sign and the fill at place k of the three channels: a picture tells its history."""
+    """Operation k leaves a one, its sign and the fill at place k of the three channels."""
     count, batch = len(augment.RAND_AUGMENT), 5000
 
     def mark(place):
         return lambda x, s, m, fill: x + place * torch.cat([s.abs(), s, fill * s.abs()], 1)
 
     monkeypatch.setattr(augment, "RAND_AUGMENT", dict(enumerate(map(mark, torch.eye(count)))))
-    out = augment.rand_augment(torch.zeros(batch, 3, 1, count), BatchRandom(0, batch), n=2, fill=0.4)
+    x = torch.zeros(batch, 3, 1, count)
+    out = augment.rand_augment(x, BatchRandom(0, batch), n=2, fill=0.4)
     done, sign, fill = (255 * out[:, :, 0]).unbind(1)
     torch.testing.assert_close(done.sum(1), torch.full((batch,), 2.0))
     torch.testing.assert_close(fill, 102 * done)
     assert (done.mean(0) * count / 2 - 1).abs().max() < 0.15 and sign.mean(0).abs().max() < 0.02
-    assert abs((done.round() == 2).any(1).float().mean() - 1 / count) < 0.015  # the rounds are independent
+    twice = (done.round() == 2).any(1).float().mean()
+    assert abs(twice - 1 / count) < 0.015  # the rounds are independent
 
 
-# ---- All of them -----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("name, nothing", {
-    "flip": lambda x, rng: augment.flip(x, rng, p=0),
-    "pad_crop": lambda x, rng: augment.pad_crop(x, 32, 0, rng),
-    "center_crop": lambda x, rng: augment.center_crop(x, 32),
-    "resize": lambda x, rng: augment.resize(x, 32),
-    "whole box": lambda x, rng: augment.resized_crop(x, torch.tensor([[0.0, 0, 32, 32]]).expand(8, 4), 32),
-    "no strength": lambda x, rng: augment.color_jitter(x, rng, 0, 0, 0, 0),
-    "jitter": lambda x, rng: augment.color_jitter(x, rng, 0.4, 0.4, 0.2, 0.1, p=0),
-    "grayscale": lambda x, rng: augment.grayscale(x, rng, 0),
-    "blur": lambda x, rng: augment.gaussian_blur(x, rng, 0),
-    "solarize": lambda x, rng: augment.solarize(x, rng, 0),
-}.items())
-def test_identities(name, nothing):
-    x = augment.to_float(pictures(8, 32, 32))
-    torch.testing.assert_close(nothing(x, BatchRandom(0, 8)), x, rtol=0, atol=1e-6)
-
-
-def test_uniform_pictures_stay_uniform():
-    x = torch.linspace(0, 1, 12).view(12, 1, 1, 1).expand(12, 3, HEIGHT, WIDTH)
-    rng = BatchRandom(0, 12)
-    for y in (augment.gaussian_blur(x, rng, 1), augment.resize(x, 16), augment.random_resized_crop(x, 24, rng)):
-        torch.testing.assert_close(y, x[:, :, :1, :1].expand_as(y), rtol=0, atol=2e-6)
-
+# ---- All of them
 
 def test_results_stay_in_range_and_on_the_input():
-    x = (torch.rand(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)) > 0.5).float()  # the worst for bicubic
+    x = (torch.rand(32, 3, 32, 32) > 0.5).float()  # the worst for bicubic
     before = x.clone()
     for name in ON_PICTURES:
         y = RANDOM[name](x, BatchRandom(1, 32))

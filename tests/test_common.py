@@ -1,7 +1,7 @@
-"""Flags, schedules, optimizers, checkpoints and run directories against their definitions."""
+"""Flags, exit statuses, schedules, optimizers and run directories against their definitions."""
 import json
 import math
-import random
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -9,10 +9,15 @@ import torch
 
 import common
 from common import UserError, option
+from model import ConfigError, ImageClassifier, ImageConfig
 
+
+# -------------------------------------------------------------------------------------------------
+# Flags
+# -------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
-class Config(common.RunConfig):
+class Config(common.RunFlags):
     """Flags for these tests."""
     width: int = option(8, "whole", low=1)
     rate: float = option(0.5, "real", above=0, high=1)
@@ -31,16 +36,21 @@ def parse(*argv):
 
 def test_flags_take_their_fields_types():
     c, preset = parse("large", "--rate=0.25", "--limit", "3", "--flip", "--arch", "tost")
-    assert (preset, c.width, c.rate, c.limit, c.flip, c.arch) == ("large", 64, 0.25, 3, True, "tost")
+    assert preset == "large" and c.width == 64 and c.rate == 0.25
+    assert c.limit == 3 and c.flip is True and c.arch == "tost"
     c, preset = parse("--width=9", "--limit=none", "--flip=false", "--compile=true")
-    assert (preset, c.width, c.limit, c.flip, c.compile) == ("tiny", 9, None, False, True)
+    assert preset == "tiny" and c.width == 9
+    assert c.limit is None and c.flip is False and c.compile is True
 
 
 @pytest.mark.parametrize("argv, says", [
-    (["larg"], "did you mean large"), (["--widht=3"], "did you mean width"), (["--width=3.5"], "whole number"),
-    (["--width=0"], "1 or more"), (["--rate=0"], "more than 0"), (["--rate=2"], "1 or less"), (["--rate=nan"], "finite"),
-    (["--rate=x"], "a number"), (["--arch=crat"], "did you mean crate"), (["--flip=maybe"], "true or false"),
-    (["--width"], "needs a value"), (["tiny", "extra"], "neither"), (["-w3"], "neither"), (["--device=tpu"], "not one of"),
+    (["larg"], "did you mean large"), (["--widht=3"], "did you mean --width"),
+    (["--width=3.5"], "whole number"), (["--width=99999999999"], "below 2^31"),
+    (["--width=0"], "1 or more"), (["--rate=0"], "more than 0"), (["--rate=2"], "1 or less"),
+    (["--rate=nan"], "finite"), (["--rate=x"], "a number"), (["--arch=crat"], "did you mean crate"),
+    (["--flip=maybe"], "true or false"), (["--width"], "needs a value"),
+    (["tiny", "extra"], "unknown argument"), (["-w3"], "unknown argument"),
+    (["--device=tpu"], "not one of"),
 ])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
@@ -49,158 +59,251 @@ def test_bad_flags_are_one_line(argv, says):
 
 
 def test_a_flag_displaces_what_the_preset_says_of_the_same():
-    assert parse("large", "--size=big")[0].width == 8 and parse("large", "--size=big", "--width=5")[0].width == 5
+    assert parse("large", "--size=big")[0].width == 8
+    assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 
 def test_help_names_every_flag(capsys):
     with pytest.raises(SystemExit) as exit:
-        parse("--help")
+        parse("large", "--help")
     text = capsys.readouterr().out
-    assert exit.value.code in (0, None) and all(f"--{name}=" in text for name in Config.__dataclass_fields__)
+    assert exit.value.code in (0, None) and "--width=64" in text and "tiny (default)" in text
+    assert all(f"--{name}=" in text for name in Config.__dataclass_fields__)
 
+
+def test_subcommands(capsys):
+    commands = {"look": Config, "listen": Config}
+    name, c = common.parse_command(commands, ["listen", "--width=3"], "doc")
+    assert name == "listen" and c.width == 3
+    with pytest.raises(UserError, match="did you mean listen"):
+        common.parse_command(commands, ["lissen"], "doc")
+    with pytest.raises(UserError, match="unknown argument"):
+        common.parse_command(commands, ["look", "here"], "doc")
+    with pytest.raises(SystemExit) as exit:
+        common.parse_command(commands, [], "doc")
+    assert exit.value.code == 2 and "look, listen" in capsys.readouterr().out
+
+
+def test_set_fields_leaves_what_is_auto_to_the_model():
+    c = parse("--width=12")[0]
+    c.heads, c.unknown = None, 7
+    assert common.set_fields(ImageConfig, c, classes=3) == dict(arch="crate", width=12, classes=3)
+
+
+class Foreign(Exception):
+    exit_status = 2
+
+
+@pytest.mark.parametrize("error, status, says", [
+    (UserError("no\n such \tthing"), 2, "no such thing"), (ConfigError("heads"), 2, "heads"),
+    (Foreign("data"), 2, "data"), (common.Diverged("step 3"), 3, "step 3"),
+    (common.Stopped(signal.SIGINT), 130, "SIGINT"), (KeyboardInterrupt(), 130, ""),
+    (common.Stopped(signal.SIGTERM), 143, "SIGTERM"), (MemoryError(), 2, "does not fit in memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
+    (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: a.pt"),
+])
+def test_exit_statuses(monkeypatch, capsys, error, status, says):
+    def main(argv):
+        raise error
+    monkeypatch.setattr("sys.argv", ["here/script.py"])
+    with pytest.raises(SystemExit) as exit:
+        common.cli(main)
+    err = capsys.readouterr().err
+    assert exit.value.code == status
+    assert err == f"script.py: {err[11:-1]}\n" * bool(says) and says in err
+
+
+def test_a_mistake_of_the_program_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        common.cli(lambda argv: 1 / 0)
+
+
+# -------------------------------------------------------------------------------------------------
+# Schedules and optimizers
+# -------------------------------------------------------------------------------------------------
 
 def test_warmup_cosine():
     s = common.warmup_cosine(2.0, 110, 10, final=0.5)
-    assert s[0] == pytest.approx(0.2) and s[9] == s[10] == pytest.approx(2.0) and len(s) == 110
+    assert len(s) == 110 and s[0] == pytest.approx(0.2) and s[9] == s[10] == pytest.approx(2.0)
     assert s[60] == pytest.approx(0.5 + 1.5 * 0.5) and s[109] == pytest.approx(0.5, abs=1e-3)
     assert all(a >= b for a, b in zip(s[10:], s[11:]))
+    assert common.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
 
 
 def test_lion_is_its_definition():
     p = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
-    optimizer, w, m = common.Lion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3), p.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
+    w, m = p.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
+    optimizer = common.Lion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3)
     for _ in range(4):
         g = torch.randn(5, 3, dtype=torch.float64)
         p.grad = g.clone()
         optimizer.step()
-        for i in range(5):
-            for j in range(3):
-                u = math.copysign(1, 0.9 * m[i, j] + 0.1 * g[i, j])
-                w[i, j] = w[i, j] - 0.01 * (u + 0.3 * w[i, j])
-                m[i, j] = 0.99 * m[i, j] + 0.01 * g[i, j]
+        w = (1 - 0.01 * 0.3) * w - 0.01 * torch.sign(0.9 * m + 0.1 * g)
+        m = 0.99 * m + 0.01 * g
     torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["lion", "adamw"])
 def test_only_matrices_are_decayed(name):
-    from model import ImageClassifier, ImageConfig
-    model = ImageClassifier(ImageConfig(width=16, heads=2, layers=1, image_size=8, patch_size=4, classes=3, arch="tost"))
+    fields = dict(width=16, heads=2, layers=1, image_size=8, patch_size=4, classes=3)
+    model = ImageClassifier(ImageConfig(arch="tost", **fields))
     before = {k: v.detach().clone() for k, v in model.named_parameters()}
     optimizer = common.make_optimizer(model, name, 0.1, 0.5, (0.9, 0.99))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for key, p in model.named_parameters():
-        kept = 1.0 if p.ndim < 2 or key.endswith(("class_token", "positions")) else 0.95
-        torch.testing.assert_close(p.detach(), kept * before[key], msg=key)
+        vector = p.ndim < 2 or key.endswith(("class_token", "positions"))
+        torch.testing.assert_close(p.detach(), (1.0 if vector else 0.95) * before[key], msg=key)
 
 
 def test_ema():
-    a, b = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    expected = 0.75 * a.weight.detach() + 0.25 * b.weight.detach()
+    a, b = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
+    b.weight.data.fill_(3.0)
+    b.running_mean.fill_(5.0)
     common.ema_update(a, b, 0.75)
-    torch.testing.assert_close(a.weight.detach(), expected)
+    torch.testing.assert_close(a.weight.detach(), torch.full((3,), 1.5))
+    torch.testing.assert_close(a.running_mean, b.running_mean)
 
 
 def test_seeds_depend_on_everything():
-    seeds = {common.derive_seed(s, step, p) for s in range(5) for step in range(50) for p in ("augment", "order")}
+    purposes = [(s, step, p) for s in range(5) for step in range(50) for p in ("augment", "order")]
+    seeds = {common.derive_seed(*purpose) for purpose in purposes}
     assert len(seeds) == 500 and all(0 <= s < 2 ** 63 for s in seeds)
 
 
-def content(step=3):
-    return dict(task="vit", model=dict(w=torch.randn(20, 20)), model_config={}, data_meta={}, run_config={}, step=step, best=None,
-                optimizer=dict(state={}), extra={})
+# -------------------------------------------------------------------------------------------------
+# Runs
+# -------------------------------------------------------------------------------------------------
 
-
-def test_a_checkpoint_is_a_torch_file(tmp_path):
-    common.save_checkpoint(tmp_path / "ckpt.pt", content())
-    loaded = common.load_checkpoint(tmp_path / "ckpt.pt", "vit")
-    plain = torch.load(tmp_path / "ckpt.pt", weights_only=True)
-    assert torch.equal(loaded["model"]["w"], plain["model"]["w"]) and loaded["step"] == 3
-
-
-def test_every_altered_bit_is_seen(tmp_path):
-    path = tmp_path / "ckpt.pt"
-    common.save_checkpoint(path, content())
-    whole, draw = path.read_bytes(), random.Random(0)
-    for trial in range(60):
-        bad = bytearray(whole)
-        at = draw.randrange(len(bad))
-        bad[at] ^= 1 << draw.randrange(8)
-        path.write_bytes(bad if trial % 3 else whole[:at])
-        with pytest.raises(UserError) as error:
-            common.load_checkpoint(path)
-        assert str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-class Runs:
-    """Unpickling this would create the file named `at`."""
-    def __init__(self, at):
-        self.at = at
-
-    def __reduce__(self):
-        return (open, (self.at, "w"))
-
-
-def test_foreign_files_run_nothing(tmp_path):
-    marker = tmp_path / "ran"
-    torch.save(dict(format=common.FORMAT, model=Runs(str(marker))), tmp_path / "evil.pt")
-    (tmp_path / "text.pt").write_text("hello")
-    torch.save(dict(a=1), tmp_path / "other.pt")
-    for name in ("evil.pt", "text.pt", "other.pt", "missing.pt"):
-        with pytest.raises(UserError) as error:
-            common.load_checkpoint(tmp_path / name)
-        assert name in str(error.value) and "\n" not in str(error.value)
-    assert not marker.exists()
-
-
-def test_checkpoint_of_another_task(tmp_path):
-    common.save_checkpoint(tmp_path / "a.pt", content())
-    with pytest.raises(UserError, match="task vit, not gpt"):
-        common.load_checkpoint(tmp_path / "a.pt", "gpt")
-
-
-def run_in(tmp_path, **flags):
-    return common.Run(Config(out_dir=str(tmp_path / "out"), **flags), "vit", "tiny", common.Processes("cpu"))
-
-
-def test_the_checkpoint_before_stands_in_for_a_damaged_one(tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    common.save_checkpoint(out / "ckpt.pt", content(step=1))
-    common.save_checkpoint(out / "ckpt.pt", content(step=2))
-    assert run_in(tmp_path, resume=True).resumed["step"] == 2
-    (out / "ckpt.pt").write_bytes((out / "ckpt.pt").read_bytes()[:-500])
-    assert run_in(tmp_path, resume=True).resumed["step"] == 1
-    assert "continuing from ckpt.prev.pt at step 1" in capsys.readouterr().err
-    (out / "ckpt.prev.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="no whole checkpoint"):
-        run_in(tmp_path, resume=True)
+def run_in(out, **flags):
+    config = Config(out_dir=str(out), log_every=1, **flags)
+    return common.Run(config, "vit", "tiny", common.Processes("cpu"))
 
 
 def test_a_run_directory_is_not_taken_by_accident(tmp_path):
+    out = tmp_path / "out"
     with pytest.raises(UserError, match="nothing to resume"):
-        run_in(tmp_path, resume=True)
-    first = run_in(tmp_path)
+        run_in(out, resume=True)
+    assert not out.exists()
+    first = run_in(out)
+    assert not first.resuming
     with pytest.raises(UserError, match="another run is writing"):
-        run_in(tmp_path)
+        run_in(out)
     first.close()
-    (tmp_path / "out" / "metrics.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match="is not empty"):
-        run_in(tmp_path)
-    run_in(tmp_path, overwrite=True).close()
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    for name in ("metrics.jsonl", "best.pt", "notes.txt"):
+        (out / name).write_text("{}\n")
+    with pytest.raises(UserError, match="is not empty: it has no checkpoint yet"):
+        run_in(out)
+    run_in(out, overwrite=True).close()
+    assert {p.name for p in out.iterdir()} == {".lock", "notes.txt"}    # of others: stays
     with pytest.raises(UserError, match="exclude each other"):
-        run_in(tmp_path, overwrite=True, resume=True)
+        run_in(out, overwrite=True, resume=True)
+    (out / "ckpt.pt").write_text("")
+    with pytest.raises(UserError, match="is not empty: --resume continues it"):
+        run_in(out)
+    resumed = run_in(out, resume=True)
+    assert resumed.resuming
+    resumed.close()
+
+
+def test_a_restarted_worker_resumes_by_itself(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    first = run_in(tmp_path)
+    first.close()
+    assert not first.resuming and not (tmp_path / "metrics.jsonl").exists()
+    (tmp_path / "ckpt.prev.pt").write_text("")
+    again = run_in(tmp_path)
+    again.close()
+    assert again.resuming
 
 
 def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    common.save_checkpoint(out / "ckpt.pt", content(step=2))
-    lines = [dict(step=i, split="train", loss=1.0) for i in (1, 2, 3)] + [dict(event="done", step=2)]
-    (out / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 3, "spl')
+    (tmp_path / "ckpt.pt").write_text("")
+    lines = [dict(step=i, split="train", loss=1.0) for i in (1, 2, 3)]
+    lines.append(dict(event="done", step=2))
+    torn = '\n{"step": 3, "spl'
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + torn)
     run = run_in(tmp_path, resume=True)
-    run.begin(5, "images", 1)
+    run.step = 2                                        # as checkpoint.restore sets it
+    run.begin(5, 100, "images", 1)
     run.close()
-    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [1, 2]
+
+
+def do(run, total, seen, signal_at=None, loss=1.0):
+    """A training loop of which only what `run` decides is recorded."""
+    model = torch.nn.Linear(1, 1)
+
+    def save(best=False):
+        seen.append(("save", run.step))
+        run.saved_step = run.step
+    run.begin(total, 100, "images", 10)
+    for step in run.steps(model.eval()):
+        assert model.training
+        seen.append((step, torch.rand(()).item()))
+        run.log_step(torch.tensor(loss), 0.1)
+        if step + 1 == signal_at:
+            signal.raise_signal(signal.SIGTERM)
+        if run.evaluates():
+            seen.append(("evaluate", run.step))
+            save()
+        run.end_step(save)
+    return run.done()
+
+
+def test_when_a_run_evaluates_and_saves(tmp_path, capsys):
+    seen = []
+    done = do(run_in(tmp_path / "a", eval_every=4, save_every=3), 10, seen)
+    events = [event for event in seen if isinstance(event[0], str)]
+    assert events == [("save", 3), ("evaluate", 4), ("save", 4), ("save", 6), ("evaluate", 8),
+                      ("save", 8), ("save", 9), ("evaluate", 10), ("save", 10)]
+    assert done["event"] == "done" and done["step"] == 10 and done["examples_per_s"] > 0
+    assert "step 10/10: loss 1.0000" in capsys.readouterr().out
+    drawn = [event for event in seen if not isinstance(event[0], str)]
+    assert len({number for _, number in drawn}) == 10   # dropout is a function of seed and step
+    again = run_in(tmp_path / "b")
+    again.step = 6
+    seen.clear()
+    do(again, 10, seen)
+    assert [event for event in seen if not isinstance(event[0], str)] == drawn[6:]
+
+
+def test_a_signal_saves_first(tmp_path, capsys):
+    seen = []
+    with pytest.raises(common.Stopped) as stopped:
+        do(run_in(tmp_path), 10, seen, signal_at=4)
+    assert stopped.value.exit_status == 143 and seen[-1] == ("save", 4)
+    assert "saved step 4" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    with pytest.raises(common.Diverged, match="not finite at step 1; no checkpoint"):
+        do(run_in(tmp_path), 10, [], loss=math.nan)
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_which_evaluation_is_the_best(tmp_path):
+    run = run_in(tmp_path)
+    run.begin(10, 5, "images", 1)
+    assert [run.evaluated(acc=a) for a in (math.nan, 0.5, 0.5, 0.4, 0.6)] == [0, 1, 0, 0, 1]
+    run.best = None
+    assert [run.evaluated(min, "loss", loss=a) for a in (2.0, 3.0, 1.0)] == [1, 0, 1]
+    assert not run.evaluated(min, "loss", 1.5, loss=0.5)                # another value decides
+    run.close()
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first == dict(step=0, split="val", acc=None)                 # NaN is no JSON
+
+
+def test_a_run_goes_on_without_metrics_on_a_full_disk(tmp_path, capsys):
+    run = run_in(tmp_path)
+    run.begin(3, 5, "images", 1)
+    run.metrics = open("/dev/full", "w", buffering=1)
+    for _ in run.steps(torch.nn.Linear(1, 1)):
+        run.log_step(torch.tensor(1.0), 0.1)
+    run.done()
+    said = capsys.readouterr().out
+    assert said.count("warning: cannot write") == 1 and "step 3/3" in said and "\ndone: " in said

@@ -1,36 +1,49 @@
-"""What the README says of the code is so: lines, scripts, presets and flags."""
+"""What README.md and RESULTS.md say of the code is so: lines, files, presets and flags."""
+import importlib
 import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 import common
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "RESULTS.md")}
+DEFAULTS = dict(train_vit="imagenet", train_mae="imagenet", train_simdino="imagenet",
+                train_gpt="openwebtext")
 
 
 def test_the_map_points_at_its_operators():
-    source = (ROOT / "model.py").read_text().splitlines()
-    entries = re.findall(r"\[`(\w+)`\]\(model\.py#L(\d+)\)", README)
+    entries = re.findall(r"\[`([\w.]+)`\]\((\w+\.py)#L(\d+)\)", TEXTS["README.md"])
     assert len(entries) > 15
-    for name, line in entries:
-        assert re.match(rf"(def|class) {name}\b", source[int(line) - 1]), f"{name} is not at line {line} of model.py"
+    for name, file, line in entries:
+        source = (ROOT / file).read_text().splitlines()[int(line) - 1]
+        defined = rf"\s*(def|class) {name}\b|{name} = "
+        assert re.match(defined, source), f"{name} is not at line {line} of {file}"
 
 
-def test_every_command_parses():
-    import train_gpt
-    import train_mae
-    import train_simdino
-    import train_vit
-    scripts = {f"{module.__name__}.py": (module, "imagenet") for module in (train_vit, train_mae, train_simdino)}
-    scripts["train_gpt.py"] = (train_gpt, "openwebtext")
+@pytest.mark.parametrize("name", TEXTS)
+def test_links_lead_to_files(name):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", TEXTS[name])
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_command_parses(name):
+    """UserError if a preset, subcommand or flag does not exist."""
+    command = r"(?:python|torchrun[^\n`|]*?) ((?:data/)?\w+\.py)([^\n`#&|<>]*)"
     seen = 0
-    for line in re.findall(r"(?:python|torchrun[^\n`]*?) (train_\w+\.py[^\n`#&]*)", README):
-        name, *argv = shlex.split(line)
-        assert (ROOT / name).exists(), name
-        if name in scripts and "PRESET" not in line:
-            module, default = scripts[name]
-            common.parse(module.Config, module.PRESETS, argv, "", default=default)      # UserError if it does not
+    for script, words in re.findall(command, TEXTS[name].replace("\\\n", " ")):
+        assert (ROOT / script).exists(), script
+        words = re.sub(r"--\w+=[A-Z]\b", "", words)    # a letter stands for any number
+        module, argv = script.removesuffix(".py"), shlex.split(words)
+        if module in DEFAULTS and not {"PRESET", "..."} & set(argv):
+            script = importlib.import_module(module)
+            common.parse(script.Config, script.PRESETS, argv, "", DEFAULTS[module])
             seen += 1
-    assert seen > 8
-    assert all((ROOT / script).exists() for script in re.findall(r"python ([\w/]+\.py)", README))
+        elif module in ("evaluate", "analyze", "bench") and argv and "..." not in argv:
+            commands = importlib.import_module(module).COMMANDS
+            common.parse_command({k: config for k, (config, _) in commands.items()}, argv, "")
+            seen += 1
+    assert seen > 5

@@ -1,0 +1,492 @@
+"""
+Checkpoints: files that show damage, one `load_model` for every task, saving and resuming a run.
+
+One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
+optimizer, extra}. `model` is what one evaluates (averaged weights, SimDINO's teacher);
+extra["student"] holds the weights being trained where they differ. An image encoder is always
+`encoder.*`.
+"""
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import sys
+import typing
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from common import UserError, derive_seed
+from model import (ARCHS, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
+                   MAEConfig, MaskedAutoencoder, TextConfig, make_config)
+
+FORMAT = "crate-2"
+
+# task -> (model, its config). SimDINO's checkpoint is read as the teacher's encoder: its projector
+# serves training only.
+TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
+             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
+
+
+# -------------------------------------------------------------------------------------------------
+# Sealed files: a torch file whose zip comment is the SHA-256 of everything before it
+# -------------------------------------------------------------------------------------------------
+
+_SEAL = b"sha256:"
+_SEAL_BYTES = len(_SEAL) + 64
+
+
+def _digest(file, length):
+    file.seek(0)
+    sha = hashlib.sha256()
+    while length > 0 and (block := file.read(min(length, 1 << 22))):
+        sha.update(block)
+        length -= len(block)
+    return sha.hexdigest().encode()
+
+
+def write_sealed(path, content):
+    """torch.save(content) so that `path` is at every moment the old file or the new one, whole.
+
+    Written to path.tmp, sealed, fsynced, renamed. The seal is the comment of torch.save's zip file,
+    so torch.load reads it as any other. Raises UserError where it cannot be written."""
+    path = Path(path)
+    tmp = path.with_name(path.name + ".tmp")
+    try:
+        with open(tmp, "w+b") as file:
+            torch.save(content, file)
+            length = file.seek(0, os.SEEK_END) - 2      # the last two bytes: the comment's length
+            comment = _SEAL + _digest(file, length)
+            file.seek(length)
+            file.write(_SEAL_BYTES.to_bytes(2, "little") + comment)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except (OSError, RuntimeError) as error:    # torch.save may hide a full disk in a RuntimeError
+        with contextlib.suppress(OSError):
+            tmp.unlink()
+        reasons = [getattr(e, "strerror", None) for e in (error, error.__context__)]
+        reason = next(filter(None, reasons), str(error).splitlines()[0])
+        raise UserError(f"cannot write {path}: {reason}") from None
+    with contextlib.suppress(OSError):          # so that the rename survives a power cut
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+
+
+def write_checkpoint(path, content, keep_previous=True):
+    """write_sealed, with the file that was there kept as NAME.prev.pt until the next one."""
+    path = Path(path)
+    if keep_previous and path.exists():
+        spare = path.with_name(path.name + ".link")
+        with contextlib.suppress(OSError):      # a file system without hard links has no spare
+            spare.unlink(missing_ok=True)
+            os.link(path, spare)
+            os.replace(spare, path.with_suffix(".prev.pt"))
+    write_sealed(path, dict(format=FORMAT) | content)
+
+
+def read_sealed(path):
+    """(content of a torch file, whether it has a seal), the seal checked, loaded as weights only.
+
+    Raises UserError, one line, for a file that is missing, torn, altered, or would run code."""
+    path = Path(path)
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            header = _SEAL_BYTES.to_bytes(2, "little") + _SEAL
+            length = max(size - len(header) - 64, 0)
+            file.seek(length)
+            comment = file.read()
+            sealed = comment.startswith(header)
+            if sealed and _digest(file, length) != comment[len(header):]:
+                raise UserError(f"{path} is damaged: its checksum does not match")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # torch's, of pickles that it then refuses
+            return torch.load(path, map_location="cpu", weights_only=True), sealed
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UserError:
+        raise
+    except Exception as error:      # what torch.load raises depends on where a file is torn
+        reason = "it is torn, or no torch file"
+        if "Unsupported global" in str(error):
+            reason = "it holds objects other than tensors, which could run code"
+        raise UserError(f"cannot read {path}: {reason}") from None
+
+
+# -------------------------------------------------------------------------------------------------
+# Reading
+# -------------------------------------------------------------------------------------------------
+
+_SCHEMA = dict(task=str, model=dict, model_config=dict, data_meta=dict, run_config=dict, step=int,
+               optimizer=dict, extra=dict)
+
+
+def read_checkpoint(path, task=None):
+    """The content of a checkpoint of this project, whole and of the given task, or UserError."""
+    content, sealed = read_sealed(path)
+    if not is_ours(content):
+        raise UserError(f"{path} is no checkpoint of this project")
+    _check_schema(path, content, sealed, task)
+    return content
+
+
+def is_ours(content):
+    return isinstance(content, dict) and "format" in content
+
+
+def _check_schema(path, content, sealed, task):
+    if content["format"] != FORMAT:
+        raise UserError(f"{path} has format {content['format']!r}; this version reads {FORMAT}")
+    if not sealed:
+        raise UserError(f"{path} is damaged: its checksum is missing")
+    for name, kind in _SCHEMA.items():
+        if not isinstance(content.get(name), kind):
+            raise UserError(f"{path} is damaged: no {name} in it")
+    if content["task"] not in TASKS:
+        raise UserError(f"{path} has task {content['task']!r}, which this version does not know")
+    if task is not None and content["task"] != task:
+        raise UserError(f"{path} is a checkpoint of task {content['task']}, not {task}")
+
+
+def read_config(path, task, fields):
+    """The model's config from a checkpoint; UserError for a value of another type or range."""
+    config_class = TASKS[task][1]
+    for name, hint in typing.get_type_hints(config_class).items():
+        if name not in fields:
+            continue
+        value, kinds = fields[name], typing.get_args(hint) or (hint,)
+        if float in kinds and type(value) in (int, float):
+            right = math.isfinite(value)
+        else:                       # every whole number is a size
+            right = type(value) in kinds and (type(value) is not int or value >= 1)
+        if not right:
+            raise UserError(f"{path} is damaged: model_config has {name}={value!r}")
+    try:
+        return make_config(config_class, fields)
+    except ConfigError as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+class Loaded(NamedTuple):
+    """A checkpoint as a model in evaluation mode."""
+    task: str                       # vit, mae, simdino, gpt
+    model: nn.Module
+    encoder: nn.Module | None       # of image models
+    meta: dict                      # data_meta: classes, mean, tokenizer ...; {} of a published one
+    content: dict                   # the whole checkpoint; {} of a published one
+
+
+def load_model(path, tasks=None, heads=None, untrained_seed=None):
+    """Any checkpoint, ours or a published one, as `Loaded`.
+
+    `tasks` names those that are accepted; `heads` is K of a published one of unpublished width.
+    With an `untrained_seed` the weights are those at initialization. Raises UserError."""
+    content, sealed = read_sealed(path)
+    if is_ours(content):
+        _check_schema(path, content, sealed, None)
+        task, meta = content["task"], content["data_meta"]
+        config = read_config(path, task, content["model_config"])
+        state = content["model"]
+        if task == "simdino":
+            inside = [name for name in state if name.startswith("encoder.")]
+            state = {name.removeprefix("encoder."): state[name] for name in inside}
+    else:
+        try:
+            published = from_official(content, None, heads)
+        except ConfigError as error:
+            raise UserError(f"{path}: {error}") from None
+        task = "mae" if isinstance(published, MaskedAutoencoder) else "vit"
+        config, state, meta, content = published.config, published.state_dict(), {}, {}
+    if tasks is not None and task not in tasks:
+        raise UserError(f"{path} is a checkpoint of task {task}, not {' or '.join(tasks)}")
+    if untrained_seed is not None:
+        torch.manual_seed(untrained_seed)
+    model = TASKS[task][0](config)
+    if untrained_seed is None:
+        load_into(model, state, path)
+    model.eval()
+    encoder = None if task == "gpt" else getattr(model, "encoder", model)
+    return Loaded(task, model, encoder, meta, content)
+
+
+def initial_model(content):
+    """The classifier as train_vit.py built it from its seed, before the first step.
+
+    Raises UserError for a run that started from a checkpoint."""
+    if content["run_config"].get("init_from") is not None:
+        raise UserError("it started from a checkpoint (--init_from), not from its seed")
+    torch.manual_seed(derive_seed(content["run_config"]["seed"], "weights"))
+    return ImageClassifier(make_config(ImageConfig, content["model_config"]))
+
+
+def load_into(module, state, path):
+    """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
+    own = module.state_dict()
+    for name in [*own, *state]:
+        problem = None
+        if name not in state:
+            problem = "is missing in it"
+        elif name not in own:
+            problem = "has no place here"
+        elif state[name].shape != own[name].shape:
+            problem = f"is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
+        if problem:
+            raise UserError(f"{path} does not fit this model: {name} {problem}")
+    module.load_state_dict(state)
+
+
+def load_resized(encoder, loaded, path):
+    """Fills `encoder` from a loaded one, learned positions interpolated to its own image size."""
+    c, theirs = encoder.config, loaded.encoder
+    state = theirs.state_dict()
+    if c.image_size != theirs.config.image_size:
+        side, positions = c.image_size // c.patch_size, encoder.positions
+        if theirs.config.positions == "learned":
+            positions = theirs.position_table(side, side)
+        state["positions"] = positions.detach()
+    load_into(encoder, state, path)
+
+
+# -------------------------------------------------------------------------------------------------
+# Saving and resuming a run
+# -------------------------------------------------------------------------------------------------
+
+def saver(run, content):
+    """The function save(best=False) of a run: writes ckpt.pt, and best.pt if `best`.
+
+    content() returns {model, model_config, data_meta, optimizer, extra}. A failed write keeps the
+    previous checkpoint: a warning in mid-run, an error where it was the last chance."""
+    def save(best=False):
+        run.mean_loss()             # Diverged: a checkpoint of NaN would replace a good one
+        flags = dict(preset=run.preset) | vars(run.config)
+        full = dict(task=run.task, step=run.step, best=run.best, run_config=flags) | content()
+
+        def write():
+            if best:                # first: a run killed between the two evaluates this step again
+                path = run.dir / "best.pt"
+                write_checkpoint(path, full | dict(optimizer={}), keep_previous=False)
+            write_checkpoint(run.dir / "ckpt.pt", full)
+        run.saved_step = run.step
+        try:
+            with run.untimed():
+                run.processes.main_only(write)
+        except UserError as error:
+            if best:
+                run.best = run.best_before          # best.pt is still the one before
+            if run.step == run.total or run.stopping:
+                raise
+            run.say(f"warning: {error}; the run goes on and keeps the checkpoint before")
+    return save
+
+
+def restore(run, model_config, optimizer, model, averaged=None):
+    """If `run` resumes: fills weights and optimizer, sets its step and best score, and returns the
+    checkpoint's content; else None.
+
+    `averaged` (EMA, teacher) takes the evaluated weights, `model` then the student's. A damaged
+    ckpt.pt is one warning, and ckpt.prev.pt serves. Raises UserError if neither is whole, or if the
+    flags describe another model; says which other flags differ."""
+    if not run.resuming:
+        return None
+    path = run.dir / "ckpt.pt"
+    content = run.processes.main_only(lambda: _newest_whole(run))
+    ours, theirs = dataclasses.asdict(model_config), content["model_config"]
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise UserError(f"cannot resume {run.dir}: its model has {name}={theirs.get(name)}, "
+                            f"the flags say {ours.get(name)}")
+    harmless = ("resume", "overwrite", "out_dir", "device", "compile", "workers", "log_every",
+                "data_dir")
+    for name, value in vars(run.config).items():
+        was = content["run_config"].get(name)
+        if name not in harmless and was != value:
+            run.say(f"note: --{name} was {was}, is now {value}")
+    if (averaged is not None) != ("student" in content["extra"]):
+        raise UserError(f"cannot resume {run.dir}: one run averages weights, the other does not")
+    if averaged is None:
+        load_into(model, content["model"], path)
+    else:
+        load_into(averaged, content["model"], path)
+        load_into(model, content["extra"]["student"], path)
+    try:
+        optimizer.load_state_dict(content["optimizer"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"cannot resume {run.dir}: the optimizer's state does not fit "
+                        f"({error})") from None
+    run.step, run.best = content["step"], content["best"]
+    return content
+
+
+def _newest_whole(run):
+    """The content of ckpt.pt, or, if that is damaged, of ckpt.prev.pt."""
+    problems = []
+    for path in (run.dir / "ckpt.pt", run.dir / "ckpt.prev.pt"):
+        if not path.exists():
+            continue
+        try:
+            content = read_checkpoint(path, run.task)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        if problems:
+            print(f"warning: {problems[0]}; continuing from {path.name} at step {content['step']}",
+                  file=sys.stderr, flush=True)
+        return content
+    raise UserError(problems[0] + ", and no whole checkpoint before it" * (len(problems) > 1))
+
+
+# -------------------------------------------------------------------------------------------------
+# Published checkpoints: our names -> theirs, {l} the number of a layer, {k} weight or bias
+# -------------------------------------------------------------------------------------------------
+
+_CRATE = {
+    "encoder.class_token": "cls_token",
+    "encoder.positions": "pos_embedding",
+    "encoder.embed.0.{k}": "to_patch_embedding.1.{k}",
+    "encoder.embed.1.{k}": "to_patch_embedding.2.{k}",
+    "encoder.embed.2.{k}": "to_patch_embedding.3.{k}",
+    "encoder.layers.{l}.norm1.{k}": "transformer.layers.{l}.0.norm.{k}",
+    "encoder.layers.{l}.attention.U.weight": "transformer.layers.{l}.0.fn.qkv.weight",
+    "encoder.layers.{l}.attention.W.{k}": "transformer.layers.{l}.0.fn.to_out.0.{k}",
+    "encoder.layers.{l}.norm2.{k}": "transformer.layers.{l}.1.norm.{k}",
+    "encoder.layers.{l}.sparsification.D": "transformer.layers.{l}.1.fn.weight",
+    "head.0.{k}": "mlp_head.0.{k}",
+    "head.1.{k}": "mlp_head.1.{k}",
+}
+_CRATE_ALPHA = {name: theirs for name, theirs in _CRATE.items() if "embed." not in name} | {
+    "encoder.embed.0.{k}": "conv1.{k}",
+    "encoder.layers.{l}.sparsification.D": "transformer.layers.{l}.1.fn.D",
+    "encoder.layers.{l}.sparsification.D_hat": "transformer.layers.{l}.1.fn.D1",
+}
+_CRATE_MAE = {
+    "encoder.class_token": "cls_token",
+    "mask_token": "mask_token",
+    "encoder.positions": "decoder_pos_embed",
+    "encoder.embed.0.{k}": "patch_embed.proj.{k}",
+    "encoder.norm.{k}": "norm.{k}",
+    "encoder.layers.{l}.norm1.{k}": "blocks.{l}.layers.0.0.norm.{k}",
+    "encoder.layers.{l}.attention.U.weight": "blocks.{l}.layers.0.0.fn.qkv.weight",
+    "encoder.layers.{l}.attention.W.{k}": "blocks.{l}.layers.0.0.fn.to_out.0.{k}",
+    "encoder.layers.{l}.norm2.{k}": "blocks.{l}.layers.0.1.norm.{k}",
+    "encoder.layers.{l}.sparsification.D": "blocks.{l}.layers.0.1.fn.weight",
+    "decoder.{l}.norm1.{k}": "decoder_blocks.{l}.layers.0.0.norm.{k}",
+    "decoder.{l}.D": "decoder_blocks.{l}.layers.0.0.fn.weight",
+    "decoder.{l}.norm2.{k}": "decoder_blocks.{l}.layers.0.1.norm.{k}",
+    "decoder.{l}.attention.U.weight": "decoder_blocks.{l}.layers.0.1.fn.qkv.weight",
+    "decoder.{l}.attention.W.{k}": "decoder_blocks.{l}.layers.0.1.fn.to_out.0.{k}",
+    "decoder_norm.{k}": "decoder_norm.{k}",
+    "predict.{k}": "decoder_pred.{k}",
+}
+# stored and counted in the released CRATE-MAE, but never applied
+_CRATE_MAE_UNUSED = ("pos_embed", "decoder_embed.weight", "decoder_embed.bias")
+
+
+def from_official(content, task=None, heads=None):
+    """A published CRATE, CRATE-alpha ("vit") or CRATE-MAE ("mae") as a model in evaluation mode.
+
+    Takes the file's content or the state dict in it, with or without "module." before each name.
+    Width, patch, image size, depth and classes are read off the tensors, heads off the published
+    sizes (or `heads`). Raises ConfigError naming the first tensor that does not fit."""
+    tensors = _official_tensors(content)
+    if task is None:
+        task = "mae" if any(name.startswith("decoder_blocks.") for name in tensors) else "vit"
+    arch, table, blocks, positions = "crate", _CRATE, "transformer.layers.", "pos_embedding"
+    embed = "to_patch_embedding.2.weight"
+    if task == "mae":
+        table, blocks, positions = _CRATE_MAE, "blocks.", "decoder_pos_embed"
+        embed = "patch_embed.proj.weight"
+        tensors = {name: t for name, t in tensors.items() if name not in _CRATE_MAE_UNUSED}
+    elif "conv1.weight" in tensors:
+        arch, table, embed = "crate-alpha", _CRATE_ALPHA, "conv1.weight"
+
+    # the patch embedding gives d and P, the positions the number of patches
+    convolution = table is not _CRATE
+    weight = _tensor(tensors, embed, 4 if convolution else 2)
+    places = _tensor(tensors, positions, 3)
+    d, n = weight.shape[0], max(places.shape[1] - 1, 0)
+    P, side = math.isqrt(weight[0].numel() // 3), math.isqrt(n)
+    square = (3, P, P) if convolution else (3 * P * P,)
+    if P == 0 or tuple(weight.shape[1:]) != square:
+        raise ConfigError(f"{embed} has shape {tuple(weight.shape)}, which is no square patch of "
+                          "three channels")
+    if n == 0 or side * side != n:
+        raise ConfigError(f"{positions} has shape {tuple(places.shape)}, which is no square grid "
+                          "and a class token")
+    if convolution:     # P x P with stride P is a Linear on patches; ours have the channels last
+        tensors[embed] = weight.permute(0, 2, 3, 1).flatten(1)
+
+    fields = dict(arch=arch, width=d, heads=heads or _published_heads(arch, task, d),
+                  layers=_depth(tensors, blocks), image_size=P * side, patch_size=P)
+    if task == "mae":
+        depth = _depth(tensors, "decoder_blocks.")
+        model = MaskedAutoencoder(MAEConfig(**fields, decoder_layers=depth, lambd=0.5))
+    else:
+        classes = _tensor(tensors, "mlp_head.1.weight", 2).shape[0]
+        model = ImageClassifier(ImageConfig(**fields, classes=classes))
+    return _fill(model, tensors, table)
+
+
+def _official_tensors(content):
+    """The flat name -> tensor dict inside a published checkpoint, without "module."."""
+    for key in ("state_dict", "model"):
+        if isinstance(content, dict) and isinstance(content.get(key), dict):
+            content = content[key]
+    tensors = content if isinstance(content, dict) else {}
+    if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+        raise ConfigError("not an official checkpoint: no dictionary of tensors in it")
+    return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
+def _tensor(tensors, name, ndim):
+    if name not in tensors:
+        raise ConfigError(f"not an official checkpoint of this kind: {name} is missing")
+    if tensors[name].ndim != ndim:
+        raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)}, not {ndim} dimensions")
+    return tensors[name]
+
+
+def _depth(tensors, prefix):
+    """1 + the largest number that follows the prefix."""
+    numbers = [name[len(prefix):].split(".")[0] for name in tensors if name.startswith(prefix)]
+    numbers = [int(word) for word in numbers if word.isdecimal()]
+    if not numbers:
+        raise ConfigError("not an official checkpoint of this kind: no tensor's name begins with "
+                          + prefix)
+    return 1 + max(numbers)
+
+
+def _published_heads(arch, task, d):
+    sizes = ARCHS[arch].mae_sizes if task == "mae" else ARCHS[arch].image_sizes
+    heads = {size["width"]: size["heads"] for size in sizes.values()}
+    if d not in heads:
+        name = "CRATE-MAE" if task == "mae" else arch
+        raise ConfigError(f"no published {name} has width {d}: say how many heads this one has "
+                          "(heads=)")
+    return heads[d]
+
+
+def _fill(model, tensors, table):
+    """Copies published tensors into `model` by the table our name -> their name, each checked."""
+    numbers = range(max(len(model.encoder.layers), len(getattr(model, "decoder", ()))))
+    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k)
+             for ours, theirs in table.items() for l in numbers for k in ("weight", "bias")}
+    left = dict(tensors)
+    for name, target in model.state_dict().items():
+        theirs = names.get(name, name)
+        if theirs not in left:
+            raise ConfigError(f"{theirs} is missing from the official checkpoint")
+        found = left.pop(theirs)
+        if found.shape != target.shape:
+            raise ConfigError(f"{theirs} has shape {tuple(found.shape)}, "
+                              f"expected {tuple(target.shape)}")
+        target.copy_(found)
+    if left:
+        raise ConfigError(f"{next(iter(left))} is in the official checkpoint, but has no place in "
+                          "this model")
+    return model.eval()

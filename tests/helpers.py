@@ -1,0 +1,57 @@
+"""Tiny runs of the four scripts, and what tests read of them."""
+import json
+import os
+import signal
+
+import torch
+
+import checkpoint
+import common
+
+_MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu"]
+IMAGES = ["shapes", *_MODEL, "--patch_size=8", "--batch_size=20", "--epochs=1"]
+VIEWS = [*IMAGES, "--local_views=2", "--hidden=32", "--output=16", "--prototypes=24"]
+TEXT = ["pydoc", "--data=tiny", *_MODEL, "--context=16", "--batch_size=8", "--micro_batch=8",
+        "--steps=12", "--warmup=2", "--eval_every=100", "--eval_windows=7", "--sample=0"]
+FLAGS = dict(train_vit=IMAGES, train_mae=IMAGES, train_simdino=VIEWS, train_gpt=TEXT)
+
+
+def metrics(folder, split="train"):
+    """The lines of a split in metrics.jsonl, without rates. A kill may have torn the last line."""
+    path = folder / "metrics.jsonl"
+    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+    lines = [line for line in map(json.loads, whole) if line.get("split") == split]
+    return [{k: v for k, v in line.items() if not k.endswith("_per_s")} for line in lines]
+
+
+def losses(folder):
+    return [line["loss"] for line in metrics(folder)]
+
+
+def weights(path):
+    """Every tensor of a checkpoint by name: model, student, center, optimizer. A folder means its
+    ckpt.pt."""
+    content = checkpoint.read_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
+    found = dict(content["model"])
+    for part, state in content["extra"].items():
+        state = state if isinstance(state, dict) else {"": state}
+        found |= {f"{part}.{name}": tensor for name, tensor in state.items()}
+    for number, state in content["optimizer"].get("state", {}).items():
+        found |= {f"optimizer.{number}.{name}": torch.as_tensor(t) for name, t in state.items()}
+    return found
+
+
+def same(a, b):
+    """Whether two dictionaries of tensors are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def interrupt(monkeypatch, step, number=signal.SIGTERM):
+    """Sends this process a signal after the given step of the next run."""
+    log_step = common.Run.log_step
+
+    def log_and_signal(run, *args, **values):
+        log_step(run, *args, **values)
+        if run.step == step:
+            os.kill(os.getpid(), number)
+    monkeypatch.setattr(common.Run, "log_step", log_and_signal)

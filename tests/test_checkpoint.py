@@ -1,0 +1,308 @@
+"""Checkpoint files, loading models of every task and published ones, saving and resuming a run.
+
+Damage of every kind is in test_survive.py, whole runs are in test_scripts.py."""
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import checkpoint
+import common
+from common import UserError
+from helpers import same
+from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
+                   MaskedAutoencoder, TextConfig)
+from test_published import official
+
+IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
+TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
+
+
+class Branch(nn.Module):
+    """Like SimDINO's: an encoder and something behind it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.encoder, self.projector = ImageEncoder(config), nn.Linear(16, 4)
+
+
+def make(task):
+    """(a model of the task, its config)."""
+    if task == "gpt":
+        model = LanguageModel(TextConfig(**TEXT))
+    elif task == "mae":
+        model = MaskedAutoencoder(MAEConfig(**IMAGE))
+    elif task == "simdino":
+        model = Branch(ImageConfig(**IMAGE, final_norm=True))
+        return model, model.encoder.config
+    else:
+        model = ImageClassifier(ImageConfig(**IMAGE))
+    return model, model.config
+
+
+def content(task="vit", step=3, **fields):
+    model, config = make(task)
+    return dict(task=task, model=model.state_dict(), model_config=asdict(config), step=step,
+                best=None, data_meta=dict(name="shapes"), run_config=dict(seed=0),
+                optimizer={}, extra={}) | fields
+
+
+# -------------------------------------------------------------------------------------------------
+# Files
+# -------------------------------------------------------------------------------------------------
+
+def test_a_checkpoint_is_a_torch_file(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.write_checkpoint(path, content())
+    loaded = checkpoint.read_checkpoint(path, "vit")
+    plain = torch.load(path, weights_only=True)
+    assert same(loaded["model"], plain["model"]) and loaded["step"] == 3
+    checkpoint.write_checkpoint(path, content(step=4))
+    checkpoint.write_checkpoint(path, content(step=5), keep_previous=False)
+    steps = [checkpoint.read_checkpoint(p)["step"] for p in (path, tmp_path / "ckpt.prev.pt")]
+    assert steps == [5, 3] and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("write, says", [
+    (lambda path: None, "No such file"), (lambda path: path.mkdir(), "Is a directory"),
+    (lambda path: path.write_text("hello"), "torn, or no torch file"),
+    (lambda path: torch.save(dict(a=1), path), "no checkpoint of this project"),
+    (lambda path: torch.save(dict(format="crate-2"), path), "checksum is missing"),
+    (lambda path: checkpoint.write_sealed(path, content() | dict(format="crate-1")), "crate-1"),
+    (lambda path: checkpoint.write_checkpoint(path, content(task="poetry")), "'poetry'"),
+    (lambda path: checkpoint.write_checkpoint(path, content(extra=None)), "no extra in it"),
+    (lambda path: checkpoint.write_checkpoint(path, content("gpt")), "task gpt, not vit"),
+])
+def test_other_files_are_refused_in_one_line(tmp_path, write, says):
+    path = tmp_path / "x.pt"
+    write(path)
+    with pytest.raises(UserError) as error:
+        checkpoint.read_checkpoint(path, "vit")
+    assert says in str(error.value) and str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unwritable_place_is_an_error_of_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write .*file/a.pt: Not a directory"):
+        checkpoint.write_sealed(tmp_path / "file" / "a.pt", {})
+
+
+# -------------------------------------------------------------------------------------------------
+# Models
+# -------------------------------------------------------------------------------------------------
+
+KINDS = dict(vit=ImageClassifier, mae=MaskedAutoencoder, simdino=ImageEncoder, gpt=LanguageModel)
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_one_loader_for_every_task(tmp_path, task):
+    path, full = tmp_path / "a.pt", content(task)
+    checkpoint.write_checkpoint(path, full)
+    loaded = checkpoint.load_model(path, ("other", task))
+    assert type(loaded.model) is KINDS[task] and not loaded.model.training
+    assert loaded.task == task and loaded.meta == full["data_meta"]
+    assert loaded.content["step"] == 3 and asdict(loaded.model.config) == full["model_config"]
+    found = loaded.model.state_dict()
+    if task == "simdino":
+        assert loaded.encoder is loaded.model
+        found = {f"encoder.{k}": v for k, v in found.items()} \
+            | {k: v for k, v in full["model"].items() if "projector" in k}
+    else:
+        assert loaded.encoder is getattr(loaded.model, "encoder", None)
+    assert same(found, full["model"])
+    with pytest.raises(UserError, match=f"task {task}, not other or another"):
+        checkpoint.load_model(path, ("other", "another"))
+
+
+def test_an_untrained_model_is_drawn_as_its_task_draws_it(tmp_path):
+    checkpoint.write_checkpoint(tmp_path / "a.pt", content("mae"))
+    first, again, other = (checkpoint.load_model(tmp_path / "a.pt", untrained_seed=seed).encoder
+                           for seed in (4, 4, 5))
+    assert same(first.state_dict(), again.state_dict())
+    assert not same(first.state_dict(), other.state_dict())
+    bound = (6 / (192 + 16)) ** 0.5                     # xavier-uniform, not PyTorch's default
+    assert 0.9 * bound < first.embed[0].weight.abs().max() <= bound
+    assert ImageEncoder(first.config).embed[0].weight.abs().max() <= 192 ** -0.5
+
+
+def test_initial_model(tmp_path):
+    torch.manual_seed(common.derive_seed(7, "weights"))
+    drawn = content("vit", run_config=dict(seed=7))
+    assert same(checkpoint.initial_model(drawn).state_dict(), drawn["model"])
+    with pytest.raises(UserError, match="--init_from"):
+        checkpoint.initial_model(content(run_config=dict(seed=7, init_from="x.pt")))
+
+
+@pytest.mark.parametrize("name, value, says", [
+    ("width", "16", "width='16'"), ("eta", float("nan"), "eta=nan"), ("layers", 0, "layers=0"),
+    ("heads", True, "heads=True"), ("heads", 5, "does not divide width"), ("arch", "rate", "rate"),
+    ("depth", 3, "depth"), ("layers", 2, "layers.1.norm1.weight is missing in it"),
+    ("width", 32, "is (1, 1, 16) there, (1, 1, 32) here"),
+])
+def test_a_config_that_does_not_fit_is_refused(tmp_path, name, value, says):
+    full = content()
+    full["model_config"] |= dict(head_dim=None) | {name: value}
+    checkpoint.write_checkpoint(tmp_path / "a.pt", full)
+    with pytest.raises(UserError) as error:
+        checkpoint.load_model(tmp_path / "a.pt")
+    assert says in str(error.value) and "a.pt" in str(error.value)
+
+
+def test_positions_are_interpolated_to_another_image_size(tmp_path):
+    checkpoint.write_checkpoint(tmp_path / "a.pt", content())
+    loaded = checkpoint.load_model(tmp_path / "a.pt")
+    encoder = ImageEncoder(ImageConfig(**IMAGE | dict(image_size=32)))
+    checkpoint.load_resized(encoder, loaded, "a.pt")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(encoder(x), loaded.encoder(x))
+    with pytest.raises(UserError, match="a.pt does not fit this model: class_token"):
+        checkpoint.load_resized(ImageEncoder(ImageConfig(**IMAGE | dict(width=32))), loaded, "a.pt")
+
+
+@pytest.mark.parametrize("kind, task", [
+    ("crate", "vit"), ("crate-alpha", "vit"), ("crate-mae", "mae")])
+def test_the_same_loader_reads_published_files(tmp_path, kind, task):
+    """Their numbers are in test_published.py."""
+    tensors, path = official(kind), tmp_path / "their.pth"
+    torch.save(dict(state_dict={f"module.{k}": t for k, t in tensors.items()}, epoch=1), path)
+    loaded = checkpoint.load_model(path, ("vit", "mae"), heads=4)
+    assert loaded.task == task and loaded.meta == loaded.content == {}
+    assert type(loaded.model) is KINDS[task] and not loaded.model.training
+    ours = checkpoint.from_official(tensors, task, heads=4)
+    assert same(loaded.model.state_dict(), ours.state_dict())
+    with pytest.raises(UserError, match="their.pth: no published .* has width 16"):
+        checkpoint.load_model(path)
+
+
+# -------------------------------------------------------------------------------------------------
+# Saving and resuming
+# -------------------------------------------------------------------------------------------------
+
+def start(out, total=10, **flags):
+    """(run, model, optimizer, save) of a run that has restored what there is, as in the scripts."""
+    config = common.RunFlags(out_dir=str(out), **flags)
+    run = common.Run(config, "vit", "tiny", common.Processes("cpu"))
+    model, model_config = make("vit")
+    optimizer = common.make_optimizer(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
+    checkpoint.restore(run, model_config, optimizer, model)
+    run.begin(total, 100, "images", 1)
+
+    def describe():
+        return dict(model=model.state_dict(), model_config=asdict(model_config), extra={},
+                    data_meta={}, optimizer=optimizer.state_dict())
+    return run, model, optimizer, checkpoint.saver(run, describe)
+
+
+def step(run, model, optimizer):
+    model(torch.ones(2, 3, 16, 16)).square().mean().backward()
+    optimizer.step()
+    run.log_step(torch.tensor(1.0), 0.1)
+
+
+def test_restore_gives_what_was_saved(tmp_path):
+    run, *rest, save = start(tmp_path)
+    step(run, *rest)
+    assert run.evaluated(acc=0.5)
+    save(best=True)
+    run.close()
+    again, model, optimizer, _ = start(tmp_path, resume=True)
+    again.close()
+    assert (again.step, again.best) == (1, 0.5)
+    assert same(model.state_dict(), rest[0].state_dict())
+    kept, was = optimizer.state_dict()["state"], rest[1].state_dict()["state"]
+    assert all(same(kept[i], was[i]) for i in was) and len(kept) == len(was) > 0
+    best = checkpoint.read_checkpoint(tmp_path / "best.pt")
+    assert best["optimizer"] == {} and best["run_config"]["preset"] == "tiny"
+
+
+def test_the_checkpoint_before_stands_in_for_a_damaged_one(tmp_path, capsys):
+    run, *rest, save = start(tmp_path)
+    for _ in range(2):
+        step(run, *rest)
+        save()
+    run.close()
+    (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-500])
+    again = start(tmp_path, resume=True)[0]
+    again.close()
+    assert again.step == 1 and "continuing from ckpt.prev.pt at step 1" in capsys.readouterr().err
+    (tmp_path / "ckpt.prev.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="no whole checkpoint"):
+        start(tmp_path, resume=True)
+
+
+def test_restore_refuses_another_model_and_names_other_flags(tmp_path, capsys):
+    run, model, optimizer, save = start(tmp_path, seed=1)
+    step(run, model, optimizer)
+    save()
+    run.close()
+    run = start(tmp_path, resume=True, seed=2, log_every=3)[0]
+    run.close()
+    assert "note: --seed was 1, is now 2\n" in capsys.readouterr().out
+    with pytest.raises(UserError, match="its model has width=16, the flags say 32"):
+        checkpoint.restore(run, ImageConfig(**IMAGE | dict(width=32)), optimizer, model)
+    with pytest.raises(UserError, match="averages weights"):
+        checkpoint.restore(run, model.config, optimizer, model, averaged=model)
+    with pytest.raises(UserError, match="the optimizer's state does not fit"):
+        checkpoint.restore(run, model.config, torch.optim.SGD([model.head[1].weight], 0.1), model)
+
+
+def test_a_save_that_fails(tmp_path, capsys, monkeypatch):
+    """In mid-run a warning, at the end or after a signal an error; what was not saved as the best
+    does not count as reached."""
+    run, model, optimizer, save = start(tmp_path, total=3)
+    write = checkpoint.write_sealed
+
+    def full(path, content):
+        raise UserError(f"cannot write {path}: No space left on device")
+    for number in (1, 2, 3):
+        monkeypatch.setattr(checkpoint, "write_sealed", write if number == 1 else full)
+        step(run, model, optimizer)
+        assert run.evaluated(acc=number / 10)
+        if run.step < run.total:
+            save(best=True)
+            assert run.best == 0.1
+        else:
+            with pytest.raises(UserError, match="cannot write"):
+                save(best=True)
+    assert capsys.readouterr().out.count("warning: cannot write") == 1
+    assert checkpoint.read_checkpoint(tmp_path / "best.pt")["best"] == 0.1
+    run.close()
+
+
+def test_a_signal_behind_a_save_that_failed_does_not_claim_it(tmp_path, monkeypatch):
+    run, *rest, save = start(tmp_path, total=9)
+
+    def full(path, content):
+        raise UserError(f"cannot write {path}: No space left on device")
+    monkeypatch.setattr(checkpoint, "write_sealed", full)
+    step(run, *rest)
+    save(best=True)
+    run.signal = 15
+    with pytest.raises(UserError, match="cannot write"):
+        run.end_step(save)
+    run.close()
+
+
+def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
+    run, *rest, save = start(tmp_path)
+    run.log_step(torch.tensor(float("nan")), 0.1)
+    with pytest.raises(common.Diverged, match="at step 1"):
+        save()
+    assert not (tmp_path / "ckpt.pt").exists()
+
+
+def test_averaged_weights_are_the_model_and_trained_ones_extra(tmp_path):
+    model, config = make("vit")
+    average = make("vit")[0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    full = content(model=average.state_dict(), extra=dict(student=model.state_dict()),
+                   optimizer=optimizer.state_dict(), step=2)
+    checkpoint.write_checkpoint(tmp_path / "ckpt.pt", full)
+    run = SimpleNamespace(resuming=True, dir=tmp_path, task="vit", config=SimpleNamespace(),
+                          processes=common.Processes("cpu"), say=print)
+    a, b = make("vit")[0], make("vit")[0]
+    assert checkpoint.restore(run, config, optimizer, a, b)["step"] == run.step == 2
+    assert same(a.state_dict(), model.state_dict()) and same(b.state_dict(), average.state_dict())

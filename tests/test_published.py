@@ -1,0 +1,177 @@
+"""checkpoint.from_official on random tensors under the published names, against the authors'
+networks written down once more, in float64."""
+import pytest
+import torch
+from torch.nn import functional as F
+
+from checkpoint import from_official
+from model import ConfigError, ImageClassifier, MaskedAutoencoder
+from test_model import assert_near, float64, patches_literally          # noqa: F401 (a fixture)
+
+d, P, SIDE, LAYERS, DECODER_LAYERS, CLASSES = 16, 4, 3, 2, 3, 7
+KINDS = ("crate", "crate-alpha", "crate-mae")
+
+
+def official(kind, d=d):
+    """Random tensors under the names and in the shapes of a published checkpoint."""
+    shapes = {}
+
+    def linear(name, *shape):
+        shapes.update({f"{name}.weight": shape, f"{name}.bias": shape[:1]})
+
+    def layer(attention, sparsification):
+        linear(f"{attention}.norm", d)
+        linear(f"{sparsification}.norm", d)
+        shapes[f"{attention}.fn.qkv.weight"] = (d, d)
+        linear(f"{attention}.fn.to_out.0", d, d)
+        shapes[f"{sparsification}.fn.weight"] = (d, d)
+
+    shapes["cls_token"] = (1, 1, d)
+    if kind == "crate-mae":
+        linear("patch_embed.proj", d, 3, P, P)
+        shapes["mask_token"] = (1, 1, d)
+        shapes["pos_embed"] = shapes["decoder_pos_embed"] = (1, SIDE ** 2 + 1, d)
+        linear("decoder_embed", d, d)
+        linear("decoder_pred", 3 * P * P, d)
+        linear("norm", d)
+        linear("decoder_norm", d)
+        for l in range(LAYERS):
+            layer(f"blocks.{l}.layers.0.0", f"blocks.{l}.layers.0.1")
+        for l in range(DECODER_LAYERS):
+            layer(f"decoder_blocks.{l}.layers.0.1", f"decoder_blocks.{l}.layers.0.0")
+    else:
+        shapes["pos_embedding"] = (1, SIDE ** 2 + 1, d)
+        linear("mlp_head.0", d)
+        linear("mlp_head.1", CLASSES, d)
+        for l in range(LAYERS):
+            layer(f"transformer.layers.{l}.0", f"transformer.layers.{l}.1")
+    if kind == "crate":
+        linear("to_patch_embedding.1", 3 * P ** 2)
+        linear("to_patch_embedding.2", d, 3 * P ** 2)
+        linear("to_patch_embedding.3", d)
+    if kind == "crate-alpha":
+        linear("conv1", d, 3, P, P)
+        for l in range(LAYERS):
+            del shapes[f"transformer.layers.{l}.0.fn.to_out.0.bias"]
+            del shapes[f"transformer.layers.{l}.1.fn.weight"]
+            shapes[f"transformer.layers.{l}.1.fn.D"] = (d, 4 * d)
+            shapes[f"transformer.layers.{l}.1.fn.D1"] = (d, 4 * d)
+    return {name: (0.4 * torch.randn(shape)).float().double() for name, shape in shapes.items()}
+
+
+def released_forward(t, x, hidden=None, heads=4):
+    """The authors' network on their tensors, tokens as rows: logits, or predicted patches."""
+    alpha, mae = "conv1.weight" in t, "mask_token" in t
+
+    def norm(Z, name, eps=1e-6 if alpha else 1e-5):
+        return F.layer_norm(Z, Z.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], eps)
+
+    def linear(Z, name):
+        return F.linear(Z, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
+    def conv(name):
+        return F.conv2d(x, t[f"{name}.weight"], t[f"{name}.bias"], stride=P).flatten(2).mT.clone()
+
+    def attend(Z, name):
+        w = linear(norm(Z, f"{name}.norm"), f"{name}.fn.qkv")
+        out = [(h @ h.mT * h.shape[-1] ** -0.5).softmax(-1) @ h for h in w.split(d // heads, -1)]
+        return linear(torch.cat(out, -1), f"{name}.fn.to_out.0")
+
+    def ista(Z, name, lambd):
+        y, D = norm(Z, f"{name}.norm"), t[f"{name}.fn.weight"]
+        return (y + 0.1 * (y @ D - y @ D.T @ D) - 0.1 * lambd).relu()
+
+    def odl(Z, name):
+        y, D, D1 = norm(Z, f"{name}.norm"), t[f"{name}.fn.D"], t[f"{name}.fn.D1"]
+        a = (0.1 * y @ D - 0.01).relu()
+        return (a - 0.1 * (a @ D.T - y) @ D - 0.01).relu() @ D1.T
+
+    if mae:
+        positions, blocks = t["decoder_pos_embed"], "blocks.{}.layers.0"
+        Z = conv("patch_embed.proj")
+        Z[hidden] = t["mask_token"][0]
+    else:
+        positions, blocks = t["pos_embedding"], "transformer.layers.{}"
+        if alpha:
+            Z = conv("conv1")
+        else:
+            Z = norm(patches_literally(x, P), "to_patch_embedding.1")
+            Z = norm(linear(Z, "to_patch_embedding.2"), "to_patch_embedding.3")
+    Z = torch.cat([t["cls_token"].expand(len(x), -1, -1), Z], 1) + positions
+    for name in map(blocks.format, range(LAYERS)):
+        Z = Z + attend(Z, f"{name}.0")
+        Z = Z + odl(Z, f"{name}.1") if alpha else ista(Z, f"{name}.1", 0.5 if mae else 0.1)
+    if not mae:
+        return linear(norm(Z[:, 0], "mlp_head.0"), "mlp_head.1")
+
+    Z = norm(Z, "norm", 1e-6)
+    for name in map("decoder_blocks.{}.layers.0".format, range(DECODER_LAYERS)):
+        Z = linear(norm(Z, f"{name}.0.norm"), f"{name}.0.fn")
+        Z = Z - attend(Z, f"{name}.1")
+    return linear(norm(Z, "decoder_norm", 1e-6), "decoder_pred")[:, 1:]
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda t: t, lambda t: {"model": t, "epoch": 799},
+    lambda t: {"state_dict": {f"module.{name}": v for name, v in t.items()}}])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_from_official(kind, wrap):
+    tensors, x, noise = official(kind), torch.randn(2, 3, 12, 12), torch.rand(2, 9)
+    net = from_official(wrap(tensors), heads=4)
+    c = net.config
+    assert (c.width, c.layers, c.patch_size, c.image_size) == (d, LAYERS, P, 12)
+    assert not net.training
+    if kind == "crate-mae":
+        found, hidden = net.decode(net.encode(x, noise), noise), net.hidden(noise)
+        assert (c.decoder_layers, c.lambd) == (DECODER_LAYERS, 0.5)
+    else:
+        found, hidden = net(x), None
+    assert_near(found, released_forward(tensors, x, hidden))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads(kind):
+    assert from_official(official(kind, d=576)).config.heads == 12
+    with pytest.raises(ConfigError, match="width 16.*heads="):
+        from_official(official(kind))
+
+
+def test_methods_of_the_models():
+    assert isinstance(ImageClassifier.from_official(official("crate"), 4), ImageClassifier)
+    assert isinstance(MaskedAutoencoder.from_official(official("crate-mae"), 4), MaskedAutoencoder)
+    with pytest.raises(ConfigError, match="official.*cls_token|official.*patch_embed"):
+        MaskedAutoencoder.from_official(official("crate"))
+
+
+# None: the tensor is missing
+@pytest.mark.parametrize("kind, name, shape, message", [
+    ("crate", "cls_token", None, "cls_token"),
+    ("crate", "pos_embedding", None, "pos_embedding"),
+    ("crate", "mlp_head.1.weight", None, "mlp_head.1.weight"),
+    ("crate", "transformer.layers.1.0.fn.qkv.weight", None, "layers.1.0.fn.qkv.weight"),
+    ("crate", "extra.weight", (2,), "extra.weight"),
+    ("crate", "transformer.layers.0.1.fn.weight", (16, 64), r"fn.weight.*16, 64\).*\(16, 16\)"),
+    ("crate", "pos_embedding", (1, 9, 16), "pos_embedding.*square"),
+    ("crate", "pos_embedding", (10, 16), "pos_embedding"),
+    ("crate", "to_patch_embedding.2.weight", (16, 50), "to_patch_embedding.2.weight"),
+    ("crate-alpha", "transformer.layers.0.1.fn.D1", None, "layers.0.1.fn.D1"),
+    ("crate-mae", "mask_token", None, "mask_token"),
+    ("crate-mae", "decoder_blocks.2.layers.0.1.fn.to_out.0.bias", None, "blocks.2.*to_out.0.bias"),
+    ("crate-mae", "decoder_pos_embed", (1, 10, 12), r"decoder_pos_embed.*10, 12\).*\(1, 10, 16\)"),
+    ("crate-mae", "patch_embed.proj.weight", (16, 3, 4, 5), "patch_embed.proj.weight.*square"),
+    ("crate-mae", "patch_embed.proj.weight", (16, 1, 4, 4), "patch_embed.proj.weight.*channels")])
+def test_what_does_not_fit_is_named(kind, name, shape, message):
+    tensors = official(kind) | {name: torch.zeros(shape or 1)}
+    if shape is None:
+        del tensors[name]
+    with pytest.raises(ConfigError, match=message) as error:
+        from_official(tensors, heads=4)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [
+    {}, {"state_dict": {}}, {"epoch": 3}, [1], {"a": torch.zeros(2), "b": "text"}])
+def test_other_files_are_refused(content):
+    with pytest.raises(ConfigError, match="official"):
+        from_official(content)

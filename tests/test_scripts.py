@@ -1,0 +1,244 @@
+"""What the four training scripts promise alike: presets that build, runs that repeat and resume bit
+for bit, micro-batches that change nothing, and mistakes told in one line."""
+import pytest
+import torch
+
+import checkpoint
+import common
+import train_gpt
+import train_mae
+import train_simdino
+import train_vit
+from data.store import DataError
+from helpers import interrupt, losses, metrics, same, weights
+from model import ConfigError
+
+SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
+each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
+KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--accumulate=2",
+            "--randaugment=1", "--crop=resized", "--optimizer=lion", "--lr=1e-4"]
+
+
+# -------------------------------------------------------------------------------------------------
+# Presets
+# -------------------------------------------------------------------------------------------------
+
+PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
+
+
+class Tokens:
+    """Stands for a tokenizer of which only the size matters."""
+
+    def __init__(self, n_vocab):
+        self.n_vocab = n_vocab
+
+
+@pytest.mark.parametrize("script, preset", PRESETS, ids=[f"{s.__name__}-{p}" for s, p in PRESETS])
+def test_presets_build(script, preset):
+    """Each builds, and its batch divides among 1 to 8 GPUs."""
+    c, name = common.parse(script.Config, script.PRESETS, [preset], "")
+    gpt2 = c.data == "openwebtext"
+    rest = {train_vit: [100], train_gpt: [Tokens(50257 if gpt2 else 97)]}.get(script, [])
+    with torch.device("meta"):
+        model = script.build_model(c, *rest)
+    assert name == preset and common.count(model) > 10_000
+    if preset not in ("shapes", "cifar10-small"):               # these are for one machine
+        shares = [c.batch_size % (gpus * getattr(c, "accumulate", 1)) for gpus in (1, 2, 4, 8)]
+        assert shares == [0, 0, 0, 0]
+
+
+def defaults(script):
+    """The preset that a script takes without argument, as torchrun starts it."""
+    return common.parse(script.Config, script.PRESETS, [], "", default="openwebtext"
+                        if script is train_gpt else "imagenet")[0]
+
+
+def test_the_defaults_are_the_papers_settings():
+    c = defaults(train_gpt)
+    assert (c.data, c.arch or "crate", c.size, c.context) == ("openwebtext", "crate", "base", 1024)
+    assert (c.batch_size, c.steps, c.warmup, c.optimizer) == (384, 600_000, 2000, "adamw")
+    assert (c.lr, c.min_lr, c.beta1, c.beta2) == (6e-4, 6e-5, 0.9, 0.95)
+    assert (c.weight_decay, c.clip) == (0.1, 1.0)
+    c = defaults(train_vit)
+    assert (c.data, c.size, c.optimizer) == ("imagenet", "base", "lion")
+    assert (c.lr, c.weight_decay) == (2.4e-4, 0.5)
+    assert (c.batch_size, c.epochs, c.warmup_epochs, c.label_smoothing) == (2048, 155, 5, 0.1)
+    c = defaults(train_mae)
+    assert (c.size, c.batch_size, c.mask_ratio) == ("base", 4096, 0.75)
+    assert (c.base_lr, c.weight_decay) == (3e-5, 0.1)
+    c = defaults(train_simdino)
+    assert (c.method, c.eps, c.base_lr, c.momentum) == ("simdino", 0.05 ** 0.5, 5e-4, 0.996)
+    assert (c.batch_size, c.local_views, c.local_size, c.gamma) == (1024, 10, 96, None)
+
+
+# Parameters without positions; the sizes of model.py that they come from are tested there
+PUBLISHED = {"openwebtext": 59_886_336, "crate-alpha": 109_431_552, "tost": 109_597_584,
+             "aot": 101_868_544, "gpt2": 123_587_328, "bert": 59_886_336}
+
+
+@pytest.mark.parametrize("preset, count", PUBLISHED.items(), ids=PUBLISHED)
+def test_language_models_have_the_published_sizes(preset, count):
+    c, _ = common.parse(train_gpt.Config, train_gpt.PRESETS, [preset], "")
+    with torch.device("meta"):
+        model = train_gpt.build_model(c, Tokens(50257))
+    assert model.count() == count and model.config.vocab_size == 50304
+    assert model.config.causal == (preset != "bert")
+
+
+# -------------------------------------------------------------------------------------------------
+# Runs
+# -------------------------------------------------------------------------------------------------
+
+@each_script
+def test_same_seed_same_run(train, tmp_path, script):
+    flags = {train_gpt: ["--dropout=0.1", "--sample=20", "--eval_every=6"]}.get(script, [])
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(script, name, f"--seed={seed}", *flags)
+    a, b, c = (tmp_path / name for name in "abc")
+    assert same(weights(a), weights(b)) and not same(weights(a), weights(c))
+    assert metrics(a) == metrics(b) and metrics(a, "val") == metrics(b, "val")
+    if script is train_gpt:
+        samples = [[line["sample"] for line in metrics(folder, "val")] for folder in (a, c)]
+        assert samples[0] != samples[1] and [len(words) for words in samples[0]] == [20, 20]
+
+
+RESUMED = {
+    "vit-lion": (train_vit, *KEEP_ALL), "vit-adamw": (train_vit, "--save_every=3"),
+    "mae-before": (train_mae, "--accumulate=2", "--clip=1"),
+    "mae-after": (train_mae, "--mask_tokens=after", "--normalize_targets=true"),
+    # step 8 has frozen prototypes
+    "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
+    "dino": (train_simdino, "--method=dino", "--freeze_epochs=0.5", "--epochs=0.8"),
+    # 3 + 3 + 2 sequences a step
+    "gpt": (train_gpt, "--dropout=0.1", "--micro_batch=3", "--eval_every=5", "--sample=5"),
+    "bert": (train_gpt, "--dropout=0.1", "--objective=masked", "--arch=tost", "--optimizer=lion",
+             "--lr=1e-4", "--eval_every=5"),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, name):
+    script, *flags = RESUMED[name]
+    train(script, "whole", *flags)
+    with monkeypatch.context() as patch:
+        interrupt(patch, step=8)
+        with pytest.raises(common.Stopped):
+            train(script, "cut", *flags)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert checkpoint.read_checkpoint(cut / "ckpt.pt")["step"] == 8
+    train(script, "cut", "--resume", *flags)
+    for file in ("ckpt.pt", "best.pt"):
+        assert same(weights(whole / file), weights(cut / file)), file
+    assert metrics(whole) == metrics(cut) and metrics(whole, "val") == metrics(cut, "val")
+
+
+ACCUMULATED = {
+    "vit": (train_vit, "--accumulate=4"), "srr": (train_vit, "--accumulate=4", "--srr_weight=0.1"),
+    "mae": (train_mae, "--accumulate=4"),
+    "mae-after": (train_mae, "--accumulate=2", "--mask_tokens=after"),
+    "gpt": (train_gpt, "--micro_batch=3"), "gpt-one": (train_gpt, "--micro_batch=1"),
+    "bert": (train_gpt, "--micro_batch=3", "--objective=masked"),
+}
+
+
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_micro_batches_change_nothing(train, tmp_path, name):
+    script, split, *flags = ACCUMULATED[name]
+    train(script, "whole", *flags)
+    train(script, "split", split, *flags)
+    whole, split = tmp_path / "whole", tmp_path / "split"
+    assert losses(split) == pytest.approx(losses(whole), abs=1e-5)
+    a, b = metrics(whole, "val")[-1], metrics(split, "val")[-1]
+    assert a["n"] == b["n"] and a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+
+
+HOT = {train_vit: ["--lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weight_decay=0"],
+       train_mae: ["--base_lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weight_decay=0"],
+       train_simdino: ["--base_lr=1e30", "--warmup_epochs=0", "--weight_decay=0",
+                       "--weight_decay_end=0"],
+       train_gpt: ["--lr=1e30", "--warmup=0", "--optimizer=lion", "--clip=0"]}
+
+
+@each_script
+def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
+    with pytest.raises(common.Diverged, match="not finite at step"):
+        train(script, "a", *HOT[script], "--save_every=1")
+    assert all(loss is not None for loss in losses(tmp_path / "a"))
+    kept = weights(tmp_path / "a")                              # of the last good step
+    assert all(tensor.isfinite().all() for name, tensor in kept.items() if "." in name)
+
+
+# -------------------------------------------------------------------------------------------------
+# Mistakes
+# -------------------------------------------------------------------------------------------------
+
+EVERYWHERE = {"--heads=3": "does not divide width", "--size=huge": "'huge' is not one of",
+              "--arch=crat": "did you mean crate", "--layers=few": "a whole number",
+              "--learning_rate=1": "unknown flag", "--resume": "nothing to resume",
+              "--step=2": "step", "--device=mps": "this machine has none"}
+MISTAKES = [(script, [flag], says) for flag, says in EVERYWHERE.items() for script in SCRIPTS] + [
+    (train_vit, ["--patch_size=5"], "does not divide image_size"),
+    (train_vit, ["--accumulate=3"], "--accumulate=3"),
+    (train_vit, ["--batch_size=500"], "batch_size=500 is more than the 400"),
+    (train_vit, ["--data=cifar10"], "--source DIR"),
+    (train_vit, ["--init_from=nowhere.pt"], "nowhere.pt"),
+    (train_vit, ["--size=tiny", "--init_from=x"], "exclude"),
+    (train_vit, ["--srr_weight=0.1", "--srr_layers=4"], "from 1 to 2"),
+    (train_vit, ["--srr_weight=0.1", "--srr_layers=0"], "from 1 to 2"),
+    (train_vit, ["--srr_weight=0.1", "--srr_layers=1,"], "1,"),
+    (train_vit, ["--srr_weight=0.1", "--arch=transformer"], "transformer"),
+    (train_mae, ["--mask_ratio=0.95"], "mask_ratio=0.95 hides 16 of 16"),
+    (train_mae, ["--patch_size=5"], "patch_size=5"),
+    (train_mae, ["--decoder_width=8"], "decoder_width=8 needs mask_tokens=after"),
+    (train_mae, ["--mask_tokens=after", "--decoder_width=9", "--decoder_heads=2"], "heads=2"),
+    (train_mae, ["--accumulate=3"], "--accumulate=3"),
+    (train_simdino, ["--local_size=12"], "--patch_size=8 does not divide --local_size=12"),
+    (train_simdino, ["--patch_size=5"], "patch_size=5 does not divide image_size"),
+    (train_simdino, ["--local_area=0.5"], "--local_area=0.5 is more than --global_area=0.4"),
+    (train_simdino, ["--batch_size=500"], "batch size 500"),
+    (train_gpt, ["--context=50000"], "use a smaller context"),
+    (train_gpt, ["--data=openwebtext"], "python data/prepare.py openwebtext"),
+    (train_gpt, ["--data=exam"], "no training or no validation part"),
+    (train_gpt, ["--init_from=nowhere.pt"], "nowhere.pt"),
+]
+
+
+@pytest.mark.parametrize("script, flags, says", MISTAKES,
+                         ids=[f"{s.__name__}{' '.join(flags)}" for s, flags, _ in MISTAKES])
+def test_mistakes_are_one_line(train, tmp_path, monkeypatch, script, flags, says):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")     # nothing answers there
+    with pytest.raises((common.UserError, ConfigError, DataError)) as error:
+        train(script, "a", *flags)
+    assert says in str(error.value) and "\n" not in str(error.value)
+    assert not list((tmp_path / "a").glob("*.pt"))
+
+
+OTHER = {train_vit: {"--width=32": "width=16, the flags say 32", "--ema=0.9": "averages weights"},
+         train_mae: {"--layers=1": "layers=2, the flags say 1"},
+         train_simdino: {"--method=dino": "prototypes"},
+         train_gpt: {"--width=32": "width=16, the flags say 32",
+                     "--objective=masked": "vocab_size=97, the flags say 98"}}
+
+
+@each_script
+def test_resuming_another_model_is_refused(train, tmp_path, script):
+    train(script, "a")
+    before = weights(tmp_path / "a")
+    for flag, says in OTHER[script].items():
+        with pytest.raises(common.UserError, match=says):
+            train(script, "a", "--resume", flag)
+    with pytest.raises(common.UserError, match="is not empty"):
+        train(script, "a")
+    assert same(before, weights(tmp_path / "a"))
+
+
+@each_script
+def test_a_batch_that_the_processes_cannot_share(train, monkeypatch, script):
+    start = common.Processes.__init__
+
+    def three(self, device):
+        start(self, device)
+        self.world = 3
+    monkeypatch.setattr(common.Processes, "__init__", three)
+    with pytest.raises(common.UserError, match="^(20|8) samples do not divide among 3 processes$"):
+        train(script, "a")
