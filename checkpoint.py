@@ -490,3 +490,12 @@ def _fill(model, tensors, table):
         raise ConfigError(f"{next(iter(left))} is in the official checkpoint, but has no place in "
                           "this model")
     return model.eval()
+
+
+def _official(task):
+    return staticmethod(lambda content, heads=None: from_official(content, task, heads))
+
+
+# attached here, since model.py knows nothing of published files
+ImageClassifier.from_official = _official("vit")
+MaskedAutoencoder.from_official = _official("mae")

@@ -986,12 +986,6 @@ class ImageClassifier(nn.Module):
         patches = 6 * (n - 1) * c.channels * c.patch_size ** 2 * c.width
         return n * train_flops_per_token(self.encoder.layers, n) + patches + 6 * c.width * c.classes
 
-    @classmethod
-    def from_official(cls, state_dict, heads=None):
-        """A published CRATE or CRATE-alpha checkpoint as a model; see checkpoint.from_official."""
-        from checkpoint import from_official        # here, because checkpoint.py imports this file
-        return from_official(state_dict, "vit", heads)
-
 
 # -------------------------------------------------------------------------------------------------
 # Masked autoencoder
@@ -1162,12 +1156,6 @@ class MaskedAutoencoder(nn.Module):
         total += m * train_flops_per_token(self.encoder.layers, m)
         total += n * train_flops_per_token(self.decoder, n)
         return total + 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
-
-    @classmethod
-    def from_official(cls, state_dict, heads=None):
-        """A published CRATE-MAE checkpoint as a model; see checkpoint.from_official."""
-        from checkpoint import from_official
-        return from_official(state_dict, "mae", heads)
 
 
 # -------------------------------------------------------------------------------------------------
