@@ -493,27 +493,85 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
+class MuonAdamW:
+    """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer.
+
+    Muon (Jordan et al. 2024), torch's own: m = 0.95 m + 0.05 g, then W = (1 - lr wd) W - lr s O, where
+    O is an approximate orthogonal factor of the Nesterov momentum (five Newton-Schulz steps in
+    bfloat16) and s = 0.2 sqrt(max(rows, columns)) gives the step AdamW's usual size, so that both
+    share one scale of rates (adjust_lr_fn="match_rms_adamw")."""
+
+    def __init__(self, muon_groups, adamw_groups, lr, betas):
+        muon = torch.optim.Muon(muon_groups, lr=lr, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, fused=True)
+        self.parts = dict(muon=muon, adamw=adamw)
+
+    @property
+    def param_groups(self):
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self):
+        """One update of every parameter that has a gradient."""
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none=True):
+        """Drops the gradients."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def state_dict(self):
+        """{"muon": ..., "adamw": ...}, each as torch has it."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state):
+        """Raises KeyError or ValueError for another optimizer's state."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
+_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's; embeddings and heads are AdamW's
 
 
-def make_optimizer(model, name, lr, weight_decay, betas):
-    """lion or adamw. Vectors, positions and special tokens are not decayed."""
-    decayed, rest = [], []
+def make_optimizer(model, name, lr, weight_decay, betas, adamw_lr=None):
+    """lion, adamw or muon. Vectors, positions and special tokens are not decayed.
+
+    adamw_lr: the rate of AdamW's part of muon, if not `lr` too."""
+    hidden, decayed, rest = [], [], []
     for key, p in model.named_parameters():
-        if p.requires_grad:
-            matrix = p.ndim >= 2 and key.rsplit(".", 1)[-1] not in _NEVER_DECAYED
-            (decayed if matrix else rest).append(p)
-    groups = [dict(params=decayed, weight_decay=weight_decay), dict(params=rest, weight_decay=0.0)]
+        if not p.requires_grad:
+            continue
+        words = key.split(".")
+        if name == "muon" and p.ndim == 2 and _HIDDEN & set(words[:2]):
+            hidden.append(p)
+        elif p.ndim >= 2 and words[-1] not in _NEVER_DECAYED:
+            decayed.append(p)
+        else:
+            rest.append(p)
+    ratio = 1.0 if adamw_lr is None else adamw_lr / lr
+    decay = dict(weight_decay=weight_decay, decays=True)
+    groups = [dict(params=decayed, lr_ratio=ratio, **decay),
+              dict(params=rest, lr_ratio=ratio, weight_decay=0.0, decays=False)]
     groups = [g for g in groups if g["params"]]
+    if name == "muon":
+        return MuonAdamW([dict(params=hidden, lr_ratio=1.0, **decay)], groups, lr, betas)
     if name == "lion":
         return Lion(groups, lr=lr, betas=betas)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 def set_lr(optimizer, lr):
-    """The learning rate of every group."""
+    """The learning rate of every group, times the group's lr_ratio."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_ratio"]
+
+
+def set_decay(optimizer, weight_decay):
+    """The weight decay of every group that is decayed."""
+    for group in optimizer.param_groups:
+        if group["decays"]:
+            group["weight_decay"] = weight_decay
 
 
 @torch.no_grad()

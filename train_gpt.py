@@ -35,8 +35,10 @@ class Config(common.RunFlags, common.ModelFlags):
     dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
     init_from: str | None = option(None, "a checkpoint of this script whose weights to start from")
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("lion", "adamw"))
+    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
+                            choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
+    adamw_lr: float | None = option(None, "rate of muon's AdamW part; auto is the same", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
@@ -144,7 +146,8 @@ def main(argv):
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
+                                      c.adamw_lr)
     schedule = common.warmup_cosine(c.lr, c.steps, min(c.warmup, c.steps), min(c.min_lr, c.lr))
 
     # ---- run

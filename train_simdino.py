@@ -57,6 +57,8 @@ class Config(common.RunFlags, common.ModelFlags):
     center_momentum: float = option(0.9, "DINO: of the centre of the teacher's logits", low=0,
                                     high=1)
     # optimization
+    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
+                            choices=("adamw", "muon", "lion"))
     base_lr: float = option(5e-4, "rate for a batch of 256; it grows in proportion", above=0)
     min_lr: float = option(1e-6, "where the cosine ends", low=0)
     weight_decay: float = option(0.04, "decoupled, on matrices only; rises as a cosine", low=0)
@@ -302,7 +304,7 @@ def main(argv):
 
     # ---- optimizer, and everything that changes over the run ([B] 7.2)
     lr = c.base_lr * c.batch_size / 256     # DINO's linear rule
-    optimizer = common.make_optimizer(student, "adamw", lr, c.weight_decay, (0.9, 0.999))
+    optimizer = common.make_optimizer(student, c.optimizer, lr, c.weight_decay, (0.9, 0.999))
     rates = common.warmup_cosine(lr, total, round(c.warmup_epochs * steps_per_epoch),
                                  min(c.min_lr, lr))
     decays = common.warmup_cosine(c.weight_decay, total, final=c.weight_decay_end)
@@ -372,7 +374,7 @@ def main(argv):
 
         # step
         common.set_lr(optimizer, rates[step])
-        optimizer.param_groups[0]["weight_decay"] = decays[step]
+        common.set_decay(optimizer, decays[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         common.ema_update(teacher, student, momenta[step])

@@ -42,8 +42,10 @@ class Config(common.RunFlags, common.ModelFlags):
         displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size", "stem",
                    "pool"))
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("lion", "adamw"))
+    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
+                            choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
+    adamw_lr: float | None = option(None, "rate of muon's AdamW part; auto is the same", above=0)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
@@ -216,7 +218,8 @@ def main(argv):
     averaged = copy.deepcopy(model) if c.ema else None
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
+                                      c.adamw_lr)
     schedule = common.warmup_cosine(c.lr, total, round(c.warmup_epochs * steps_per_epoch), c.min_lr)
 
     # ---- run
