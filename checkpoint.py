@@ -14,13 +14,14 @@ import os
 import sys
 import typing
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from common import UserError, derive_seed
+from common import UserError, derive_seed, option
 from model import (ARCHS, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
                    MAEConfig, MaskedAutoencoder, TextConfig, make_config)
 
@@ -30,6 +31,23 @@ FORMAT = "crate-2"
 # serves training only.
 TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
              simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
+
+
+@dataclass(kw_only=True)
+class ModelFlags:
+    """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
+    arch: str | None = option(None, "a row of model.py's table; auto is crate, or the checkpoint's",
+                              choices=tuple(ARCHS))
+    size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
+                              displaces=("width", "heads", "head_dim", "layers"))
+    width: int | None = option(None, "d", low=1)
+    heads: int | None = option(None, "K", low=1)
+    head_dim: int | None = option(None, "p; auto is width / heads", low=1)
+    layers: int | None = option(None, "L", low=1)
+    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
+    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1", low=0)
+    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
+    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
 
 
 # -------------------------------------------------------------------------------------------------

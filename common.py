@@ -126,22 +126,6 @@ class RunFlags(DeviceFlags):
     save_every: int = option(0, "steps between checkpoints; 0: at each evaluation", low=0)
 
 
-@dataclass(kw_only=True)
-class ModelFlags:
-    """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
-    arch: str | None = option(None, "a row of model.py's table; auto is crate, or the checkpoint's")
-    size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
-                              displaces=("width", "heads", "head_dim", "layers"))
-    width: int | None = option(None, "d", low=1)
-    heads: int | None = option(None, "K", low=1)
-    head_dim: int | None = option(None, "p; auto is width / heads", low=1)
-    layers: int | None = option(None, "L", low=1)
-    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
-    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1", low=0)
-    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
-    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
-
-
 def _flag_type(hint):
     """(type, optional) of a field's annotation."""
     if isinstance(hint, types.UnionType):
@@ -331,11 +315,16 @@ class Processes:
         # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
         self.control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
 
-    def rows(self, n):
-        """This process's slice of n rows; UserError if they do not divide."""
+    def rows(self, n, accumulate=1):
+        """This process's slice of n rows. Raises UserError if they do not divide among the
+        processes and, there, among `accumulate` micro-batches."""
         if n % self.world:
             raise UserError(f"{n} samples do not divide among {self.world} processes")
-        return slice(self.rank * n // self.world, (self.rank + 1) * n // self.world)
+        share = n // self.world
+        if share % accumulate:
+            raise UserError(f"--accumulate={accumulate} does not divide the {share} samples of a "
+                            "process")
+        return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, tensor):
         """The tensor summed over all processes, in place."""
@@ -450,6 +439,13 @@ def count(model):
 # Schedules and optimizers
 # -------------------------------------------------------------------------------------------------
 
+def steps_per_epoch(samples, batch_size):
+    """Whole batches in an epoch. Raises UserError if there is none."""
+    if batch_size > samples:
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
+    return samples // batch_size
+
+
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
     then half a cosine to `final`."""
@@ -496,10 +492,10 @@ class Lion(torch.optim.Optimizer):
 class MuonAdamW:
     """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer.
 
-    Muon (Jordan et al. 2024), torch's own: m = 0.95 m + 0.05 g, then W = (1 - lr wd) W - lr s O, where
-    O is an approximate orthogonal factor of the Nesterov momentum (five Newton-Schulz steps in
-    bfloat16) and s = 0.2 sqrt(max(rows, columns)) gives the step AdamW's usual size, so that both
-    share one scale of rates (adjust_lr_fn="match_rms_adamw")."""
+    Muon (Jordan et al. 2024), torch's own: m = 0.95 m + 0.05 g, then W = (1 - lr wd) W - lr s O,
+    where O is an approximate orthogonal factor of the Nesterov momentum (five Newton-Schulz steps
+    in bfloat16) and s = 0.2 sqrt(max(rows, columns)) gives the step AdamW's usual size, so that
+    both share one scale of rates (adjust_lr_fn="match_rms_adamw")."""
 
     def __init__(self, muon_groups, adamw_groups, lr, betas):
         muon = torch.optim.Muon(muon_groups, lr=lr, momentum=0.95, adjust_lr_fn="match_rms_adamw")
@@ -531,13 +527,11 @@ class MuonAdamW:
 
 
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
-_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's; embeddings and heads are AdamW's
+_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings and heads
 
 
-def make_optimizer(model, name, lr, weight_decay, betas, adamw_lr=None):
-    """lion, adamw or muon. Vectors, positions and special tokens are not decayed.
-
-    adamw_lr: the rate of AdamW's part of muon, if not `lr` too."""
+def make_optimizer(model, name, lr, weight_decay, betas):
+    """lion, adamw or muon. Vectors, positions and special tokens are not decayed."""
     hidden, decayed, rest = [], [], []
     for key, p in model.named_parameters():
         if not p.requires_grad:
@@ -549,22 +543,20 @@ def make_optimizer(model, name, lr, weight_decay, betas, adamw_lr=None):
             decayed.append(p)
         else:
             rest.append(p)
-    ratio = 1.0 if adamw_lr is None else adamw_lr / lr
     decay = dict(weight_decay=weight_decay, decays=True)
-    groups = [dict(params=decayed, lr_ratio=ratio, **decay),
-              dict(params=rest, lr_ratio=ratio, weight_decay=0.0, decays=False)]
+    groups = [dict(params=decayed, **decay), dict(params=rest, weight_decay=0.0, decays=False)]
     groups = [g for g in groups if g["params"]]
     if name == "muon":
-        return MuonAdamW([dict(params=hidden, lr_ratio=1.0, **decay)], groups, lr, betas)
+        return MuonAdamW([dict(params=hidden, **decay)], groups, lr, betas)
     if name == "lion":
         return Lion(groups, lr=lr, betas=betas)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
 
 
 def set_lr(optimizer, lr):
-    """The learning rate of every group, times the group's lr_ratio."""
+    """The learning rate of every group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_ratio"]
+        group["lr"] = lr
 
 
 def set_decay(optimizer, weight_decay):

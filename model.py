@@ -5,7 +5,8 @@ A layer is one step of an optimizer for the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K
-                                          (approximately a gradient step on R^c)
+                                          (from a gradient step on R^c; with this residual it can
+                                          also raise R^c: `analyze.py toy`, [S])
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D
                                           (a proximal gradient step on a LASSO)
 
@@ -29,7 +30,7 @@ width.
 import difflib
 import math
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +46,10 @@ class ConfigError(ValueError):
 # Objective
 #
 # eps is the distortion up to which tokens are coded. [N], [J] and [S] give no value for the
-# objective. We take 0.5, half the norm of a token of norm 1: a direction costs log 2 / 2 nats where
-# the tokens' energy equals the distortion, and much less below. Rates compare only at equal eps.
-# The released measurement of [N] Fig. 3 has 0.1 (tokens of norm 1), SimDINO sqrt(0.05).
+# objective. 0.5 is our choice: half the norm of a token of norm 1; tokens behind a LayerNorm have
+# norm sqrt(d), far above it. A direction costs log 2 / 2 nats where the tokens' energy equals the
+# distortion, and much less below. Rates compare only at equal eps: the released measurement of
+# [N] Fig. 3 has 0.1 (tokens of norm 1), SimDINO sqrt(0.05).
 # -------------------------------------------------------------------------------------------------
 
 def _exact(*tensors):
@@ -216,15 +218,15 @@ def saliency(attention, query="class"):
 class Attention(nn.Module):
     """What MSSA, MHSA and TSSA share. K heads of dimension p; w (B, K, n, p) are a head's tokens.
 
-    Each answers: build(config), bases() U_k or what stands for them, values(Z) the projections
-    whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n), and forward:
-    Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of sequences
+    Each answers: build(config, causal, context), bases() U_k or what stands for them, values(Z) the
+    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n), and
+    forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of sequences
     whose past is in the state."""
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
         self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
-        self.scale = self.p ** -0.5
+        self.scale = self.p ** -0.5         # keeps the Gram matrix's entries of order 1 for any p
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v, heads side by side: (B, n, K p)."""
@@ -457,11 +459,12 @@ def ista(Z, D, eta=0.1, lambd=0.1):
     1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Two matmuls over the tokens; the released
     code takes three. Z (..., n, d), D (d, d) -> (..., n, d)."""
     residual = Z @ D.mT - Z                                 # D Z - Z
-    return F.relu(Z - eta * residual @ D - eta * lambd)     # the book's + eta lambda is a misprint
+    # [B] prints + eta lambda, which would not shrink
+    return F.relu(Z - eta * residual @ D - eta * lambd)
 
 
 class Sparsification(nn.Module):
-    """What ISTA, MMProx, ODL and MLP share."""
+    """What ISTA, MMProx, ODL and MLP share: build(config, context), forward, multiply_adds()."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
 
     def multiply_adds(self):
@@ -509,7 +512,7 @@ class MMProx(Sparsification):
 
     @classmethod
     def build(cls, c, context):
-        return cls(c.width, c.lambd, c.eps, context)
+        return cls(c.width, c.lambd, c.mm_eps, context)
 
     def forward(self, Z):
         n, d = Z.shape[-2:]
@@ -629,9 +632,9 @@ ARCHS = {
         MSSA, ODL, final_norm=False, out_bias=False, class_token_std=1e-6, embed_kaiming=True,
         image_sizes=dict(_VIT, small=_SMALL, large=dict(_LARGE, patch_size=14))),
     "tost": Arch(                                                   # [B] Eq. (7.5.6)-(7.5.7)
-        # LayerScale: released ToST has 1e-5 in text too. But then the last LN sees little except
-        # the embedding, and the tied head gives the token just read a logit of 0.014 d: the first
-        # loss is 7 % above ln V at d = 768. With 1 it is ln V.
+        # Released ToST has LayerScale 1e-5 in text too. But then the last LN sees little except the
+        # embedding, whose logit for its own token is 0.014 d with a tied head: the first loss is
+        # 7 % above ln V at d = 768. With 1 it is ln V.
         TSSA, MLP, qkv_bias=True, layer_scale=1.0, deep_layer_scale=1e-5,
         image_sizes=dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12)),
         mae_sizes=dict(small=_size(384, 8, 12)),
@@ -672,7 +675,7 @@ class BackboneConfig:
     eta: float = 0.1                    # step of ISTA and ODL
     lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
     step: float = 1.0                   # step of MSSA where it has no W (crate-c, -n, -t)
-    eps: float = 0.5                    # distortion in MMProx's alpha
+    mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # hidden width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
     drop_path: float = 0.0              # rate of the last layer, rising linearly from 0
@@ -811,6 +814,7 @@ def train_flops_per_token(layers, n):
 @dataclass(kw_only=True)
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
+    sizes: ClassVar = "image_sizes"     # the column of ARCHS with its named sizes
     image_size: int = 224               # pixels a side, square
     patch_size: int = 16                # P
     channels: int = 3
@@ -841,28 +845,28 @@ class ImageConfig(BackboneConfig):
         return (self.image_size // self.patch_size) ** 2
 
 
-def named_config(cls, table, size, arch, fields):
-    """The config `cls` of a named size (None: none) from the arch's table, any field overridden."""
-    if arch not in ARCHS:
-        raise ConfigError(f"arch {not_one_of(arch, ARCHS)}")
-    sizes = getattr(ARCHS[arch], table)
-    if size is not None and size not in sizes:
-        raise ConfigError(f"size of {arch} {not_one_of(size, sizes)}")
-    return make_config(cls, sizes.get(size, {}) | dict(arch=arch) | fields)
+def make_config(cls, fields, size=None):
+    """cls(**fields), the fields of a named size of the arch beneath them.
 
-
-def make_config(cls, fields):
-    """cls(**fields), with a ConfigError for a field that it does not have."""
-    known = cls.__dataclass_fields__
+    Raises ConfigError for an unknown arch, size or field."""
+    arch = fields.get("arch", "crate")
+    if size is not None:
+        if arch not in ARCHS:
+            raise ConfigError(f"arch {not_one_of(arch, ARCHS)}")
+        sizes = getattr(ARCHS[arch], cls.sizes)
+        if size not in sizes:
+            raise ConfigError(f"size of {arch} {not_one_of(size, sizes)}")
+        fields = sizes[size] | fields
     for name in fields:
-        if name not in known:
-            raise ConfigError(f"field of {cls.__name__} {not_one_of(name, known)}")
+        if name not in cls.__dataclass_fields__:
+            known = not_one_of(name, cls.__dataclass_fields__)
+            raise ConfigError(f"field of {cls.__name__} {known}")
     return cls(**fields)
 
 
 def image_config(size, arch="crate", **overrides):
-    """The ImageConfig of a named size. Raises ConfigError for an unknown size, arch or field."""
-    return named_config(ImageConfig, "image_sizes", size, arch, overrides)
+    """The ImageConfig of a named size (None: none), any field overridden."""
+    return make_config(ImageConfig, dict(arch=arch) | overrides, size)
 
 
 def patchify(x, P):
@@ -994,6 +998,7 @@ class ImageClassifier(nn.Module):
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
+    sizes: ClassVar = "mae_sizes"
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
     decoder_heads: int | None = None
@@ -1032,8 +1037,8 @@ class MAEConfig(ImageConfig):
 
 
 def mae_config(size, arch="crate", **overrides):
-    """The MAEConfig of a named size. Raises ConfigError for an unknown size, arch or field."""
-    return named_config(MAEConfig, "mae_sizes", size, arch, overrides)
+    """The MAEConfig of a named size (None: none), any field overridden."""
+    return make_config(MAEConfig, dict(arch=arch) | overrides, size)
 
 
 class DecoderLayer(nn.Module):
@@ -1165,6 +1170,7 @@ class MaskedAutoencoder(nn.Module):
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
     """A language model. No biases, as in nanoGPT and ToST's text code."""
+    sizes: ClassVar = "text_sizes"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
@@ -1181,8 +1187,8 @@ class TextConfig(BackboneConfig):
 
 
 def text_config(size, arch="crate", **overrides):
-    """The TextConfig of a named size. Raises ConfigError for an unknown size, arch or field."""
-    return named_config(TextConfig, "text_sizes", size, arch, overrides)
+    """The TextConfig of a named size (None: none), any field overridden."""
+    return make_config(TextConfig, dict(arch=arch) | overrides, size)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -7,7 +7,8 @@ Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as t
 
 [B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1.
 --objective=masked trains a bidirectional model to fill in masked tokens (CRATE-BERT, [J]). The
-batch is that of all processes together, so it is the same on 1 GPU and 8. """
+batch is that of all processes together, so it is the same on 1 GPU and 8.
+"""
 from dataclasses import asdict, dataclass
 
 import torch
@@ -25,7 +26,7 @@ from model import LanguageModel, TextConfig, text_config
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, common.ModelFlags):
+class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("pydoc", "a prepared text set")
     objective: str = option("causal", "next token, or BERT's masked tokens",
@@ -38,7 +39,6 @@ class Config(common.RunFlags, common.ModelFlags):
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
-    adamw_lr: float | None = option(None, "rate of muon's AdamW part; auto is the same", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
@@ -67,7 +67,7 @@ PRESETS = {
     "bert": dict(           # BERT's rate, decay and length; its 15 % are --mask_rate
         _OWT, objective="masked", context=512, batch_size=256, micro_batch=32, lr=1e-4, min_lr=0.0,
         weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),
-    # nanoGPT's shakespeare_char; CPU: --width=128 --layers=4 --context=64 --steps=2000
+    # nanoGPT's shakespeare_char; CPU: --width=128 --heads=4 --layers=4 --context=64
     "shakespeare": dict(
         data="shakespeare_char", width=384, heads=6, layers=6, context=256, batch_size=64,
         micro_batch=64, lr=1e-3, min_lr=1e-4, beta2=0.99, dropout=0.2, steps=5000, warmup=100,
@@ -87,10 +87,9 @@ PRESETS = {
 def build_model(c, tokenizer):
     """The language model that the flags describe, filled from --init_from if given."""
     masked = c.objective == "masked"
-    vocab = tokenizer.n_vocab + masked      # [MASK] is one id more
+    vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
-        # GPT-2's, padded to a multiple of 64 for the sake of the matmul
-        vocab = 50304
+        vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
     fields = common.set_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
     model = LanguageModel(text_config(c.size, **fields))
     if c.init_from:
@@ -103,7 +102,7 @@ def build_model(c, tokenizer):
 # Evaluation
 # -------------------------------------------------------------------------------------------------
 
-def evaluate(model, tokens, c, tokenizer, processes, all_tokens):
+def validate(model, tokens, c, tokenizer, processes, all_tokens):
     """Loss per predicted token (and, masked, accuracy) over the validation text, or over the first
     --eval_windows windows of it."""
     if c.eval_windows and not all_tokens:
@@ -146,9 +145,8 @@ def main(argv):
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
-                                      c.adamw_lr)
-    schedule = common.warmup_cosine(c.lr, c.steps, min(c.warmup, c.steps), min(c.min_lr, c.lr))
+    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    schedule = common.warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
     run = common.Run(c, "gpt", preset, processes)
@@ -212,13 +210,13 @@ def main(argv):
         if run.evaluates():
             with run.untimed():
                 last = run.step == run.total
-                scores = evaluate(model, data.val, c, tokenizer, processes, all_tokens=last)
+                scores = validate(model, data.val, c, tokenizer, processes, all_tokens=last)
                 if c.sample and not masked and run.is_main:
                     scores["sample"] = write_sample(model, tokenizer, c, run, device)
-                chosen = scores
-                if last and c.eval_windows:
-                    chosen = evaluate(model, data.val, c, tokenizer, processes, all_tokens=False)
-                best = run.evaluated(min, "loss", chosen["loss"], **scores)
+                chosen = None
+                if last and c.eval_windows:     # these scores are over all tokens
+                    chosen = validate(model, data.val, c, tokenizer, processes, False)["loss"]
+                best = run.evaluated(min, "loss", chosen, **scores)
             save(best)
         run.end_step(save)
     return run.done()

@@ -8,7 +8,8 @@ Masked autoencoding with CRATE-MAE, and ViT-MAE as the baseline.
 [B] 7.6: hide three quarters of the patches, encode with CRATE layers, decode with the same layers
 in reverse, and compare what was hidden. Each evaluation writes a PNG: input, masked,
 reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py
---init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear. """
+--init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
+"""
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -17,8 +18,9 @@ from PIL import Image
 
 import checkpoint
 import common
-from common import UserError, option
+from common import option
 from data import augment, images
+from evaluate import model_input
 from model import MAEConfig, MaskedAutoencoder, mae_config, patchify, unpatchify
 
 # -------------------------------------------------------------------------------------------------
@@ -27,7 +29,7 @@ from model import MAEConfig, MaskedAutoencoder, mae_config, patchify, unpatchify
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, common.ModelFlags):
+class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto. --layers encode."""
     data: str = option("shapes", "which images", choices=tuple(images.SETS))
     image_size: int = option(32, "pixels a side that the model sees", low=1)
@@ -60,7 +62,7 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.6; ViT-MAE takes --base_lr=1.5e-4 --weight_decay=0.05
         data="imagenet", image_size=224, size="base", base_lr=3e-5, weight_decay=0.1,
         batch_size=4096, accumulate=2,
-        eval_every=3130),   # ten epochs
+        eval_every=3120),   # ten epochs
     "cifar10": dict(        # width, rate and length are our choice
         data="cifar10", width=192, heads=6, layers=6,
         patch_size=4,       # 64 patches, of which 16 are seen
@@ -105,8 +107,7 @@ def validate(model, val, data, c, processes, batch_size=256):
     mine = torch.arange(len(val)).split(batch_size)[processes.rank::processes.world]
     for index, (pixels, _) in zip(mine, val.batches([i.numpy() for i in mine], c.workers)):
         noise = validation_noise(model, int(index[0]), len(index), device)
-        x = augment.at_size(augment.to_float(pixels), c.image_size)
-        x = augment.normalize(x, data.mean, data.std)
+        x = model_input(pixels, data, c.image_size)
         with processes.autocast(c.dtype):
             loss = model(x, noise)
         n = torch.tensor(float(len(index)), device=device)
@@ -122,8 +123,7 @@ def write_reconstructions(model, val, data, path, n=8):
     model.eval()
     c = model.config
     pixels, _ = val.batch(torch.arange(min(n, len(val))))
-    x = augment.at_size(augment.to_float(pixels), c.image_size)
-    x = augment.normalize(x, data.mean, data.std)
+    x = model_input(pixels, data, c.image_size)
     noise = validation_noise(model, 0, len(x), x.device)
     hidden, target = model.hidden(noise)[..., None], patchify(x, c.patch_size)
     guess = model.decode(model.encode(x, noise), noise).float()
@@ -143,25 +143,21 @@ def main(argv):
     # ---- config
     c, preset = common.parse(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = common.Processes(c.device)
-    device, rows = processes.device, processes.rows(c.batch_size)
-    share = rows.stop - rows.start
-    if share % c.accumulate:
-        raise UserError(f"--accumulate={c.accumulate} does not divide a process's {share} images")
+    device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    steps_per_epoch = max(len(data.train_labels) // c.batch_size, 1)
-    total = max(round(c.epochs * steps_per_epoch), 1)
+    epoch = common.steps_per_epoch(len(data.train_labels), c.batch_size)
+    total = max(round(c.epochs * epoch), 1)
 
     # ---- model
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     model = build_model(c).to(device)
-    c.patch_size = model.config.patch_size
 
     # ---- optimizer
     lr = c.base_lr * c.batch_size / 256     # the linear rule of He et al.
     optimizer = common.make_optimizer(model, c.optimizer, lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = common.warmup_cosine(lr, total, round(c.warmup_epochs * steps_per_epoch))
+    schedule = common.warmup_cosine(lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
     run = common.Run(c, "mae", preset, processes)
@@ -171,10 +167,11 @@ def main(argv):
     if common.wants_compile(c, device):
         model.compile()
     parallel = processes.wrap(model)
-    run.begin(total, steps_per_epoch, "images", c.batch_size, model.train_flops())
+    run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.say(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
             f"{c.image_size} px, {model.config.masked()} of {model.config.patches()} patches hidden"
-            f", {total} steps of {c.batch_size} on {processes.world} x {common.device_name(device)}")
+            f", {total} steps of {c.batch_size} on {processes.world} x "
+            f"{common.device_name(device)}")
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},

@@ -6,10 +6,10 @@ Self-supervised learning with SimDINO, and with the DINO that it simplifies.
     torchrun --standalone --nproc_per_node=8 train_simdino.py    ImageNet, the setting of [B] 7.2
 
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
-moving average) the two large ones, and the features of all views shall agree. A constant would do.
-DINO prevents it by a softmax over prototypes, centring and sharpening; SimDINO by the coding rate
-of the features, which falls if they collapse. Read the encoder with evaluate.py knn or linear,
-fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt. """
+moving average) the two large ones, and the features of all views shall agree. Constant features
+would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
+by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
+knn or linear, fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt. """
 import copy
 import math
 from dataclasses import asdict, dataclass
@@ -31,7 +31,7 @@ from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, sal
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, common.ModelFlags):
+class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images", choices=tuple(images.SETS))
     image_size: int = option(32, "pixels a side of a global view", low=1)
@@ -292,24 +292,23 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    steps_per_epoch = max(len(data.train_labels) // c.batch_size, 1)
-    total = max(round(c.epochs * steps_per_epoch), 1)
+    epoch = common.steps_per_epoch(len(data.train_labels), c.batch_size)
+    total = max(round(c.epochs * epoch), 1)
 
     # ---- model
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     student = build_model(c).to(device)
     teacher = copy.deepcopy(student).eval().requires_grad_(False)
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
-    c.patch_size = student.encoder.config.patch_size
 
     # ---- optimizer, and everything that changes over the run ([B] 7.2)
     lr = c.base_lr * c.batch_size / 256     # DINO's linear rule
     optimizer = common.make_optimizer(student, c.optimizer, lr, c.weight_decay, (0.9, 0.999))
-    rates = common.warmup_cosine(lr, total, round(c.warmup_epochs * steps_per_epoch),
+    rates = common.warmup_cosine(lr, total, round(c.warmup_epochs * epoch),
                                  min(c.min_lr, lr))
     decays = common.warmup_cosine(c.weight_decay, total, final=c.weight_decay_end)
     momenta = common.warmup_cosine(c.momentum, total, final=1.0)
-    rise = max(round(c.warmup_temp_epochs * steps_per_epoch), 1)
+    rise = max(round(c.warmup_temp_epochs * epoch), 1)
     temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
              for i in range(total)]
     gamma = simdino_gamma(c.output, c.batch_size) if c.gamma is None else c.gamma
@@ -325,12 +324,12 @@ def main(argv):
         student.compile()
         teacher.compile()
     parallel = processes.wrap(student)
-    run.begin(total, steps_per_epoch, "images", c.batch_size)
+    run.begin(total, epoch, "images", c.batch_size)
     encoder_count = common.count(student.encoder)
     run.say(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
             f"{common.count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
-            f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of {c.batch_size} "
-            f"on {processes.world} x {common.device_name(device)}")
+            f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
+            f"{c.batch_size} on {processes.world} x {common.device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
@@ -369,7 +368,7 @@ def main(argv):
         loss.backward()
         if c.clip:
             clip_each(student.parameters(), c.clip)
-        if c.method == "dino" and step < c.freeze_epochs * steps_per_epoch:
+        if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
 
         # step
@@ -383,7 +382,7 @@ def main(argv):
         seen = {}
         if run.logs(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            warm = step >= min(c.warmup_epochs * steps_per_epoch, total // 2)
+            warm = step >= min(c.warmup_epochs * epoch, total // 2)
             if warm and collapsed(seen) and not warned:
                 warned = True
                 run.say(f"step {step + 1}: the features have collapsed (effective rank "

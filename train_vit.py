@@ -6,9 +6,10 @@ Supervised image classification with CRATE, its variants, and ViT.
     torchrun --standalone --nproc_per_node=8 train_vit.py        ImageNet, the setting of [N]
 
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
-a checkpoint of this project or a published one. """
+a checkpoint of this project or a published one.
+"""
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import torch
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from model import ImageClassifier, ImageConfig, image_config, projected_coding_r
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, common.ModelFlags):
+class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images", choices=tuple(images.SETS))
     train_images: int | None = option(None, "only the first so many training images", low=1)
@@ -45,7 +46,6 @@ class Config(common.RunFlags, common.ModelFlags):
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
-    adamw_lr: float | None = option(None, "rate of muon's AdamW part; auto is the same", above=0)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
@@ -132,14 +132,14 @@ def augmented(pixels, rng, c, data):
 def build_model(c, classes):
     """The classifier that the flags describe, its encoder filled from --init_from if given."""
     if c.init_from is None:
-        fields = common.set_fields(ImageConfig, c, classes=classes)
-        return ImageClassifier(image_config(c.size, **fields))
+        given = common.set_fields(ImageConfig, c, classes=classes)
+        return ImageClassifier(image_config(c.size, **given))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
     theirs = common.set_fields(ImageConfig, loaded.encoder.config)
-    for name in ("arch", "width", "heads", "head_dim", "layers", "patch_size", "stem", "eta",
-                 "lambd", "step"):
+    asked = {f.name for f in fields(checkpoint.ModelFlags)} - {"size"} | {"patch_size", "stem"}
+    for name in sorted(asked):
         wanted = getattr(c, name)
         if wanted is not None and wanted != theirs[name]:
             raise UserError(f"--{name}={wanted} contradicts {c.init_from}, which has "
@@ -193,20 +193,14 @@ def main(argv):
     if preset == "finetune-cifar10" and c.init_from is None:
         raise UserError("finetune-cifar10 needs --init_from=CHECKPOINT")
     processes = common.Processes(c.device)
-    device, rows = processes.device, processes.rows(c.batch_size)
-    share = rows.stop - rows.start
-    if share % c.accumulate:
-        raise UserError(f"--accumulate={c.accumulate} does not divide a process's {share} images")
+    device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
     train_images = data.train_images[:c.train_images]
     train_labels = data.train_labels[:c.train_images]
-    if c.batch_size > len(train_labels):
-        raise UserError(f"--batch_size={c.batch_size} is more than the {len(train_labels)} "
-                        "images")
-    steps_per_epoch = len(train_labels) // c.batch_size
-    total = max(round(c.epochs * steps_per_epoch), 1)
+    epoch = common.steps_per_epoch(len(train_labels), c.batch_size)
+    total = max(round(c.epochs * epoch), 1)
 
     # ---- model
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
@@ -218,9 +212,8 @@ def main(argv):
     averaged = copy.deepcopy(model) if c.ema else None
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
-                                      c.adamw_lr)
-    schedule = common.warmup_cosine(c.lr, total, round(c.warmup_epochs * steps_per_epoch), c.min_lr)
+    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    schedule = common.warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
 
     # ---- run
     run = common.Run(c, "vit", preset, processes)
@@ -230,7 +223,7 @@ def main(argv):
     if common.wants_compile(c, device):
         model.compile()
     parallel = processes.wrap(model)
-    run.begin(total, steps_per_epoch, "images", c.batch_size, model.train_flops())
+    run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.say(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
             f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
             f"{common.device_name(device)}")

@@ -1,8 +1,8 @@
 """Checkpoint files, loading models of every task and published ones, saving and resuming a run.
 
 Damage of every kind is in test_survive.py, whole runs are in test_scripts.py."""
+import signal
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,12 +82,6 @@ def test_other_files_are_refused_in_one_line(tmp_path, write, says):
         checkpoint.read_checkpoint(path, "vit")
     assert says in str(error.value) and str(path) in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_an_unwritable_place_is_an_error_of_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write .*file/a.pt: Not a directory"):
-        checkpoint.write_sealed(tmp_path / "file" / "a.pt", {})
 
 
 # -------------------------------------------------------------------------------------------------
@@ -202,37 +196,6 @@ def step(run, model, optimizer):
     run.log_step(torch.tensor(1.0), 0.1)
 
 
-def test_restore_gives_what_was_saved(tmp_path):
-    run, *rest, save = start(tmp_path)
-    step(run, *rest)
-    assert run.evaluated(acc=0.5)
-    save(best=True)
-    run.close()
-    again, model, optimizer, _ = start(tmp_path, resume=True)
-    again.close()
-    assert (again.step, again.best) == (1, 0.5)
-    assert same(model.state_dict(), rest[0].state_dict())
-    kept, was = optimizer.state_dict()["state"], rest[1].state_dict()["state"]
-    assert all(same(kept[i], was[i]) for i in was) and len(kept) == len(was) > 0
-    best = checkpoint.read_checkpoint(tmp_path / "best.pt")
-    assert best["optimizer"] == {} and best["run_config"]["preset"] == "tiny"
-
-
-def test_the_checkpoint_before_stands_in_for_a_damaged_one(tmp_path, capsys):
-    run, *rest, save = start(tmp_path)
-    for _ in range(2):
-        step(run, *rest)
-        save()
-    run.close()
-    (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:-500])
-    again = start(tmp_path, resume=True)[0]
-    again.close()
-    assert again.step == 1 and "continuing from ckpt.prev.pt at step 1" in capsys.readouterr().err
-    (tmp_path / "ckpt.prev.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="no whole checkpoint"):
-        start(tmp_path, resume=True)
-
-
 def test_restore_refuses_another_model_and_names_other_flags(tmp_path, capsys):
     run, model, optimizer, save = start(tmp_path, seed=1)
     step(run, model, optimizer)
@@ -250,59 +213,22 @@ def test_restore_refuses_another_model_and_names_other_flags(tmp_path, capsys):
 
 
 def test_a_save_that_fails(tmp_path, capsys, monkeypatch):
-    """In mid-run a warning, at the end or after a signal an error; what was not saved as the best
-    does not count as reached."""
+    """In mid-run a warning, after a signal an error; what was not saved as the best does not count
+    as reached."""
     run, model, optimizer, save = start(tmp_path, total=3)
     write = checkpoint.write_sealed
 
     def full(path, content):
         raise UserError(f"cannot write {path}: No space left on device")
-    for number in (1, 2, 3):
+    for number in (1, 2):
         monkeypatch.setattr(checkpoint, "write_sealed", write if number == 1 else full)
         step(run, model, optimizer)
         assert run.evaluated(acc=number / 10)
-        if run.step < run.total:
-            save(best=True)
-            assert run.best == 0.1
-        else:
-            with pytest.raises(UserError, match="cannot write"):
-                save(best=True)
+        save(best=True)
+        assert run.best == 0.1
     assert capsys.readouterr().out.count("warning: cannot write") == 1
-    assert checkpoint.read_checkpoint(tmp_path / "best.pt")["best"] == 0.1
-    run.close()
-
-
-def test_a_signal_behind_a_save_that_failed_does_not_claim_it(tmp_path, monkeypatch):
-    run, *rest, save = start(tmp_path, total=9)
-
-    def full(path, content):
-        raise UserError(f"cannot write {path}: No space left on device")
-    monkeypatch.setattr(checkpoint, "write_sealed", full)
-    step(run, *rest)
-    save(best=True)
-    run.signal = 15
+    run.signal = signal.SIGTERM
     with pytest.raises(UserError, match="cannot write"):
         run.end_step(save)
+    assert checkpoint.read_checkpoint(tmp_path / "best.pt")["best"] == 0.1
     run.close()
-
-
-def test_a_loss_that_is_not_finite_is_not_saved(tmp_path):
-    run, *rest, save = start(tmp_path)
-    run.log_step(torch.tensor(float("nan")), 0.1)
-    with pytest.raises(common.Diverged, match="at step 1"):
-        save()
-    assert not (tmp_path / "ckpt.pt").exists()
-
-
-def test_averaged_weights_are_the_model_and_trained_ones_extra(tmp_path):
-    model, config = make("vit")
-    average = make("vit")[0]
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    full = content(model=average.state_dict(), extra=dict(student=model.state_dict()),
-                   optimizer=optimizer.state_dict(), step=2)
-    checkpoint.write_checkpoint(tmp_path / "ckpt.pt", full)
-    run = SimpleNamespace(resuming=True, dir=tmp_path, task="vit", config=SimpleNamespace(),
-                          processes=common.Processes("cpu"), say=print)
-    a, b = make("vit")[0], make("vit")[0]
-    assert checkpoint.restore(run, config, optimizer, a, b)["step"] == run.step == 2
-    assert same(a.state_dict(), model.state_dict()) and same(b.state_dict(), average.state_dict())

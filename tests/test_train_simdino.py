@@ -12,7 +12,7 @@ import evaluate
 import train_simdino
 import train_vit
 from data import augment, images
-from helpers import VIEWS, metrics, same, weights
+from helpers import VIEWS, metrics, same
 from model import ImageClassifier, ImageEncoder, coding_rate
 
 ONE = common.Processes("cpu")
@@ -82,22 +82,6 @@ def test_losses_are_means_over_pairs_of_different_views(local_views):
         assert train_simdino.squared_distance(student, student) > 0.1
 
 
-def test_losses_are_least_where_all_views_agree():
-    z = unit(5, 7)
-    agreed = z.expand(2, 5, 7)
-    assert train_simdino.squared_distance(z.expand(6, 5, 7), agreed).abs() < 1e-12
-    assert train_simdino.squared_distance(unit(6, 5, 7), agreed) > 0.1
-    center = 0.1 * torch.randn(7)
-    target = ((z.float() - center) / 0.05).softmax(-1)
-    entropy = -(target * target.log()).sum(-1).mean()
-    best = 0.1 / 0.05 * (z.float() - center)            # the logits whose softmax is the target
-
-    def loss(logits):
-        return train_simdino.dino_loss(logits, agreed, center, 0.1, 0.05)
-    torch.testing.assert_close(loss(best.expand(6, 5, 7)), entropy)
-    assert all(loss(best + 0.05 * torch.randn(6, 5, 7)) > entropy for _ in range(5))
-
-
 @pytest.mark.parametrize("m, eps", [(12, 0.5), (12, 0.05 ** 0.5), (40, 0.05 ** 0.5)])
 def test_the_coding_rate_of_the_features(m, eps):
     """Value and gradient, of one process and of each of two."""
@@ -119,26 +103,14 @@ def test_the_coding_rate_of_the_features(m, eps):
         torch.testing.assert_close(gradient / 2, expected[:, half], **close)    # DDP's mean
 
 
-def test_the_weight_of_the_coding_rate():
-    assert train_simdino.simdino_gamma(256, 1024) == pytest.approx(1 / 256 + 1 / 1024)
-    Z = torch.eye(8).expand(2, 8, 8)                    # R = p/2 log(1 + 1 / eps^2), gamma = 2/p
-    found = train_simdino.simdino_gamma(8, 8) * train_simdino.global_coding_rate(Z, 0.1, ONE)
-    assert found.item() == pytest.approx(math.log(1 + 1 / 0.1 ** 2), rel=1e-5)
-
-
 def test_each_gradient_is_clipped_by_itself():
-    params = [nn.Parameter(torch.randn(shape)) for shape in ((3, 4), (5,), (2, 2, 2), (6,), (1,))]
-    for p, size in zip(params[:-1], (50.0, 0.1, 3.1, 2.9)):
-        p.grad = size * unit(p.numel(), dtype=torch.float32).view(p.shape)
-    copies = [nn.Parameter(p.detach().clone()) for p in params]
-    for p, q in zip(params[:-1], copies):
-        q.grad = p.grad.clone()
-        nn.utils.clip_grad_norm_([q], 3.0)
+    params = [nn.Parameter(torch.zeros(3, 4)) for _ in range(4)]
+    for p, norm in zip(params, (50.0, 3.1, 0.1)):                       # the last has none
+        p.grad = norm * unit(12, dtype=torch.float32).view(3, 4)
+    expected = [p.grad * scale for p, scale in zip(params, (3 / 50, 3 / 3.1, 1))]
     train_simdino.clip_each(params, 3.0)
-    for p, q in zip(params[:-1], copies):
-        torch.testing.assert_close(p.grad, q.grad)
-    assert params[-1].grad is None and params[0].grad.norm() < 3.001
-    assert params[1].grad.norm() > 0.099
+    torch.testing.assert_close([p.grad for p in params[:3]], expected)
+    assert params[3].grad is None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -150,26 +122,21 @@ def shapes(cache):
     return images.load("shapes", cache=cache)
 
 
-def views_of(data, c, step=3, rows=None):
-    rows = rows or slice(0, c.batch_size)
-    pixels = torch.from_numpy(np.array(data.train_images[:c.batch_size]))[rows]
+def views_of(data, c, step=3):
+    rows = slice(0, c.batch_size)
+    pixels = torch.from_numpy(np.array(data.train_images[rows]))
     return train_simdino.make_views(pixels, c, data, step, rows, torch.device("cpu"))
 
 
-def test_views_are_a_function_of_seed_and_step(shapes):
+def test_views_depend_on_seed_and_step(shapes):
     flags = ["--local_views=3", "--blur=2"]
     whole = views_of(shapes, config(*flags))
     assert [tuple(v.shape) for v in whole] == [(2, 20, 3, 32, 32), (3, 20, 3, 16, 16)]
-    torch.manual_seed(1)
-    assert all(map(torch.equal, whole, views_of(shapes, config(*flags))))
     others = views_of(shapes, config(*flags), 4), views_of(shapes, config(*flags, "--seed=1"))
     for other in others:
         assert all((a != b).flatten(2).any(2).all() for a, b in zip(whole, other))
     for v in whole:                                     # no image is seen twice alike
         assert all((v[a] != v[b]).flatten(1).any(1).all() for a in range(len(v)) for b in range(a))
-    halves = [views_of(shapes, config(*flags), rows=r) for r in (slice(0, 10), slice(10, 20))]
-    for v, first, second in zip(whole, *halves):
-        torch.testing.assert_close(torch.cat([first, second], 1), v, atol=1e-5, rtol=0)
     assert len(views_of(shapes, config("--local_views=0"))) == 1
 
 
@@ -390,26 +357,18 @@ def test_the_checkpoint_is_the_teacher(train, tmp_path, cache):
     assert same(ours, {k: v for k, v in teacher.items() if k.startswith("encoder.")})
 
 
-@pytest.mark.parametrize("arch", ["crate", "transformer", "tost"])
-def test_saliency_is_what_the_class_token_attends_to(shapes, monkeypatch, arch):
-    sheets = []
+def test_saliency_is_what_the_class_token_attends_to(shapes, monkeypatch):
+    sheets, trace = [], []
     monkeypatch.setattr(train_simdino, "write_overlays", lambda *sheet: sheets.append(sheet))
-    encoder = train_simdino.build_model(config(f"--arch={arch}", "--patch_size=4")).eval().encoder
+    encoder = train_simdino.build_model(config("--patch_size=4")).eval().encoder
     val = images.Images(shapes.val_images, shapes.val_labels, "cpu")
     train_simdino.write_saliency(encoder, val, shapes, "a.png")
     (path, x, maps), = sheets
     assert path == "a.png" and x.shape == (8, 3, 32, 32) and maps.shape == (8, 3, 64)
     assert torch.equal((255 * x).round().byte().permute(0, 2, 3, 1), val.batch(torch.arange(8))[0])
     with torch.no_grad():
-        last, normalized = encoder.layers[-1], augment.normalize(x, shapes.mean, shapes.std)
-        Z = last.norm1(encoder.layers[0](encoder.tokens(normalized)))
-        if arch == "tost":
-            heads = last.attention.map(Z)[:, :, 1:]
-        else:
-            w = last.attention.U(Z) if arch == "crate" else last.attention.QKV(Z)
-            q, k = (w, w) if arch == "crate" else w.chunk(3, -1)[:2]
-            rows = [q[:, :1, h] @ k[:, :, h].mT / 8 ** 0.5 for h in (slice(0, 8), slice(8, 16))]
-            heads = torch.stack([row.softmax(-1)[:, 0, 1:] for row in rows], 1)
+        encoder(augment.normalize(x, shapes.mean, shapes.std), trace)
+    heads = trace[-1].attention[:, :, 0, 1:]
     torch.testing.assert_close(maps, torch.cat([heads.mean(1, keepdim=True), heads], 1))
 
 
