@@ -30,8 +30,9 @@ from torch.nn import functional as F
 import common
 from checkpoint import initial_model, load_model, read_checkpoint
 from common import DeviceFlags, RunFlags, UserError, derive_seed, needed, option
-from data import augment, images, text
-from evaluate import classify, load_images, model_input, on_device, write_overlays
+from data import augment, images
+from evaluate import (classify, load_images, load_tokens, model_input, on_device,
+                      write_overlays)
 from model import (coding_rate, gaussian_mixture_denoise, mssa, projected_coding_rate, run_layers,
                    saliency, subspace_coding_rate, subspace_coding_rate_grad)
 
@@ -147,7 +148,7 @@ def spread(total, n):
 
 def open_split(loaded, c, split):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = load_images(c.data or loaded.meta.get("name"), loaded.meta, c.data_dir)
+    data = load_images(c.data, loaded.meta, c.data_dir)
     return data, on_device(data, split, next(loaded.model.parameters()).device)
 
 
@@ -171,7 +172,9 @@ def pass_samples(loaded, c, split):
     masked autoencoder the patches to hide are a function of the image's number."""
     model, device = loaded.model, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        windows = text_windows(loaded, c, split)
+        _, _, tokens = load_tokens(c.data, split, loaded.meta, c.data_dir)
+        n = min(model.config.context, len(tokens))
+        windows = tokens[:len(tokens) // n * n].reshape(-1, n)
         for index in spread(len(windows), c.samples).split(c.batch_size):
             ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
             run_layers(model.layers, model.tokens(ids))
@@ -188,18 +191,6 @@ def pass_samples(loaded, c, split):
             model.decode(model.encode(x, noise), noise)
         else:
             loaded.encoder(x)
-
-
-def text_windows(loaded, c, split):
-    """A split of text, cut into windows of the context: (windows, n)."""
-    data = text.load(c.data or loaded.meta["name"], cache=c.data_dir)
-    tokens = getattr(data, split)
-    if tokens is None:
-        raise UserError(f"{data.name} has no {split} part")
-    if data.tokenizer.meta() != loaded.meta["tokenizer"]:
-        raise UserError(f"{data.name} was not prepared with the checkpoint's tokenizer")
-    n = min(loaded.model.config.context, len(tokens))
-    return tokens[:len(tokens) // n * n].reshape(-1, n)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -233,17 +224,15 @@ class Layers(OneModel):
 
 def srr(attention, Z, eps, lambd):
     """The SRR measure of one layer [S]: lambda ||Z||_0 + R^c(Z | U) - R(Z). Z (B, n, d) -> (B,)."""
-    nonzeros = (Z != 0).float().sum((-2, -1))
     rate_of_subspaces = projected_coding_rate(attention.values(Z), eps)
-    return lambd * nonzeros + rate_of_subspaces - coding_rate(Z, eps)
+    return lambd * (Z != 0).float().sum((-2, -1)) + rate_of_subspaces - coding_rate(Z, eps)
 
 
 def layer_numbers(layer, entered, half, out, c):
     """The numbers of one layer, each (B,), from LN(Z^l), Z^{l+1/2} and Z^{l+1}, all (B, n, d).
 
-    released: as in the released measurement of [N], U^* LN(Z^l) with each token scaled to norm 1
-    in each head. caption: R^c(Z^{l+1/2}), as [N] Figure 3 says, nothing scaled. output:
-    R^c(Z^{l+1} | U^l). SRR is [S]'s, of Z^{l+1} under every convention."""
+    released: as the released measurement of [N] scales U^* LN(Z^l), each token to norm 1 in each
+    head. caption: as [N] Figure 3 says. SRR is [S]'s, of Z^{l+1} under every convention."""
     measured = dict(released=entered, caption=half, output=out)[c.convention]
     w = layer.attention.values(measured)
     if c.convention == "released":
@@ -300,13 +289,11 @@ def layers(c):
     runs = []
     cases = itertools.product(words(c.ckpt, "ckpt"), initializations, splits)
     for path, untrained, split in cases:
-        loaded = open_model(path, c, untrained)
-        table = layer_table(loaded, c, split)
+        table = layer_table(open_model(path, c, untrained), c, split)
         encoder = [row["srr"] for row in table if row.get("part") != "decoder"]
         measure = sum(encoder) / len(encoder)
         runs.append(dict(ckpt=path, untrained=untrained, split=split, srr_measure=measure,
                          layers=table))
-
         convention = CONVENTIONS[c.convention].replace("$", "")
         print(f"{path}{', untrained' * untrained}, {split}: {convention}, eps {c.eps:g}")
         print_table(table)
@@ -412,7 +399,7 @@ def tokens(c):
 @dataclass(kw_only=True)
 class Saliency(OneModel):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
-    ([B] Eq. (7.2.41)).
+    ([B] Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average.
 
     The table has, as means over the images, the effective number of patches (exp of the map's
     entropy) and the share of the largest. With --head only that head ([B] Figure 7.11). TSSA has
@@ -424,15 +411,6 @@ class Saliency(OneModel):
 
 
 @torch.no_grad()
-def saliency_of(encoder, x, layer=-1):
-    """Saliency of one layer: x (B, 3, H, W) -> (B, K, patches). `layer` counts from 0, or from the
-    end if negative."""
-    layer = range(len(encoder.layers))[layer]
-    Z = run_layers(encoder.layers[:layer], encoder.tokens(x))
-    chosen = encoder.layers[layer]
-    return saliency(chosen.attention.map(chosen.norm1(Z)).float())
-
-
 def saliency_maps(c):
     """{"heads": [{"head", "patches", "largest"}, ...]}."""
     encoder, pixels, x = open_images(c, c.pictures)
@@ -441,7 +419,9 @@ def saliency_maps(c):
         if (getattr(c, name) or 1) > most:
             raise UserError(f"--{name}={getattr(c, name)}: {c.ckpt} has {most}")
 
-    maps = saliency_of(encoder, x, (c.layer or 0) - 1)
+    trace = []
+    encoder(x, trace)
+    maps = saliency(trace[(c.layer or 0) - 1].attention.float(), encoder.config.pool)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     names = ["mean", *range(1, K + 1)]
     if c.head:

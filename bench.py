@@ -17,9 +17,7 @@ Speed and memory, side by side: the fast paths, the literal forms they replace, 
 
 All variants of a table run in one process, in turn, so that a disturbance meets all of them; times
 are medians. The first six tables add: the ratio to the literal form; the FLOP/s that the
-mathematics needs, and their share of what a large matmul reaches here; the bytes/s that the
-operators read and write, and their share of what a large copy reaches (of compiled code a lower
-bound: matmuls, attention and optimizer alone); the peak memory.
+mathematics needs, and their share of what a large matmul reaches here; the peak memory.
 """
 import contextlib
 import copy
@@ -43,8 +41,6 @@ import torch
 from PIL import Image, ImageOps
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import common
 import train_gpt
@@ -63,10 +59,9 @@ from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, 
 class ReleasedMSSA(MSSA):
     """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (37)."""
 
-    def forward(self, Z, state=None):
-        w = self.project(Z)
-        ssa = attention_map(w, w, self.scale, self.causal) @ w
-        return self.W(ssa.transpose(1, 2).flatten(-2))
+    def attend(self, q, k, v):
+        ssa = attention_map(q, k, self.scale, self.causal) @ v
+        return ssa.transpose(1, 2).flatten(-2)
 
 
 class ReleasedISTA(ISTA):
@@ -106,8 +101,7 @@ def literal(model):
 def torch_vit(config):
     """Our ViT with PyTorch's own TransformerEncoderLayer in the place of our layers."""
     model = ImageClassifier(config)
-    flops = model.train_flops()
-    model.train_flops = lambda: flops
+    model.train_flops = partial(int, model.train_flops())       # PyTorch's layers have no count
     for l in range(config.layers):
         model.encoder.layers[l] = nn.TransformerEncoderLayer(
             config.width, config.heads, 4 * config.width, 0.0, "gelu", batch_first=True,
@@ -151,47 +145,6 @@ def matmul_peak(device, dtype):
     return 2 * n ** 3 / min(seconds_of(lambda: a @ b, device) for _ in range(6))
 
 
-def copy_peak(device):
-    """Bytes/s, read and written, of a large copy, best of five: the ceiling of what moves data."""
-    n = 2 ** 28 if device.type == "cuda" else 2 ** 25
-    a, b = torch.zeros(2, n, device=device)
-    return 8 * n / min(seconds_of(lambda: a.copy_(b), device) for _ in range(6))
-
-
-def tensors(tree):
-    """The tensors in nested tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def size_of(tensors):
-    """Their bytes; of an expanded one those that exist."""
-    return sum(min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for t in tensors)
-
-
-class Traffic(TorchDispatchMode):
-    """Counts the `bytes` that all operators inside it read and write, each by itself, and those of
-    the `unfusable` ones: matmuls, attention and the optimizer. A compiler may fuse the others."""
-
-    def __init__(self):
-        super().__init__()
-        self.bytes = self.unfusable = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        read, written, schema = tensors((args, kwargs)), tensors(out), func._schema
-        memory, old = ({t.untyped_storage().data_ptr() for t in ts} for ts in (written, read))
-        if schema.is_mutable:       # what is written is among the arguments
-            written = tensors([value for spec, value in zip(schema.arguments, args)
-                               if spec.alias_info is not None and spec.alias_info.is_write])
-        elif "empty" in schema.name or memory <= old:
-            return out              # memory that is only allocated, or a view: nothing moves
-        moved = size_of(read + written)
-        self.bytes += moved
-        if any(word in schema.name for word in ("mm", "scaled_dot_product", "_fused_")):
-            self.unfusable += moved
-        return out
-
-
 def peak_memory(function, device):
     """Bytes by which a call raises the memory in use at its peak: allocated (CUDA), resident
     (Linux); None elsewhere."""
@@ -215,13 +168,20 @@ def peak_memory(function, device):
     return resident("VmHWM") - before
 
 
+def tensors(dicts):
+    """The tensors in a list of dicts."""
+    return [value for one in dicts for value in one.values() if torch.is_tensor(value)]
+
+
 def peak_mb(function, device, model, optimizer=None):
     """`peak_memory` and what stays between calls (parameters, buffers, optimizer state), in MB."""
     used = peak_memory(function, device)
+    if used is None:
+        return None
     held = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     if optimizer is not None:
-        held += tensors([*optimizer.state.values()])
-    return None if used is None else (used + size_of(held)) / 1e6
+        held += tensors(optimizer.state.values())
+    return (used + sum(tensor.nbytes for tensor in held)) / 1e6
 
 
 # -------------------------------------------------------------------------------------------------
@@ -231,10 +191,8 @@ def peak_mb(function, device, model, optimizer=None):
 # How the values of a line are printed, in the line's order; others are only in --json
 FORMATS = dict(
     ms="{:10.2f} ms", ratio="{:6.2f}", gflops_per_s="{:9.1f} GFLOP/s",
-    of_matmul="{:6.1%} of matmul", gb_per_s="{:7.1f} GB/s", of_copy="{:6.1%} of copy",
-    peak_mb="{:7,.0f} MB",
-    share="{:8.2%} of the step", overhead="{:+8.1%}", mb_per_s="{:9,.0f} MB/s",
-    images_per_s="{:12,.0f} images/s", tokens_per_s="{:12,.0f} tokens/s",
+    of_matmul="{:6.1%} of matmul", peak_mb="{:7,.0f} MB", share="{:8.2%} of the step",
+    overhead="{:+8.1%}", images_per_s="{:12,.0f} images/s", tokens_per_s="{:12,.0f} tokens/s",
     sequences_per_s="{:12,.0f} sequences/s", exponent="{:8.2f}",
     bytes_per_token="{:12,.0f} bytes a token", bytes_constant="{:8,.0f} and constant",
     non_embedding="{:12,} parameters", accuracy="{:8.2%} right",
@@ -247,10 +205,10 @@ FORMATS = dict(
 class Table:
     """A table in the making: this machine, and the lines so far."""
 
-    def __init__(self, c, processes, matmul_flops=1.0, copy_bytes=1.0):
+    def __init__(self, c, processes, matmul_flops=1.0):
         self.processes, self.device = processes, processes.device
         self.cuda = self.device.type == "cuda"
-        self.matmul_flops, self.copy_bytes = matmul_flops, copy_bytes
+        self.matmul_flops = matmul_flops
         self.autocast = partial(processes.autocast, c.dtype)
         self.compile = hasattr(c, "compile") and common.wants_compile(c, self.device)
         self.repeats = getattr(c, "repeats", 1)
@@ -270,49 +228,35 @@ class Table:
                 cells.append("-" if value is None else FORMATS[key].format(value))
         print(f"{row:30} {variant:33}", *cells, flush=True)
 
-    def compare(self, title, unit, items, calls, forward, flops, inputs=(), gradient=None,
-                optimize=False):
+    def compare(self, title, unit, items, calls, forward, inputs=(), gradient=None, optimize=False,
+                flops=lambda model: model.train_flops()):
         """A line for each of {name: module or function}, and with --compile another of its compiled
         form: forward(call), backward and, if asked for, clipping and AdamW.
 
         items of `unit` and flops(call) each; inputs: leaves beside the parameters. The ratio is to
         the name with "literal" in it."""
-        runs, needs = {}, {}
+        steps, memory, needed = {}, {}, {}
         for name, call in calls.items():
-            leaves, optimizer = list(inputs), None
+            leaves = list(inputs)
             if isinstance(call, nn.Module):
                 leaves += call.to(self.device).parameters()
-            if optimize:
-                optimizer = adamw(call)
+            optimizer = adamw(call) if optimize else None
             forms = {name: call}
             if self.compile:
                 forms[f"{name}, compiled"] = torch.compile(call)
             for key, form in forms.items():
-                step = timed_step(partial(forward, form), leaves, self.autocast, gradient,
-                                  optimizer, clip=1.0 if optimize else None)
-                step()              # compiles, warms up, and makes the optimizer's state
-                memory = peak_mb(step, self.device, call, optimizer)
-                runs[key] = step
-                with Traffic() as count:
-                    runs[name]()
-                moved = count.bytes if key == name else count.unfusable
-                needs[key] = items * flops(call), moved, memory, parameters(call)
-        times = self.seconds(runs)
+                steps[key] = timed_step(partial(forward, form), leaves, self.autocast, gradient,
+                                        optimizer, clip=1.0 if optimize else None)
+                steps[key]()        # compiles, warms up, and makes the optimizer's state
+                memory[key] = peak_mb(steps[key], self.device, call, optimizer)
+                needed[key] = items * flops(call)
+        times = self.seconds(steps)
         base = next(seconds for name, seconds in times.items() if "literal" in name)
         for name, seconds in times.items():
-            arithmetic, moved, memory, size = needs[name]
-            flops_per_s, bytes_per_s = arithmetic / seconds, moved / seconds
+            flops_per_s = needed[name] / seconds
             self.add(title, name, ms=1e3 * seconds, ratio=seconds / base,
                      gflops_per_s=flops_per_s / 1e9, of_matmul=flops_per_s / self.matmul_flops,
-                     gb_per_s=bytes_per_s / 1e9, of_copy=bytes_per_s / self.copy_bytes,
-                     peak_mb=memory, parameters=size, **{f"{unit}_per_s": items / seconds})
-
-
-def parameters(model):
-    """Their number; of a language model without positions, as the papers count."""
-    if isinstance(model, LanguageModel):
-        return model.count()
-    return common.count(model) if isinstance(model, nn.Module) else None
+                     peak_mb=memory[name], **{f"{unit}_per_s": items / seconds})
 
 
 def adamw(model):
@@ -339,11 +283,11 @@ def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=No
     return step
 
 
-def training_step(t, model, inputs, optimize=True, clip=None):
-    """`timed_step` of a model's loss on one batch, with AdamW."""
-    optimizer = adamw(model) if optimize else None
+def training_step(t, model, batch, optimize=True, clip=None):
+    """`timed_step` of a model's loss on one random batch, with AdamW."""
+    inputs = batch_for(model.to(t.device).config, batch, t.device)
     return timed_step(partial(loss_of, inputs, model), model.parameters(), t.autocast,
-                      optimizer=optimizer, clip=clip)
+                      optimizer=adamw(model) if optimize else None, clip=clip)
 
 
 def loss_of(inputs, model):
@@ -396,8 +340,7 @@ def bench_vit(t, c):
                   "torch layer, equal width":
                       torch_vit(ImageConfig(**fields | dict(arch="transformer")))}
         inputs = batch_for(fast.config, batch, t.device)
-        t.compare(title, "images", batch, models, partial(loss_of, inputs),
-                  lambda model: model.train_flops())
+        t.compare(title, "images", batch, models, partial(loss_of, inputs))
 
 
 def bench_mae(t, c):
@@ -411,14 +354,11 @@ def bench_mae(t, c):
         vit = MAEConfig(**equal_vit(fields), mask_tokens=when)
         models[f"transformer, {when}"] = MaskedAutoencoder(vit)
     inputs = batch_for(fast.config, batch, t.device)
-    t.compare(title, "images", batch, models, partial(loss_of, inputs),
-              lambda model: model.train_flops())
+    t.compare(title, "images", batch, models, partial(loss_of, inputs))
 
 
 def bench_gpt(t, c):
     """Steps with clipping and AdamW: fast, literal, and the transformer of that width."""
-    if ARCHS[c.arch].output != "learned":
-        raise common.UserError(f"--arch={c.arch} has no W: its literal form is not in this table")
     config = TextConfig(arch=c.arch, width=c.width, heads=max(1, c.width // 64), layers=c.layers,
                         context=c.context, vocab_size=c.vocab_size)
     fast = LanguageModel(config)
@@ -427,8 +367,7 @@ def bench_gpt(t, c):
         models["transformer"] = LanguageModel(replace(config, arch="transformer", layer_scale=None))
     inputs = batch_for(config, c.batch_size, t.device)
     t.compare(f"{c.batch_size} x {c.context} x {c.width}, {c.layers} layers", "tokens",
-              inputs[0].numel(), models, partial(loss_of, inputs),
-              lambda model: model.train_flops(), optimize=True)
+              inputs[0].numel(), models, partial(loss_of, inputs), optimize=True)
 
 
 # title, B, n, d, K: CRATE-Tiny and CRATE-Base at 224 px, the cifar10 preset
@@ -443,8 +382,8 @@ def bench_operator(t, c, make):
         module, multiply_adds = make(d, K, n)
         Z = torch.randn(B, n, d, device=t.device, requires_grad=True)
         calls = {"fast": module, "literal (released code)": literal(module)}
-        t.compare(title, "tokens", B * n, calls, lambda operator: operator(Z),
-                  lambda operator: 6 * multiply_adds, inputs=[Z], gradient=torch.randn_like(Z))
+        t.compare(title, "tokens", B * n, calls, lambda operator: operator(Z), [Z],
+                  torch.randn_like(Z), flops=lambda operator: 6 * multiply_adds)
 
 
 def bench_ista(t, c):
@@ -466,7 +405,7 @@ def bench_head(t, c):
              "fast, blocks of 1024": partial(linear_cross_entropy, block=1024),
              "literal": cross_entropy_at_once}
     t.compare(f"{c.tokens} x {c.width}, vocabulary {c.vocab_size}", "tokens", c.tokens, calls,
-              lambda loss: loss(Z, W, y), lambda loss: 6 * W.numel(), inputs=[Z, W])
+              lambda loss: loss(Z, W, y), [Z, W], flops=lambda loss: 6 * W.numel())
 
 
 # What the scripts want to know of a data set; mean and deviation do not matter for time
@@ -504,8 +443,7 @@ def simdino_step(t, c):
 
 
 def bench_simdino(t, c):
-    """A whole step at 32 px (two global views, and --local_views of 16 px), the same without making
-    the views, and the views alone."""
+    """A whole step at 32 px (two global views, and --local_views of 16 px), and the views alone."""
     sizes = ("arch", "width", "heads", "layers", "local_views", "batch_size")
     config = preset(train_simdino, "cifar10", drop_path=0.0, **{k: getattr(c, k) for k in sizes})
     pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
@@ -513,10 +451,7 @@ def bench_simdino(t, c):
 
     def views():
         return simdino_views(pixels, config, next(counter))
-    made = views()
-    times = t.seconds({"whole step": lambda: learn(views()),
-                       "without the views": lambda: learn(made),
-                       "the views": views})
+    times = t.seconds({"whole step": lambda: learn(views()), "the views": views})
     for name, seconds in times.items():
         t.add(f"{c.arch}, {c.batch_size} images", name, ms=1e3 * seconds,
               share=seconds / times["whole step"], images_per_s=c.batch_size / seconds)
@@ -567,8 +502,7 @@ def bench_length(t, c):
 
 def cache_bytes(state):
     """Bytes of what generation keeps for the tokens read; of a buffer, the part in use."""
-    return sum(kept[:, :, :layer["n"]].numel() * kept.element_size()
-               for layer in state for kept in tensors(layer))
+    return sum(kept[:, :, :layer["n"]].nbytes for layer in state for kept in tensors([layer]))
 
 
 @torch.no_grad()
@@ -658,14 +592,10 @@ def sequences(c):
         longest = int((torch.cat([x, x_test]) != 0).any(0).sum())       # rarely all of --length
         return SimpleNamespace(x=x[:, :longest], y=y, x_test=x_test[:, :longest], y_test=y_test,
                                vocab_size=len(text.LISTOPS_VOCAB), classes=10, pad=0)
-    data = images.load("cifar10", c.data_dir)
-
-    def grey(pixels):           # in chunks of 1000: text.grey_pixels returns int64
-        chunks = (pixels[i:i + 1000] for i in range(0, len(pixels), 1000))
-        return torch.cat([torch.as_tensor(text.grey_pixels(chunk)).byte() for chunk in chunks])
-    n, m = c.examples, c.held_out
-    return SimpleNamespace(x=grey(data.train_images[:n]), y=torch.from_numpy(data.train_labels[:n]),
-                           x_test=grey(data.val_images[:m]),
+    data, n, m = images.load("cifar10", c.data_dir), c.examples, c.held_out
+    return SimpleNamespace(x=torch.from_numpy(text.grey_pixels(data.train_images[:n])),
+                           y=torch.from_numpy(data.train_labels[:n]),
+                           x_test=torch.from_numpy(text.grey_pixels(data.val_images[:m])),
                            y_test=torch.from_numpy(data.val_labels[:m]),
                            vocab_size=256, classes=len(data.classes), pad=-1)
 
@@ -686,7 +616,7 @@ def bench_longrange(t, c):
     on the same batches, in turn."""
     data = sequences(c)
     n = data.x.shape[1]
-    models, optimizers, peak = {}, {}, {}
+    models, optimizers = {}, {}
     for arch in ("tost", "crate", "transformer"):
         torch.manual_seed(common.derive_seed(c.seed, "weights"))
         config = equal_config(arch, c.width, layers=c.layers, context=n, vocab_size=data.vocab_size)
@@ -705,11 +635,7 @@ def bench_longrange(t, c):
             common.set_lr(optimizers[arch], schedule[step])
             learn = timed_step(lambda: F.cross_entropy(model(x), y), model.parameters(), t.autocast,
                                optimizer=optimizers[arch], clip=1.0)
-            run = lambda: losses[arch].append(learn())
-            if step == 1:           # the first step compiles and warms up
-                peak[arch] = peak_mb(run, t.device, model, optimizers[arch])
-            else:
-                seconds[arch].append(seconds_of(run, t.device))
+            seconds[arch].append(seconds_of(lambda: losses[arch].append(learn()), t.device))
         if (step + 1) % tenth == 0 or step + 1 == c.steps:
             recent = {arch: torch.stack(losses[arch][-tenth:]).mean().item() for arch in models}
             shown = (f"{arch} {loss:.3f}" for arch, loss in recent.items())
@@ -717,9 +643,8 @@ def bench_longrange(t, c):
     for arch, model in models.items():
         right = accuracy(model, data.x_test, data.y_test, c.batch_size, t)
         t.add(f"{c.task}, {n} tokens", f"{arch} of width {model.config.width}",
-              non_embedding=non_embedding(model.config), length=n, examples=len(data.x),
-              held_out=len(data.x_test), loss=recent[arch], accuracy=right,
-              ms=1e3 * statistics.median(seconds[arch][1:]), peak_mb=peak[arch])
+              non_embedding=non_embedding(model.config), loss=recent[arch], accuracy=right,
+              ms=1e3 * statistics.median(seconds[arch][1:]))      # the first compiles, warms up
 
 
 # -------------------------------------------------------------------------------------------------
@@ -728,10 +653,10 @@ def bench_longrange(t, c):
 
 def one_by_one(pixels, crops, batch, device, workers=0):
     """Endless: batches as torchvision makes them, a tensor for every function in `crops`."""
-    ahead = dict(prefetch_factor=4, persistent_workers=True) if workers else {}
-    loader = torch.utils.data.DataLoader(range(len(pixels)), batch, shuffle=True, drop_last=True,
-                                         num_workers=workers, **ahead,
-                                         collate_fn=partial(by_pillow, pixels, crops))
+    loader = torch.utils.data.DataLoader(
+        range(len(pixels)), batch, shuffle=True, drop_last=True, num_workers=workers,
+        prefetch_factor=4 if workers else None, persistent_workers=workers > 0,
+        collate_fn=partial(by_pillow, pixels, crops))
     while True:
         for views in loader:
             yield [x.to(device) for x in views]
@@ -780,45 +705,39 @@ def batched(pixels, batch, c, device, workers=0, resident=None):
         yield train_vit.augmented(found, augment.BatchRandom(step, batch, device=device), c, data)
 
 
-def compare_feeds(t, title, unit, items, size, feeds, step, ahead=1):
-    """Lines for endless streams of batches, `items` of `size` bytes each, and for the training step
-    they feed. A timed call takes `ahead` batches."""
+def compare_feeds(t, title, step, feeds, ahead=1):
+    """Lines for endless streams of batches, and for the training step that they feed. A timed call
+    takes `ahead` batches."""
     variants = {name: lambda s=s: [next(s) for _ in range(ahead)] for name, s in feeds.items()}
     times = t.seconds(variants | {"the bare step": step}, drain=ahead > 1)
     for name in feeds:
         times[name] /= ahead
-    ours = next(iter(times.values()))
     for name, seconds in times.items():
-        mb = items * size / 1e6 / seconds if name in feeds else None
-        t.add(title, name, ms=1e3 * seconds, ratio=seconds / ours,
-              share=seconds / times["the bare step"], mb_per_s=mb,
-              **{f"{unit}_per_s": items / seconds})
+        t.add(title, name, ms=1e3 * seconds, share=seconds / times["the bare step"])
 
 
 def bench_data(t, c):
     """Reading and augmenting a batch: ours, one by one, and as a share of the bare training step of
     that batch. Models and batches are those of the other tables.
 
-    One by one means crop and flip, without colours. MB are those read: uint8 pixels, uint16 tokens.
-    Large images come from a new memory map, and so from the page cache."""
+    One by one means crop and flip, without colours. Large images come from a new memory map, and so
+    from the page cache."""
     device, counter = t.device, itertools.count()
     small, _, _ = images.draw_shapes(2048, 0)
     vit = preset(train_vit, "cifar10")
     crop = replace(vit, randaugment=0)
     area = preset(train_mae, "cifar10").crop_area
 
-    def feed(title, model, batch, size, feeds, ahead=1):
-        model = model.to(device)
-        step = training_step(t, model, batch_for(model.config, batch, device))
-        compare_feeds(t, title, "images", batch, 3 * size ** 2, feeds, step, ahead)
     _, fields, batch = IMAGE_MODELS[1]
-    feed(f"vit, {batch} of 32 px", ImageClassifier(ImageConfig(**fields)), batch, 32, {
+    step = training_step(t, ImageClassifier(ImageConfig(**fields)), batch)
+    compare_feeds(t, f"vit, {batch} of 32 px", step, {
         "batched: crop, flip, RandAugment": batched(small, batch, vit, device),
         "batched: crop, flip": batched(small, batch, crop, device),
         "one by one: crop, flip": one_by_one(small, [partial(window, 32, 4)], batch, device)})
 
     _, fields, batch = AUTOENCODER
-    feed(f"mae, {batch} of 32 px", MaskedAutoencoder(MAEConfig(**fields)), batch, 32, {
+    step = training_step(t, MaskedAutoencoder(MAEConfig(**fields)), batch)
+    compare_feeds(t, f"mae, {batch} of 32 px", step, {
         "batched: resized crop, flip":
             batched(small, batch, replace(crop, crop="resized", crop_area=area), device),
         "one by one: resized crop, flip":
@@ -827,21 +746,20 @@ def bench_data(t, c):
     config = preset(train_simdino, "cifar10", width=128, heads=4, layers=4, drop_path=0.0,
                     local_views=4, batch_size=64)
     pixels = torch.from_numpy(small[:64]).to(device)
-    learn, views = simdino_step(t, config), simdino_views(pixels, config, 0)
+    step = bare_step(t, train_simdino, config)
     crops = [partial(resized, 32, (0.4, 1))] * 2 + [partial(resized, 16, (0.1, 0.4))] * 4
-    compare_feeds(t, "simdino, 64 x (2 + 4) views", "images", 64, 3 * 32 ** 2, {
+    compare_feeds(t, "simdino, 64 x (2 + 4) views", step, {
         "batched: views with colours": (simdino_views(pixels, config, i) for i in counter),
-        "one by one: resized crop, flip": one_by_one(small, crops, 64, device)},
-        lambda: learn(views))
+        "one by one: resized crop, flip": one_by_one(small, crops, 64, device)})
 
     size, batch = ("base", 128) if t.cuda else ("tiny", 16)
     large = np.random.default_rng(0).integers(256, size=(c.pictures, 256, 256, 3), dtype=np.uint8)
+    vit, crop = preset(train_vit, "imagenet"), partial(window, 224, 0)
+    step = training_step(t, ImageClassifier(image_config(size)), batch)
     with tempfile.TemporaryDirectory() as folder:
         np.save(f"{folder}/large.npy", large)
         large = np.load(f"{folder}/large.npy", mmap_mode="r")
-        title = f"vit, {batch} of 256 px, {c.workers} workers"
-        vit, crop = preset(train_vit, "imagenet"), partial(window, 224, 0)
-        feed(title, ImageClassifier(image_config(size)), batch, 256, {
+        compare_feeds(t, f"vit, {batch} of 256 px, {c.workers} workers", step, {
             "batched: crop, flip": batched(large, batch, vit, device, c.workers, resident=False),
             "one by one: crop, flip": one_by_one(large, [crop], batch, device, c.workers)},
             ahead=max(1, 4 * c.workers))
@@ -849,14 +767,13 @@ def bench_data(t, c):
     gpt = preset(train_gpt, "pydoc")
     batch, n = gpt.batch_size, gpt.context
     config = TextConfig(**common.set_fields(TextConfig, gpt, vocab_size=96))
-    model = LanguageModel(config).to(device)
+    step = training_step(t, LanguageModel(config), batch, clip=1.0)
     tokens = np.random.default_rng(0).integers(96, size=2 ** 22, dtype=np.uint16)
     ours = (text.batch(tokens, i, batch, n, 0) for i in counter)
     theirs = (windows_one_by_one(tokens, batch, n) for _ in counter)
-    compare_feeds(t, f"gpt, {batch} x {n} tokens", "tokens", batch * n, 2, {
+    compare_feeds(t, f"gpt, {batch} x {n} tokens", step, {
         "one draw, one array": ([x.to(device) for x in pair] for pair in ours),
-        "one by one": ([x.to(device) for x in pair] for pair in theirs)},
-        training_step(t, model, batch_for(config, batch, device), clip=1.0))
+        "one by one": ([x.to(device) for x in pair] for pair in theirs)})
 
 
 # script: (preset, batch) on cuda, and elsewhere
@@ -877,10 +794,10 @@ def bare_step(t, script, c):
         about = [len(images.SHAPES)]
     if script is train_gpt:
         about = [text.load(c.data, c.data_dir).tokenizer]
-    model = script.build_model(c, *about).to(t.device)
+    model = script.build_model(c, *about)
     if t.compile:
         model.compile()
-    return training_step(t, model, batch_for(model.config, c.batch_size, t.device))
+    return training_step(t, model, c.batch_size)
 
 
 def bench_loop(t, c):
@@ -899,9 +816,12 @@ def bench_loop(t, c):
             if script is train_gpt:
                 flags = dict(data="pydoc", steps=c.steps, sample=0)
             flags |= dict(overwrite=True, out_dir=f"{folder}/{script.__name__}", data_dir=folder,
-                          device=t.device.type, dtype=c.dtype, compile=t.compile, batch_size=batch)
-            config, bare = preset(script, name, **flags), None
+                          device=t.device.type, dtype=c.dtype, compile=t.compile, batch_size=batch,
+                          optimizer="adamw")                # as the bare step
+            config = preset(script, name, **flags)
             argv = [name, *(f"--{flag}={value}" for flag, value in flags.items())]
+            bare = bare_step(t, script, config)
+            bare()
             seconds = {"the script": [], "the bare step": []}
             for _ in range(c.repeats):
                 quiet = io.StringIO()
@@ -909,9 +829,6 @@ def bench_loop(t, c):
                     done = script.main(argv)
                 rate = done.get("examples_per_s") or done["tokens_per_s"] / config.context
                 seconds["the script"].append(batch / rate)
-                if bare is None:        # the text set is there once the script has run
-                    bare = bare_step(t, script, config)
-                    bare()
                 total = seconds_of(lambda: [bare() for _ in range(c.steps - 1)], t.device)
                 seconds["the bare step"].append(total / (c.steps - 1))
             times = {variant: statistics.median(s) for variant, s in seconds.items()}
@@ -997,9 +914,8 @@ def check_predictions(t, c):
               ratio=measured / predicted)
     steps, flops = {}, []
     for title, fields, batch in IMAGE_MODELS:
-        model = ImageClassifier(ImageConfig(**fields)).to(t.device)
-        inputs = batch_for(model.config, batch, t.device)
-        steps[title] = training_step(t, model, inputs, optimize=False)
+        model = ImageClassifier(ImageConfig(**fields))
+        steps[title] = training_step(t, model, batch, optimize=False)
         flops.append(batch * model.train_flops())
     (known, seconds), (other, measured) = t.seconds(steps).items()
     add(f"{other}, from {known}", seconds * flops[1] / flops[0], measured)
@@ -1027,11 +943,11 @@ def one_of_two(rank, folder, fields, repeats, batch=8):
     model = ImageClassifier(ImageConfig(**fields))
     ddp = nn.parallel.DistributedDataParallel
     parallel = ddp(copy.deepcopy(model), gradient_as_bucket_view=True)
-    inputs, n = batch_for(model.config, batch, "cpu"), common.count(model)
+    parallel.config, n = model.config, common.count(model)
     gradients, large = torch.zeros(n), torch.zeros(2 ** 25)
     seconds = alternate({
-        "alone": training_step(t, model, inputs, optimize=False),
-        "together": training_step(t, parallel, inputs, optimize=False),
+        "alone": training_step(t, model, batch, optimize=False),
+        "together": training_step(t, parallel, batch, optimize=False),
         "gradients": partial(distributed.all_reduce, gradients),
         "large": partial(distributed.all_reduce, large)}, t.device, repeats)
     if rank == 0:
@@ -1143,12 +1059,10 @@ def main(argv):
         raise common.UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
     half = c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
     matmul_flops = matmul_peak(device, torch.bfloat16 if half else torch.float32)
-    copy_bytes = copy_peak(device)
     machine = dict(device=common.device_name(device), torch=torch.__version__,
-                   matmul_gflops_per_s=matmul_flops / 1e9, copy_gb_per_s=copy_bytes / 1e9)
-    print("{device}, torch {torch}, matmul {matmul_gflops_per_s:,.0f} GFLOP/s, "
-          "copy {copy_gb_per_s:,.0f} GB/s".format(**machine))
-    table = Table(c, processes, matmul_flops, copy_bytes)
+                   matmul_gflops_per_s=matmul_flops / 1e9)
+    print("{device}, torch {torch}, matmul {matmul_gflops_per_s:,.0f} GFLOP/s".format(**machine))
+    table = Table(c, processes, matmul_flops)
     COMMANDS[name][1](table, c)
     if report:
         report.truncate(0)

@@ -168,9 +168,9 @@ class Accuracy(ImageFlags):
 
 
 def load_images(name, meta, cache):
-    """An image set, to be normalized as the checkpoint's images were: `meta` is its data_meta, {}
-    of a published one, which was trained on ImageNet."""
-    data = images.load(needed(name, "data"), cache=cache)
+    """An image set, None the checkpoint's own, to be normalized as the checkpoint's images were:
+    `meta` is its data_meta, {} of a published one, which was trained on ImageNet."""
+    data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
     data.mean = meta.get("mean", images.IMAGENET_MEAN)
     data.std = meta.get("std", images.IMAGENET_STD)
     return data
@@ -185,7 +185,7 @@ def on_device(data, split, device):
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded = load_model(needed(c.ckpt, "ckpt"), ("vit",), c.heads)
-    data = load_images(c.data or loaded.meta.get("name"), loaded.meta, c.data_dir)
+    data = load_images(c.data, loaded.meta, c.data_dir)
     classes = loaded.model.config.classes
     if len(data.classes) != classes:
         raise UserError(f"{c.ckpt} has {classes} classes, {data.name} has {len(data.classes)}")
@@ -207,8 +207,9 @@ class Probe(EncoderFlags):
     """How well the features of an encoder, trained or not, or the pixels separate classes."""
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on",
                               choices=tuple(images.SETS))
-    features: str = option("class", "class token, mean of the patch tokens, both, or the pixels",
-                           choices=("class", "mean", "both", "pixels"))
+    features: str | None = option(
+        None, "class token, mean of the patch tokens, both, or the pixels; auto is what its head reads",
+        choices=("class", "mean", "both", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
     temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
 
@@ -217,6 +218,11 @@ def load_encoder(c):
     """`Loaded` of any image checkpoint; its weights those at initialization if c.random."""
     seed = c.seed if c.random else None
     return load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads, seed)
+
+
+def pooling(loaded):
+    """The tokens that training shaped: "class", or "mean" where the class token has no loss."""
+    return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
 
 
 def logistic_regression(x, y, classes, decay, iterations=200):
@@ -253,19 +259,21 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 
 def probe(c, classifier):
     """The features of both parts, and classifier(x, y, x_test, y_test, classes) on them."""
-    loaded = None if c.features == "pixels" else load_encoder(c)
-    meta = loaded.meta if loaded else {}
-    data = load_images(c.data or meta.get("name"), meta, c.data_dir)
     processes = common.Processes(c.device)
-    encoder = loaded.encoder.to(processes.device) if loaded else None
+    encoder, meta, used, kind = None, {}, None, c.features
+    if c.features != "pixels":
+        loaded = load_encoder(c)
+        kind = c.features or pooling(loaded)
+        encoder, meta = loaded.encoder.to(processes.device), loaded.meta
+        used = "random" if c.random else c.ckpt
+    data = load_images(c.data, meta, c.data_dir)
     samples = []
     for name in ("train", "val"):
         split = on_device(data, name, processes.device)
-        x = features(encoder, split, data, c, processes, c.features, c.batch_size)
+        x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
-    used = "random" if loaded and c.random else c.ckpt if loaded else None
     found = classifier(*samples, len(data.classes))
-    return dict(data=data.name, features=c.features, encoder=used) | found
+    return dict(data=data.name, features=kind, encoder=used) | found
 
 
 def linear(c):
@@ -389,8 +397,8 @@ class Segment(EncoderFlags):
     """How well an encoder's attention, and MaskCut on its features, find `shapes`' objects."""
     split: str = option("val", "which part", choices=("train", "val"))
     layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
-    query: str = option("class", "the map: attention of the class token, or mean of the patches'",
-                        choices=("class", "mean"))
+    query: str | None = option(None, "the map: attention of the class token, or mean of the patches'; "
+                               "auto is what its head reads", choices=("class", "mean"))
     features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
                            choices=("keys", "output", "pixels"))
     tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
@@ -456,6 +464,7 @@ def segment(c):
         raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
     if side == 1:
         raise UserError(f"{c.ckpt} sees an image as one patch: there is nothing to cut")
+    query = c.query or pooling(loaded)
     processes = common.Processes(c.device)
     encoder.to(processes.device)
     data = load_images("shapes", loaded.meta, c.data_dir)
@@ -468,7 +477,7 @@ def segment(c):
         truth = torch.from_numpy(masks[index.numpy()])[:, None]
         truth = augment.center_crop(truth, min(size, truth.shape[-1])).bool()       # as at_size
         with processes.autocast(c.dtype):
-            maps, X = maps_and_features(encoder, x, number, c.query, c.features)
+            maps, X = maps_and_features(encoder, x, number, query, c.features)
         cut, confidence = maskcut(X, side, c.tau)
         share, overlaps = truth.double().mean((1, 2, 3)), mask_overlaps(cut, truth)
         scores.append((share, *map_scores(maps, truth), confidence, *overlaps))
@@ -544,14 +553,30 @@ class LM(TextFlags):
     stride: int = option(0, "tokens from one window to the next; 0: the context, no overlap", low=0)
 
 
-def load_language_model(c, processes, causal=False):
-    """`Loaded` of a language model, on its device. `causal`: a masked one is refused."""
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
+def load_language_model(c, causal=False):
+    """(`Loaded` of a language model, on its device; Processes). `causal`: a masked one is refused.
+    """
+    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), common.Processes(c.device)
     if causal and not loaded.model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: this needs one that predicts the next token "
                         "(--objective=causal)")
     loaded.model.to(processes.device)
-    return loaded
+    return loaded, processes
+
+
+def load_tokens(name, split, meta, cache):
+    """(text set, split, its tokens), None the checkpoint's own set and its test part or, if there
+    is none, val. `meta` is the checkpoint's data_meta, the tokenizer must be the same."""
+    data = text.load(name or meta["name"], cache=cache)
+    if data.tokenizer.meta() != meta["tokenizer"]:
+        found, own = (f"{m['tokenizer']['kind']}, {m['n_vocab']} tokens" for m in (data.meta, meta))
+        raise UserError(f"{data.name} was prepared with another tokenizer ({found}) than the "
+                        f"checkpoint was trained with ({own})")
+    existing = [split for split in text.SPLITS if getattr(data, split) is not None]
+    split = split or next(split for split in ("test", "val", "train") if split in existing)
+    if split not in existing:
+        raise UserError(f"{data.name} has no {split} part, only {' and '.join(existing)}")
+    return data, split, getattr(data, split)
 
 
 def count_bytes(tokenizer, tokens):
@@ -570,20 +595,10 @@ def lm(c):
     """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer.
 
     Causal: also "loss_per_byte", which compares tokenizers. Masked: also "acc"."""
-    processes = common.Processes(c.device)
-    loaded = load_language_model(c, processes)
+    loaded, processes = load_language_model(c)
     model, meta = loaded.model, loaded.meta
-    data = text.load(c.data or meta["name"], cache=c.data_dir)
-    if data.tokenizer.meta() != meta["tokenizer"] or data.tokenizer.n_vocab != meta["n_vocab"]:
-        found, own = (f"{m['tokenizer']['kind']}, {m['n_vocab']} tokens" for m in (data.meta, meta))
-        raise UserError(f"{data.name} was prepared with another tokenizer ({found}) than {c.ckpt} "
-                        f"was trained with ({own})")
-    existing = [split for split in text.SPLITS if getattr(data, split) is not None]
-    split = c.split or next(split for split in ("test", "val", "train") if split in existing)
-    if split not in existing:
-        raise UserError(f"{data.name} has no {split} part, only {' and '.join(existing)}")
-
-    tokens, stride = getattr(data, split), c.stride or model.config.context
+    data, split, tokens = load_tokens(c.data, c.split, meta, c.data_dir)
+    stride = c.stride or model.config.context
     scores = language_scores(model, tokens, c, processes, c.batch_size, meta["n_vocab"],
                              loaded.content["run_config"].get("mask_rate"), stride,
                              bar=processes.rank == 0)
@@ -664,8 +679,7 @@ def lambada(c):
     The prompt is a newline and the passage up to its last space; the target is the rest, with that
     space. (In 7 of the 5,153 passages a line break comes after the last space; the field's usual
     code splits there all the same.)"""
-    processes = common.Processes(c.device)
-    loaded = load_language_model(c, processes, causal=True)
+    loaded, processes = load_language_model(c, causal=True)
     tokenizer, context = text.tokenizer_from_meta(loaded.meta), loaded.model.config.context
     examples = []
     for passage in text.load("lambada", cache=c.data_dir).passages:
@@ -696,8 +710,7 @@ def cbt_candidates(passage, tokenizer, context):
 def cbt(c):
     """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often the passage is likeliest with the right
     candidate in the gap."""
-    processes = common.Processes(c.device)
-    loaded = load_language_model(c, processes, causal=True)
+    loaded, processes = load_language_model(c, causal=True)
     tokenizer, context = text.tokenizer_from_meta(loaded.meta), loaded.model.config.context
     data, result = text.load("cbt", cache=c.data_dir), dict(data="cbt")
     for task in ("CN", "NE") if c.task == "both" else (c.task,):

@@ -23,8 +23,7 @@ class BatchRandom:
 
     Each request is drawn for all `batch` samples and then cut to `rows`, so that N processes with
     the same seed see the images that one would. b is the number of rows kept. On a CPU only the low
-    32 bits of `seed` count.
-    """
+    32 bits of `seed` count."""
 
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
         self.batch, self.rows, self.device = batch, rows, torch.device(device)
@@ -37,15 +36,10 @@ class BatchRandom:
         draw = torch.rand(self.batch, *shape, generator=self.generator, device=self.device)
         return low + (high - low) * draw[self.rows]
 
-    def normal(self, *shape):
-        """(b, *shape) float32, standard normal."""
-        draw = torch.randn(self.batch, *shape, generator=self.generator, device=self.device)
-        return draw[self.rows]
-
     def integers(self, low, high, *shape):
         """(b, *shape) int64, uniform in {low, ..., high - 1}."""
-        draw = torch.randint(low, high, (self.batch, *shape), generator=self.generator,
-                             device=self.device)
+        shape = (self.batch, *shape)
+        draw = torch.randint(low, high, shape, generator=self.generator, device=self.device)
         return draw[self.rows]
 
     def bernoulli(self, p, *shape):
@@ -78,8 +72,7 @@ def _through(ops, choice, x, *params):
     """Sample i through ops[choice[i]], an op taking its group of samples and their rows of params.
 
     choice is on the CPU: sorted by operation there, the groups are slices on the device, and all of
-    it costs about one pass over x.
-    """
+    it costs about one pass over x."""
     counts = choice.bincount(minlength=len(ops)).tolist()
     order = choice.argsort().to(x.device, non_blocking=x.is_cuda)
     groups = zip(*(t[order].split(counts) for t in (x, *params)))
@@ -145,23 +138,17 @@ def _bicubic(t, a=-0.5):
     return torch.where(t < 1, near, far)
 
 
-KERNELS = {"bilinear": lambda t: (1 - t.abs()).clamp(min=0), "bicubic": _bicubic}
-
-
-def _resampling(start, length, size, out, interpolation):
+def _resampling(start, length, size, out):
     """Matrices (B, out, size) that resample [start, start + length) of `size` pixels to `out`.
 
     As Pillow: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with
     s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the pixels
-    that the stretch touches.
-    """
-    if interpolation not in KERNELS:
-        raise DataError(f"unknown interpolation {interpolation!r}; use one of {', '.join(KERNELS)}")
+    that the stretch touches."""
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
     pixel = torch.arange(size, device=start.device) + 0.5
     scale = length / out
     center = start + (torch.arange(out, device=start.device).view(-1, 1) + 0.5) * scale
-    weight = KERNELS[interpolation]((pixel - center) / scale.clamp(min=1))
+    weight = _bicubic((pixel - center) / scale.clamp(min=1))
     weight = weight * ((pixel > start.floor()) & (pixel < (start + length).ceil()))
     return weight / weight.sum(-1, keepdim=True)
 
@@ -173,12 +160,12 @@ def _resample(x, rows, columns):
     return rows[:, None] @ across.unflatten(1, x.shape[1:3])
 
 
-def resize(x, size, interpolation="bicubic"):
-    """The shorter side to `size` pixels, the longer one in proportion; antialiased."""
+def resize(x, size):
+    """The shorter side to `size` pixels, the longer one in proportion; bicubic, antialiased."""
     height, width = x.shape[2:]
     shorter = min(height, width)
     zero = torch.zeros(1, device=x.device)
-    rows, columns = (_resampling(zero, zero + n, n, size * n // shorter, interpolation)[0]
+    rows, columns = (_resampling(zero, zero + n, n, size * n // shorter)[0]
                      for n in (height, width))
     return (rows @ (x @ columns.mT)).clamp(0, 1)  # bicubic overshoots
 
@@ -190,14 +177,13 @@ def at_size(x, size):
     return resize(x, size) if x.shape[-1] < size else x
 
 
-def resized_crop(x, boxes, size, interpolation="bicubic"):
+def resized_crop(x, boxes, size):
     """Resamples a box of each sample to size x size, antialiased; nothing outside the box is seen.
 
-    boxes (B, 4) float: top, left, height, width in pixels.
-    """
+    boxes (B, 4) float: top, left, height, width in pixels."""
     height, width = x.shape[2:]
-    rows = _resampling(boxes[:, 0], boxes[:, 2], height, size, interpolation)  # (B, size, H)
-    columns = _resampling(boxes[:, 1], boxes[:, 3], width, size, interpolation)  # (B, size, W)
+    rows = _resampling(boxes[:, 0], boxes[:, 2], height, size)  # (B, size, H)
+    columns = _resampling(boxes[:, 1], boxes[:, 3], width, size)  # (B, size, W)
     return _resample(x, rows, columns).clamp(0, 1)  # bicubic overshoots
 
 
@@ -205,8 +191,7 @@ def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
     """(b, 4) boxes (top, left, height, width) of whole pixels.
 
     The area is uniform in `scale` (of the image's), width over height log-uniform in `ratio`: the
-    first of ten attempts that fits, else the largest central box within `ratio`.
-    """
+    first of ten attempts that fits, else the largest central box within `ratio`."""
     area = rng.uniform(10, low=scale[0], high=scale[1]) * (height * width)
     aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
@@ -226,10 +211,9 @@ def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
     return torch.stack([start(place[:, 0], height - h), start(place[:, 1], width - w), h, w], 1)
 
 
-def random_resized_crop(x, size, rng, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3),
-                        interpolation="bicubic"):
+def random_resized_crop(x, size, rng, scale=(0.08, 1.0)):
     """A box by `random_boxes`, resampled to size x size."""
-    return resized_crop(x, random_boxes(rng, *x.shape[2:], scale, ratio), size, interpolation)
+    return resized_crop(x, random_boxes(rng, *x.shape[2:], scale), size)
 
 
 def flip(x, rng, p=0.5):
@@ -249,8 +233,7 @@ def _hue(x, shift):
     """HSV with H moved by `shift` turns.
 
     Value and chroma stay, so it is V - C clamp(min(k, 4 - k), 0, 1) with k = (n + 6 H) mod 6 and
-    n = 5, 3, 1 for red, green, blue.
-    """
+    n = 5, 3, 1 for red, green, blue."""
     red, green, blue = x.split(1, 1)
     high = x.amax(1, keepdim=True)
     chroma = high - x.amin(1, keepdim=True)
@@ -266,8 +249,7 @@ def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
 
     Strength b draws a factor from [max(0, 1 - b), 1 + b] for factor x + (1 - factor) base, where
     base is black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift
-    from [-hue, hue], in turns.
-    """
+    from [-hue, hue], in turns."""
     strengths = (brightness, contrast, saturation, hue)
     low = _constant((*(max(0.0, 1 - s) for s in strengths[:3]), -hue), x.device)
     high = _constant((*(1.0 + s for s in strengths[:3]), hue), x.device)
@@ -318,9 +300,9 @@ def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
     return _through([_keep, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
 
 
-def solarize(x, rng, p, threshold=128 / 255):
-    """With probability p, pixels of at least `threshold` are inverted."""
-    bright = x >= threshold - 1e-6  # k / 255 may be rounded either way
+def solarize(x, rng, p):
+    """With probability p, pixels of level 128 and more are inverted."""
+    bright = x >= 128 / 255 - 1e-6  # k / 255 may be rounded either way
     return torch.where(_column(rng.bernoulli(p)) & bright, 1 - x, x)
 
 
@@ -329,8 +311,7 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
 
     Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey
     with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
-    each view in turn, repeated if there are more views. `rng` draws for count samples an image.
-    """
+    each view in turn, repeated if there are more views. `rng` draws for count samples an image."""
     B = len(x)
     chance = torch.tensor([[p[v % len(p)] for v in range(count)] for p in (blur, solar)])
     chance = chance.repeat(1, B)
@@ -351,8 +332,7 @@ def _affine(x, a, b, c, d, e, f, fill):
     """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, `fill` outside.
 
     In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
-    pixels, where floats would be rounded either way.
-    """
+    pixels, where floats would be rounded either way."""
     height, width = x.shape[2:]
     u = torch.arange(width, device=x.device)
     v = torch.arange(height, device=x.device).view(-1, 1)
@@ -443,8 +423,7 @@ def rand_augment(x, rng, n=2, m=9, fill=0.0):
 
     m is on torchvision's scale of 0 to 30, as the m = 14 of CRATE's fine-tuning is (timm's goes to
     10). Nearest neighbour, `fill` in [0, 1] outside. Works on 8-bit levels as the original does: x
-    is rounded to multiples of 1/255. DataError if m is out of range.
-    """
+    is rounded to multiples of 1/255. DataError if m is out of range."""
     if not 0 <= m <= 30:
         raise DataError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
     levels = (x * 255).round()

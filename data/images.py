@@ -45,7 +45,6 @@ SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "c
 @dataclass(frozen=True)
 class ImageSet(store.Source):
     """A row of SETS: all there is to say about one set."""
-
     classes: int
     size: int                     # pixels a side, as stored
     names: tuple = ()             # of the classes, for files that do not name them
@@ -56,8 +55,6 @@ def _hub(repository, *row, val=("test", "val"), **more):
     """An ImageSet whose Parquet files are on the Hugging Face Hub."""
     patterns = [f"*{split}*.parquet" for split in ("train", *val)]
     page = f"https://huggingface.co/datasets/{repository}"
-    if more.pop("gated", False):
-        more["terms"] = f" (after accepting the terms on {page} and `hf auth login`)"
     return ImageSet(*row, val=val, files=f"the Parquet files of {page}",
                     hub=((repository, "main", patterns),), **more)
 
@@ -69,7 +66,8 @@ SETS = {
     "flowers102": _hub("dpdl-benchmark/oxford_flowers102", 102, 256),
     "pets": _hub("timm/oxford-iiit-pet", 37, 256),
     # The labels of ImageNet's test split are not public: all are -1.
-    "imagenet": _hub("ILSVRC/imagenet-1k", 1000, 256, val=("val",), gated=True, on_first_use=False),
+    "imagenet": _hub("ILSVRC/imagenet-1k", 1000, 256, val=("val",), on_first_use=False,
+                     terms=" (after accepting the terms on its page and `hf auth login`)"),
 }
 
 
@@ -80,7 +78,6 @@ SETS = {
 @dataclass
 class ImageData:
     """A prepared image set. Images are read-only memory maps."""
-
     name: str
     classes: list[str]
     mean: list[float]  # per channel, of train_images / 255
@@ -99,13 +96,11 @@ class ImageData:
                     image_size=self.image_size)
 
 
-def load(name, cache=CACHE, allow_prepare=True):
+def load(name, cache=CACHE):
     """Opens a prepared image set and checks header, file size and label range of all its files.
 
-    A missing set that is small (all but imagenet) is prepared first if `allow_prepare`. Raises
-    DataError.
-    """
-    meta = store.open_set(name, cache, "images", SETS, prepare if allow_prepare else None)
+    A missing set that is small (all but imagenet) is prepared first. Raises DataError."""
+    meta = store.open_set(name, cache, "images", SETS, prepare)
     data = ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"])
     for split in ("train", "val"):
         for kind in ("images", "labels", "masks"):
@@ -124,11 +119,10 @@ def prepare(name, source=None, cache=CACHE, overwrite=False, workers=None):
     """Writes the image set `name` to cache/name, whole or not at all. False if it was there.
 
     `source` is a folder of Parquet files, None the Hub; `workers` the processes that decode
-    (default: one a core). Raises DataError.
-    """
+    (default: one a core). Raises DataError."""
     with preparing(name, cache, overwrite) as folder:
         if folder is None:
-            load(name, cache, allow_prepare=False)
+            load(name, cache)
             return False
         if SETS[name].files:
             fields = _convert(name, folder, source, cache, workers)
@@ -176,8 +170,7 @@ class Images:
 
     `images` uint8 (N, H, W, 3) and `labels` int64 (N,) as in ImageData. A resident split (by
     default one below 4 GiB) is one tensor on the device, and a batch is a gather there; any other
-    is read from the memory map batch by batch.
-    """
+    is read from the memory map batch by batch."""
 
     def __init__(self, images, labels, device, resident=None):
         self.device = torch.device(device)
@@ -202,8 +195,7 @@ class Images:
         """Yields `batch(index)` for each index array of an iterable, which may be endless.
 
         A split that is not resident is read ahead by `workers` processes, each fetching whole
-        batches: they consume `index_batches` a few steps before they are yielded.
-        """
+        batches: they consume `index_batches` a few steps before they are yielded."""
         if self.resident or workers == 0:
             yield from map(self.batch, index_batches)
             return
@@ -270,8 +262,6 @@ def _convert(name, folder, source, cache, workers):
                         f"{free / 1e9:.1f} GB; choose another folder with --cache DIR")
 
     for split, n in counts.items():
-        if n == 0:
-            raise DataError(f"{name}: the {split} Parquet files have no rows")
         path = folder / f"{split}_images.npy"
         np.lib.format.open_memmap(path, "w+", np.uint8, (n, row.size, row.size, 3))
         labels, total, squares = [], 0, 0
@@ -332,7 +322,6 @@ BATCH = 32  # rows that a process decodes at a time: 6 MB of pixels at 256 px
 @dataclass
 class Rows:
     """Some rows of a source file."""
-
     file: Path
     first: int         # number of the first row in the file
     start: int         # number of the first row in the prepared array
@@ -362,8 +351,7 @@ def _rows(files, columns, classes):
 def _decode_all(rows, path, size, processes):
     """Yields (batch, _decode_rows(batch)) of each batch of `rows`.
 
-    Images of 32 px are decoded here: 60,000 take less time than processes take to import torch.
-    """
+    Images of 32 px are decoded here: 60,000 take less time than processes take to import torch."""
     decode = functools.partial(_decode_rows, path=path, size=size)
     if size < 256 or processes < 2:
         for batch in rows:
@@ -469,8 +457,7 @@ def draw_shapes(n, seed, size=32):
 
     One whole object an image, of random place, scale, tilt and colour. Its colours and texture come
     from the background's distribution, so that only the outline tells the class. Every class is as
-    frequent, in random order.
-    """
+    frequent, in random order."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)

@@ -10,8 +10,7 @@ A set NAME is the folder data/cache/NAME:
     meta.json                kind of set, class names or tokenizer; size, shape, dtype and SHA-256
                              of each file; sealed by a SHA-256 of its own
 
-Nothing here knows a particular set: those are the rows of images.SETS and text.SETS.
-"""
+Nothing here knows a particular set: those are the rows of images.SETS and text.SETS."""
 
 import contextlib
 import difflib
@@ -36,7 +35,6 @@ FORMAT = 1
 
 class DataError(ValueError):
     """Bad or missing data. The message is one line: what is wrong, and what to do."""
-
     exit_status = 2
 
 
@@ -171,16 +169,15 @@ def _seal(meta):
 # Reading a prepared set
 # -------------------------------------------------------------------------------------------------
 
-def open_set(name, cache, kind, sets, prepare=None):
+def open_set(name, cache, kind, sets, prepare):
     """The meta.json of a set of this `kind`; if missing and small, `prepare` writes it first.
 
-    `sets` are the known ones, Source by name. Raises DataError.
-    """
+    `sets` are the known ones, Source by name. Raises DataError."""
     folder = Path(cache) / name
     if not folder.exists():
         if name not in sets:
             raise DataError(unknown(f"{kind.rstrip('s')} set", name, list(sets)))
-        if not (prepare and sets[name].on_first_use):
+        if not sets[name].on_first_use:
             raise DataError(f"{name} is not prepared ({folder} is missing); "
                             f"{sets[name].how_to_get(name, cache)}")
         prepare(name, cache=cache)
@@ -193,8 +190,7 @@ def open_set(name, cache, kind, sets, prepare=None):
 def read_meta(name, cache=CACHE):
     """The meta.json of a prepared set, as a dict. Raises DataError.
 
-    The seal is checked, so that what write_meta wrote can be relied on.
-    """
+    The seal is checked, so that what write_meta wrote can be relied on."""
     path = Path(cache) / name / "meta.json"
     try:
         meta = json.loads(path.read_bytes())
@@ -253,7 +249,6 @@ PARQUET = dict(pre_buffer=False, buffer_size=2**20)  # read a row group piece by
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """What a row of images.SETS or of text.SETS says about where the set comes from."""
-
     files: str | None = None    # what the folder of --source must hold; None: nothing is read
     hub: tuple = ()             # (repository, revision, file patterns) on the Hub, tried in order
     terms: str = ""             # what the Hub asks for first
@@ -261,18 +256,16 @@ class Source:
 
     def how_to_get(self, name, cache):
         """The ways to the set, for an error message."""
-        download = _command(name, cache)
         source = f"run: {_command(name, cache, ' --source DIR')}, where DIR has {self.files}"
-        if self.hub:
-            return f"with a network run: {download}{self.terms}; without one {source}"
-        return source if self.files else f"run: {download}"
+        if not self.hub:
+            return source
+        return f"with a network run: {_command(name, cache)}{self.terms}; without one {source}"
 
     def find(self, name, source, cache, suffixes):
         """The files to read as (root, files sorted by path), downloaded if `source` is None.
 
         Downloads go to the Hub's own cache (HF_HOME), where an interrupted one resumes. Raises
-        DataError.
-        """
+        DataError."""
         if source:
             source = Path(source)
             if not source.exists():

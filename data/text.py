@@ -68,16 +68,14 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding (50257 ids), or another `tiktoken.Encoding` in its place.
+    """GPT-2's byte-pair encoding: 50257 ids.
 
-    Raises DataError if tiktoken's files are neither cached nor within reach.
-    """
+    Raises DataError if tiktoken's files are neither cached nor within reach."""
 
-    def __init__(self, encoding=None):
+    def __init__(self):
         import tiktoken
-
         try:
-            self.encoding = encoding or tiktoken.get_encoding("gpt2")
+            self.encoding = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:  # no network; a damaged file
             raise DataError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
@@ -102,16 +100,13 @@ class GPT2Tokenizer:
         return {"kind": "gpt2"}
 
 
-def tokenizer_from_meta(meta, encoding=None):
-    """The tokenizer that a meta.json, or a checkpoint's copy of it, describes.
-
-    `encoding` stands in for GPT-2's. Raises DataError.
-    """
+def tokenizer_from_meta(meta):
+    """The tokenizer that a meta.json, or a checkpoint's copy of it, describes. Raises DataError."""
     described = meta.get("tokenizer") or {}
     if described.get("kind") == "char":
         tokenizer = CharTokenizer(described["characters"])
     elif described.get("kind") == "gpt2":
-        tokenizer = GPT2Tokenizer(encoding)
+        tokenizer = GPT2Tokenizer()
     else:
         raise DataError(f"unknown tokenizer {described.get('kind')!r} in the description of "
                         f"{meta.get('name')}: it must be char or gpt2; prepare the set again")
@@ -156,8 +151,7 @@ def _read_plain(file, size=1 << 20):
     """One document in pieces of about `size` characters.
 
     A piece ends after a single line break between two words: GPT-2's pattern always splits there,
-    so the tokens are those of the whole text.
-    """
+    so the tokens are those of the whole text."""
     text = ""
     with open(file, encoding="utf-8") as stream:
         while more := stream.read(size):
@@ -222,7 +216,6 @@ def _passage_text(passage):
 @dataclass(frozen=True, kw_only=True)
 class TextSet(store.Source):
     """A row of SETS: all there is to say about one set."""
-
     tokenizer: str = "gpt2"           # or "char", of ...
     characters: str | None = None     # ... these; None: those of the training text
     read: Callable = read_documents   # file -> (text, end) ...
@@ -355,15 +348,12 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, workers=None, overwr
 
     `source` is a folder or a file, None the Hub. `tokenizer` is "gpt2", "char" (the characters of
     the training text), a tokenizer object or None, the set's usual one. `workers` threads tokenize
-    (default: one a core). Raises DataError.
-    """
-    if name == "shakespeare" and tokenizer == "char":
-        name = "shakespeare_char"
+    (default: one a core). Raises DataError."""
     row = SETS.get(name, FOLDER)
     tokenizer = tokenizer or row.tokenizer
     with store.preparing(name, cache, overwrite) as folder:
         if folder is None:
-            load(name, cache, getattr(tokenizer, "encoding", None), allow_prepare=False)
+            load(name, cache)
             return False
         if row.files:
             root, files = row.find(name, source, cache, SUFFIXES)
@@ -416,8 +406,7 @@ def write_tokens(folder, pieces, tokenizer, workers=None, size=None, desc=None):
     """Streams (split, text, end) to folder/SPLIT.bin; returns tokens and documents by split.
 
     Threads are enough: tiktoken works outside Python's lock. In memory are at most 2 * workers
-    chunks of 256k characters, or one longer document each.
-    """
+    chunks of 256k characters, or one longer document each."""
     workers = workers or os.cpu_count() or 1
     tokens, documents = Counter(), Counter()
     encode = functools.partial(_encode, tokenizer)
@@ -467,7 +456,6 @@ def _encode(tokenizer, chunk):
 @dataclass
 class TextData:
     """A prepared text set. The splits there are, are read-only memory maps of uint16 tokens."""
-
     name: str
     tokenizer: CharTokenizer | GPT2Tokenizer
     meta: dict
@@ -477,14 +465,13 @@ class TextData:
     passages: list[dict] | None = None  # as lambada_passages and cbt_passages give them
 
 
-def load(name, cache=CACHE, encoding=None, allow_prepare=True):
+def load(name, cache=CACHE):
     """Opens a prepared text set and checks the size of its files and the range of their tokens.
 
-    A missing set that is small (all but openwebtext and books) is prepared first if
-    `allow_prepare`. `encoding` stands in for GPT-2's. Raises DataError.
-    """
-    meta = store.open_set(name, cache, "text", SETS, prepare if allow_prepare else None)
-    data = TextData(name, tokenizer_from_meta(meta, encoding), meta)
+    A missing set that is small (all but openwebtext and books) is prepared first. Raises
+    DataError."""
+    meta = store.open_set(name, cache, "text", SETS, prepare)
+    data = TextData(name, tokenizer_from_meta(meta), meta)
     for split in SPLITS:
         if f"{split}.bin" in meta["files"]:
             tokens = store.open_file(meta, f"{split}.bin", cache)
@@ -518,8 +505,7 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None)):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
 
     The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
-    micro-batch or resumed run finds its rows of the same global batch. Raises DataError.
-    """
+    micro-batch or resumed run finds its rows of the same global batch. Raises DataError."""
     if len(tokens) <= context:
         raise DataError(f"{len(tokens):,} tokens are too few for a context of {context}: use a "
                         "smaller context")
@@ -534,8 +520,7 @@ def eval_windows(n_tokens, context, stride=None):
 
     Window k reads tokens [k s, k s + context) and predicts (k s, k s + context]. It counts the
     targets that window k - 1 did not predict, the last s: each token but the first is then counted
-    once, and one after the first window is predicted from at least context - s + 1 tokens.
-    """
+    once, and one after the first window is predicted from at least context - s + 1 tokens."""
     stride = stride or context
     if not 0 < stride <= context:
         raise DataError(f"stride {stride} must be 1 to {context}, the context")
@@ -547,8 +532,7 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None):
 
     y is -1 where nothing is counted: beyond the end, in rows that fill up the last batch, and, with
     `stride` < context, where an earlier window has counted. All ranks get equally many batches, all
-    of one shape: one compiled graph, and no rank waits in vain for another.
-    """
+    of one shape: one compiled graph, and no rank waits in vain for another."""
     stride = stride or context
     starts = eval_windows(len(tokens), context, stride)
     for first in range(0, len(starts), batch_size * world):
@@ -568,8 +552,7 @@ def mask_tokens(x, generator, mask_id, vocab_size, p=0.15, rows=slice(None), bat
     A token is selected with probability p; of the selected, 80 % become `mask_id`, 10 % a random id
     below `vocab_size`, 10 % stay. With `batch_size`, the draws are those of a global batch of that
     many rows, of which x is `rows`. Use the tokenizer's n_vocab as `mask_id`: GPT-2's is 50257, the
-    first id of the padded vocabulary.
-    """
+    first id of the padded vocabulary."""
     shape, device = (batch_size or len(x), x.shape[1]), generator.device
     u = torch.rand(shape, generator=generator, device=device)[rows].to(x.device)
     others = torch.randint(vocab_size, shape, generator=generator, device=device)[rows].to(x.device)
@@ -607,8 +590,7 @@ def listops(n, seed, max_length):
     """n expressions such as [MAX 2 9 [MIN 4 7 ] 0 ], and their values, int64 (n,) in 0..9.
 
     The expressions are int64 (n, max_length), indices into LISTOPS_VOCAB (16 words) padded with 0;
-    lengths vary up to max_length, with 2 to 5 arguments each.
-    """
+    lengths vary up to max_length, with 2 to 5 arguments each."""
     rng = random.Random(seed)
     x, y = torch.zeros(n, max_length, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
     ids = {word: i for i, word in enumerate(LISTOPS_VOCAB)}
@@ -619,9 +601,9 @@ def listops(n, seed, max_length):
 
 
 def grey_pixels(images):
-    """Images uint8 (N, 32, 32, 3) as rows of grey values, one after another: int64 (N, 1024).
+    """Images uint8 (N, 32, 32, 3) as rows of grey values, one after another: uint8 (N, 1024).
 
     Luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B, rounded in 16-bit fixed point as Pillow does.
     """
-    weights = np.array([19595, 38470, 7471], dtype=np.int64)
-    return (images.reshape(len(images), -1, 3) @ weights + 2**15) >> 16
+    red, green, blue = (images[..., i].reshape(len(images), -1).astype(np.uint32) for i in range(3))
+    return ((19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16).astype(np.uint8)

@@ -1,6 +1,4 @@
-"""One thread and one seed for every test, small sets to train on, and processes to start."""
-import os
-import subprocess
+"""One thread and one seed for every test, and small sets to train on."""
 import sys
 from pathlib import Path
 
@@ -53,26 +51,6 @@ def text_cache(tmp_path_factory):
         text.prepare(name, folder / name, folder / "cache", tokenizer, workers=1)
     text.prepare("pydoc", cache=folder / "cache", workers=1)
     return folder / "cache"
-
-
-@pytest.fixture
-def script():
-    """Starts `python SCRIPT ARGS...`, or torchrun with processes=N; a Popen with text pipes."""
-    started = []
-
-    def start(*args, processes=None, **env):
-        launch = [sys.executable] if processes is None else \
-            [sys.executable, "-m", "torch.distributed.run", "--standalone",
-             f"--nproc_per_node={processes}"]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **env}
-        pipes = dict(text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        command = [*launch, *map(str, args)]
-        started.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
-        return started[-1]
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture

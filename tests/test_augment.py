@@ -44,7 +44,6 @@ RANDOM = {  # what draws numbers: the functions on pictures first
     "rand_augment": lambda x, rng: augment.rand_augment(x, rng, n=2, m=14),
     "views": lambda x, rng: augment.views(x, 1, 32, rng, (0.05, 1), solar=(0.2,))[0],
     "uniform": lambda x, rng: rng.uniform(5, low=-1, high=3),
-    "normal": lambda x, rng: rng.normal(2, 3),
     "integers": lambda x, rng: rng.integers(-5, 1000, 4),
     "bernoulli": lambda x, rng: rng.bernoulli(0.5, 20),
     "host_integers": lambda x, rng: rng.host_integers(0, 1000, 4),
@@ -71,9 +70,8 @@ def test_rows_of_a_global_batch(name):
 
 def test_draws_have_their_distributions():
     rng = BatchRandom(0, 20000)
-    u, z = rng.uniform(low=2.0, high=5.0), rng.normal()
+    u = rng.uniform(low=2.0, high=5.0)
     assert u.min() >= 2 and u.max() < 5 and abs(u.mean() - 3.5) < 0.03
-    assert abs(z.mean()) < 0.03 and abs(z.std() - 1) < 0.03
     for draw in (rng.integers(3, 7), rng.host_integers(3, 7)):
         assert ((draw[:, None] == torch.arange(3, 7)).float().mean(0) - 0.25).abs().max() < 0.015
     for draw in (rng.bernoulli(0.3), rng.host_bernoulli(0.3)):
@@ -92,7 +90,7 @@ def test_draws_have_their_distributions():
 def test_nothing_waits_for_the_device(name):
     """Tensors on the meta device have no values: to ask for one (.item(), a mask) would raise."""
     rng = BatchRandom(0, 8)
-    for method in ("uniform", "normal", "integers", "bernoulli"):
+    for method in ("uniform", "integers", "bernoulli"):
         setattr(rng, method, lambda *a, draw=getattr(rng, method), **k: draw(*a, **k).to("meta"))
     expected = RANDOM[name](augment.to_float(pictures(8)), BatchRandom(0, 8))
     x = torch.empty(8, 3, HEIGHT, WIDTH, device="meta")
@@ -137,9 +135,9 @@ BOXES = [(0, 0, HEIGHT, WIDTH), (3, 7, 20, 31), (30, 40, 5, 9), (0, 11, 37, 3),
          (2.25, 4.6, 17.1, 40.7)]
 
 
-def assert_resized_as_pillow(out, image, interpolation, box=None):
+def assert_resized_as_pillow(out, image, box=None):
     """In float32 (Pillow's mode F) per channel; in 8 bits to its rounding after either pass."""
-    size, method = (out.shape[2], out.shape[1]), Image.Resampling[interpolation.upper()]
+    size, method = (out.shape[2], out.shape[1]), Image.Resampling.BICUBIC
     for channel in range(3):
         plane = Image.fromarray(image[:, :, channel].float().numpy() / 255)
         expected = np.asarray(plane.resize(size, method, box=box)).clip(0, 1)
@@ -148,21 +146,20 @@ def assert_resized_as_pillow(out, image, interpolation, box=None):
     assert np.abs(to_levels(out) - expected).max() < 2.5
 
 
-@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
 @pytest.mark.parametrize("size", [8, 37, 64])
-def test_resizing_is_pillows(interpolation, size):
+def test_resizing_is_pillows(size):
     """A box is Pillow's crop to the pixels that it touches, then Pillow's resize of the box."""
     images = pictures(len(BOXES))
-    resized = augment.resize(augment.to_float(images), size, interpolation)
+    resized = augment.resize(augment.to_float(images), size)
     assert resized.shape == (len(BOXES), 3, size, size * WIDTH // HEIGHT)
     boxes = torch.tensor(BOXES)
-    cropped = augment.resized_crop(augment.to_float(images), boxes, size, interpolation)
+    cropped = augment.resized_crop(augment.to_float(images), boxes, size)
     for image, (top, left, height, width), whole, crop in zip(images, BOXES, resized, cropped):
-        assert_resized_as_pillow(whole, image, interpolation)
+        assert_resized_as_pillow(whole, image)
         row, column = math.floor(top), math.floor(left)
         touched = image[row:math.ceil(top + height), column:math.ceil(left + width)]
         box = (left - column, top - row, left - column + width, top - row + height)
-        assert_resized_as_pillow(crop, touched, interpolation, box)
+        assert_resized_as_pillow(crop, touched, box)
 
 
 @pytest.mark.parametrize("height, width", [(32, 32), (30, 90)])
@@ -336,7 +333,6 @@ def test_results_stay_in_range_and_on_the_input():
 @pytest.mark.parametrize("call, words", [
     (lambda x, rng: augment.pad_crop(x, 60, 4, rng), "60 px does not fit"),
     (lambda x, rng: augment.center_crop(x, 60), "60 px does not fit"),
-    (lambda x, rng: augment.resize(x, 8, "nearest"), "bilinear, bicubic"),
     (lambda x, rng: augment.rand_augment(x, rng, m=31), "0 to 30"),
 ])
 def test_errors_name_what_is_wrong(call, words):

@@ -32,7 +32,6 @@ def table(command="vit", **flags):
 def run(monkeypatch):
     """run(*argv): the lines of a table, with known ceilings and small models."""
     monkeypatch.setattr(bench, "matmul_peak", lambda device, dtype: 1e11)
-    monkeypatch.setattr(bench, "copy_peak", lambda device: 1e10)
     large = dict(IMAGE, image_size=32)
     monkeypatch.setattr(bench, "IMAGE_MODELS", [("a", IMAGE, 2), ("b", large, 4)])
     monkeypatch.setattr(bench, "AUTOENCODER", ("mae", dict(MAE, image_size=32), 2))
@@ -50,7 +49,7 @@ MODELS = {"image": (lambda: ImageClassifier(ImageConfig(**IMAGE)), (X, torch.ara
           "mae": (lambda: MaskedAutoencoder(MAEConfig(**MAE)), (X, torch.eye(16)[:3]))}
 MODELS |= {arch: (lambda arch=arch: LanguageModel(TextConfig(arch=arch, **TEXT)),
                   (TARGETS.clamp_min(2), TARGETS))
-           for arch in ("crate", "crate-alpha", "crate-mm", "aot", "tost", "transformer")}
+           for arch in ("crate", "crate-alpha", "crate-mm", "crate-n", "aot", "tost", "transformer")}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,27 +96,6 @@ def test_exponent_of_the_longer_half(exponent):
     assert bench.fitted_exponent(n, seconds) == pytest.approx(exponent, abs=1e-9)
     assert bench.fitted_exponent(n[2:4], seconds[2:4]) == pytest.approx(exponent, abs=1e-9)
     assert bench.fitted_exponent(n[:1], seconds[:1]) is None
-
-
-def test_traffic_counts_what_is_read_and_written():
-    a, b = torch.randn(100, 50), torch.randn(100, 50)
-    with bench.Traffic() as count:
-        c = a + b
-        c.view(-1)[10:].view(10, -1).mT                             # views move nothing
-        torch.empty(1000)
-        c.mul_(2)                                                   # reads and writes c
-    assert (count.bytes, count.unfusable) == ((3 + 2) * 4 * 5000, 0)
-    with bench.Traffic() as count:
-        a @ b.mT
-    assert count.bytes == count.unfusable == 4 * (5000 + 5000 + 100 * 100)
-    model = torch.nn.ParameterDict({"p": torch.nn.Parameter(torch.randn(64, 64))})
-    optimizer = bench.adamw(model)
-    for _ in range(2):
-        model["p"].grad = torch.randn(64, 64)
-        with bench.Traffic() as count:
-            optimizer.step()
-    # reads and writes parameter and both averages, reads the gradient; a counter
-    assert 7 * 4 * 64 * 64 <= count.unfusable <= 8 * 4 * 64 * 64 + 100
 
 
 def test_peak_memory_sees_what_is_freed_again():
@@ -196,26 +174,13 @@ def test_longrange_learns(run, monkeypatch):
     lines, again = run(*flags), run(*flags)
     assert [line["variant"].split()[0] for line in lines] == ["tost", "crate", "transformer"]
     for line, same in zip(lines, again):
-        assert line["accuracy"] > 0.9 and line["ms"] > 0 and line["held_out"] == 32
+        assert line["accuracy"] > 0.9 and line["ms"] > 0
         assert (line["accuracy"], line["loss"]) == (same["accuracy"], same["loss"])
 
 
 # -------------------------------------------------------------------------------------------------
 # Data and loop
 # -------------------------------------------------------------------------------------------------
-
-def test_one_by_one_is_a_flipped_window():
-    pixels = np.random.default_rng(0).integers(1, 256, (3, 8, 8, 3), dtype=np.uint8)
-    padded = np.pad(pixels[1], ((2, 2), (2, 2), (0, 0)))
-    windows = {padded[i:i + 8, j:j + 8][:, ::flip].tobytes()
-               for i in range(5) for j in range(5) for flip in (1, -1)}
-    x, = bench.by_pillow(pixels, [partial(bench.window, 8, 2)], [1] * 200)
-    seen = ((x.permute(0, 2, 3, 1) * 0.25 + 0.5) * 255).round().byte().numpy()
-    seen = {image.tobytes() for image in seen}
-    assert seen <= windows and len(seen) > 40
-    batch, = next(bench.one_by_one(pixels, [partial(bench.window, 8, 2)], 3, CPU))
-    assert batch.shape == (3, 3, 8, 8) and batch.dtype == torch.float32
-
 
 def test_loop_reads_the_scripts_own_rate(run, monkeypatch):
     """A script with a known rate, and a bare step that takes 20 ms on a clock that stands still
@@ -322,12 +287,12 @@ def test_compared(run, capsys, command):
     lines = run(command, "--repeats=1", *flags)
     assert [line["variant"] for line in lines] == variants
     for line in lines:
-        assert all(line[key] > 0 for key in ("ms", "ratio", "gflops_per_s", "of_matmul", "gb_per_s",
-                                             "of_copy", f"{unit}_per_s"))
+        assert all(line[key] > 0 for key in ("ms", "ratio", "gflops_per_s", "of_matmul",
+                                             f"{unit}_per_s"))
         assert line["ratio"] == 1 or "literal" not in line["variant"]
     printed = capsys.readouterr().out.splitlines()[1:]
     assert len(printed) == len(lines)
-    for word in ("ms", "GFLOP/s", "of matmul", "GB/s", "of copy", "MB", f"{unit}/s"):
+    for word in ("ms", "GFLOP/s", "of matmul", "MB", f"{unit}/s"):
         assert all(word in line for line in printed)
     peak = {line["variant"]: line["peak_mb"] for line in lines}
     if None in peak.values():
@@ -337,7 +302,6 @@ def test_compared(run, capsys, command):
             arch = line["variant"].split(",")[0]
             model = LanguageModel(TextConfig(arch=arch, width=64, heads=1, layers=1, context=16,
                                              vocab_size=40))
-            assert line["parameters"] == model.count()
             assert line["tokens_per_s"] == pytest.approx(32e3 / line["ms"])
             assert line["peak_mb"] > 4 * 3 * model.count() / 1e6            # weights, two averages
     if command == "head":
@@ -347,9 +311,9 @@ def test_compared(run, capsys, command):
 
 def test_simdino_shares_are_of_the_whole_step(run):
     flags = ("--repeats=3", "--width=16", "--layers=1", "--batch_size=8")
-    whole, learning, views = run("simdino", *flags)
-    assert whole["share"] == 1 and learning["share"] == learning["ms"] / whole["ms"]
-    assert 0 < views["share"] < 1 and whole["images_per_s"] == pytest.approx(8e3 / whole["ms"])
+    whole, views = run("simdino", *flags)
+    assert whole["share"] == 1 and 0 < views["share"] < 1
+    assert whole["images_per_s"] == pytest.approx(8e3 / whole["ms"])
 
 
 def test_length(run, tmp_path):
@@ -389,14 +353,9 @@ def test_data(run, monkeypatch):
         rows.setdefault(line["row"], []).append(line)
     assert [len(row) for row in rows.values()] == [4, 3, 3, 3, 3]
     for first, *others, step in rows.values():
-        assert step["variant"] == "the bare step" and step["mb_per_s"] is None
-        assert step["share"] == first["ratio"] == 1
+        assert step["variant"] == "the bare step" and step["share"] == 1
         for line in (first, *others):
             assert line["share"] == pytest.approx(line["ms"] / step["ms"])
-            assert line["ratio"] == pytest.approx(line["ms"] / first["ms"])
-    small, gpt = rows["vit, 4 of 32 px"][0], rows["gpt, 32 x 128 tokens"][0]
-    assert small["mb_per_s"] == pytest.approx(4 * 3072 / small["ms"] / 1e3)
-    assert gpt["mb_per_s"] == pytest.approx(2e-6 * gpt["tokens_per_s"])
 
 
 @pytest.mark.parametrize("script", bench.SCRIPTS, ids=lambda script: script.__name__)
@@ -411,10 +370,7 @@ def test_loop(run, monkeypatch, script):
     ("length --lengths=1,x", "--lengths=1,x: expected whole numbers"),
     ("generate --prefixes=0,4", "--prefixes=0,4: expected whole numbers"),
     ("head --json=/nowhere/at/all", "--json=/nowhere/at/all: cannot write there"),
-    ("gpt --arch=crate-c", "--arch=crate-c"),
-    ("longrange --task=path", "--task=path is not one of"),
-    ("longrange --repeats=3", "unknown flag --repeats"),
-    ("lenght", "did you mean length")])
+    ("longrange --task=path", "--task=path is not one of")])
 def test_mistakes(run, argv, message):
     with pytest.raises(common.UserError, match=message):
         run(*argv.split())

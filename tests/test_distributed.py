@@ -14,16 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import common
-import evaluate
-import train_gpt
-import train_mae
-import train_vit
 from checkpoint import read_checkpoint
-from data import images, text
+from data import images
 from helpers import FLAGS, losses, metrics, same, weights
 
 ROOT = Path(common.__file__).parent
@@ -143,41 +138,6 @@ def test_two_processes_evaluate_every_sample_once(runs, name):
         assert one[-1]["n"] == 101
     if name == "gpt":
         assert one[0]["n"] == 7 * 16 and one[-1]["n"] > 100 * 16
-
-
-def test_three_ranks_share_the_evaluation(odd):
-    """Each takes a third of what there is, and the thirds are the whole."""
-    data, words = images.load("shapes", cache=odd), text.load("tiny", odd)
-    val = images.Images(data.val_images, data.val_labels, "cpu")
-
-    def config(script, *flags):
-        argv = [*FLAGS[script.__name__], *flags]
-        return common.parse(script.Config, script.PRESETS, argv, "")[0]
-    c_vit, c_mae = config(train_vit), config(train_mae)
-    c_bert = config(train_gpt, "--objective=masked")
-    vit, mae = train_vit.build_model(c_vit, 10).eval(), train_mae.build_model(c_mae)
-    bert = train_gpt.build_model(c_bert, words.tokenizer)
-    x, y = torch.randn(101, 4), torch.arange(101) % 10
-    todo = dict(
-        classify=lambda p: evaluate.classify(vit, val, data, c_vit, p, batch_size=20),
-        features=lambda p: evaluate.features(vit.encoder, val, data, c_vit, p, batch_size=20),
-        neighbours=lambda p: evaluate.nearest_neighbours(
-            x, y, x[:50], y[:50] // 2, 10, k=3, processes=p, chunk=9),
-        mae=lambda p: train_mae.validate(mae, val, data, c_mae, p, batch_size=8),
-        bert=lambda p: train_gpt.evaluate(bert, words.val, c_bert, words.tokenizer, p, True))
-    for name, measure in todo.items():
-        parts = []
-        for rank, world in ((0, 1), (0, 3), (1, 3), (2, 3)):
-            p = common.Processes("cpu")
-            p.rank, p.world = rank, world
-            p.sum = lambda total: parts.append(total.clone()) or total
-            measure(p)
-        whole, *thirds = parts
-        torch.testing.assert_close(sum(thirds), whole, atol=1e-4, rtol=1e-5)
-        if name == "features":
-            assert [int(third.any(1).sum()) for third in thirds] == [34, 34, 33]
-        elif name != "neighbours":
-            assert max(int(third[-1]) for third in thirds) < 0.4 * int(whole[-1]), name
 
 
 def test_a_start_does_not_see_stale_addresses_of_previous_workers():

@@ -1,7 +1,6 @@
 """Numbers on features and on language models, against passages read one at a time."""
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +14,11 @@ import common
 import evaluate
 import train_gpt
 import train_vit
-from checkpoint import load_model, write_checkpoint
+from checkpoint import load_model
 from common import UserError
 from data import augment, images, text
 from data.store import DataError
+from helpers import write_model
 from model import LanguageModel, TextConfig
 
 CHARACTERS = text.CharTokenizer("\n abcdefgh.")
@@ -35,13 +35,6 @@ def bpe(monkeypatch):
     return text.GPT2Tokenizer()
 
 
-def save(path, model, tokenizer):
-    meta = dict(name="letters", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab)
-    content = dict(task="gpt", model=model.state_dict(), model_config=asdict(model.config), step=1,
-                   data_meta=meta, run_config=dict(mask_rate=0.15), optimizer={}, extra={})
-    write_checkpoint(path, content)
-    return model.eval()
-
 
 def random_model(path, tokenizer=CHARACTERS, **fields):
     """A saved model with weights of deviation 0.3."""
@@ -49,7 +42,9 @@ def random_model(path, tokenizer=CHARACTERS, **fields):
     model = LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields))
     for p in model.parameters():
         p.data.normal_(std=0.3)
-    return save(path, model, tokenizer)
+    meta = dict(name="letters", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab)
+    write_model(path, model, "gpt", meta, mask_rate=0.15)
+    return model.eval()
 
 
 def prepare(folder, name, tokenizer, files):

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import pickle
+import shutil
 
 import huggingface_hub
 import numpy as np
@@ -75,7 +76,7 @@ def test_small_images_are_stored_as_they_are(tmp_path, capsys):
     arguments = "cifar100", "--source", tmp_path / "source", "--cache", tmp_path / "cache"
     assert command(*arguments) == 0
     assert "40 + 20 images of 32 px, 100 classes" in capsys.readouterr().out
-    data = images.load("cifar100", tmp_path / "cache", allow_prepare=False)
+    data = images.load("cifar100", tmp_path / "cache")
     assert (data.name, data.classes, data.image_size) == ("cifar100", NAMES, 32)
     assert np.array_equal(data.train_images, pictures[:40])
     assert np.array_equal(data.val_images, pictures[40:])
@@ -165,24 +166,18 @@ def test_errors_of_the_user(tmp_path, capsys):
         assert status == 2 and error.count("\n") == 1, error
         return error
 
-    assert "did you mean 'cifar100'" in line("cifar-100")
-    assert "does not exist" in line("pets", "--source", tmp_path / "nowhere")
-    assert "--frobnicate" in line("pets", "--frobnicate")
-    assert "--workers=0" in line("pets", "--workers=0")
-    assert "'words'" in line("pydoc", "--tokenizer=words")
-    assert "cannot read" in line("pets", "--verify")
-
     source = tmp_path / "source"
     source.mkdir()
+    assert "did you mean 'cifar100'" in line("cifar-100")
+    assert "--workers=0" in line("pets", "--workers=0")
+    assert "cannot read" in line("pets", "--verify")
     assert "has no .parquet file" in line("pets", "--source", source)
     good = [noise(9, 9, i) for i in range(3)]
-    write_parquet(source / "train.parquet", good, label=[0, 1, 2])
-    assert "test.parquet" in line("pets", "--source", source)
     write_parquet(source / "test.parquet", good[:1], label=[0])
     cases = {
+        "they are another set": dict(pictures=good, names=list("abcde"), label=[0, 1, 2]),
         "cannot tell which column is the label":
             dict(pictures=good, fine_label=[0, 1, 2], label=[0, 1, 2]),
-        "none of image, name": dict(pictures=good, name=["a", "b", "c"]),
         "train.parquet row 2: label 37, allowed are 0 to 36":
             dict(pictures=good, label=[0, 36, 37]),
         "train.parquet row 0: label None":
@@ -190,43 +185,20 @@ def test_errors_of_the_user(tmp_path, capsys):
         "train.parquet row 1: damaged image":
             dict(pictures=[good[0], encoded(good[1])[:60]], label=[0, 0]),
         "train.parquet row 2: has no image": dict(pictures=[*good[:2], b""], label=[0, 0, 0]),
-        "they are another set": dict(pictures=good, names=list("abcde"), label=[0, 1, 2]),
     }
     for expected, table in cases.items():
         write_parquet(source / "train.parquet", **table)
         assert expected in line("pets", "--source", source)
-    write_parquet(source / "train.parquet", good, label=[0, 1, 2])
     assert "row 0: the image is 9 x 9, expected 32 x 32" in line("cifar10", "--source", source)
-    whole = (source / "train.parquet").read_bytes()
-    (source / "train.parquet").write_bytes(whole[:-9])
+    (source / "train.parquet").write_bytes((source / "train.parquet").read_bytes()[:-9])
     assert "cannot read" in line("pets", "--source", source)
-    write_parquet(source / "train.parquet", good, image="other", label=[0, 1, 2])
-    assert "no 'other' in it" in line("pets", "--source", source)  # the test file has `image`
     assert not list((tmp_path / "cache").glob("[!.]*"))
     assert not list((tmp_path / "cache").glob(".*.draft"))
 
 
-def test_interrupted_preparation_leaves_nothing(tmp_path, monkeypatch, capsys):
-    cifar100_folder(tmp_path / "source")
-    calls, decode = itertools.count(), images._decode
-
-    def interrupted(*arguments):
-        if next(calls) == 50:  # in the validation split: the training files are there by then
-            raise KeyboardInterrupt
-        return decode(*arguments)
-
-    monkeypatch.setattr(images, "_decode", interrupted)
-    source = "--source", tmp_path / "source"
-    assert command("cifar100", *source, "--cache", tmp_path / "cache") == 130
-    assert "interrupted" in capsys.readouterr().err
-    assert [p.name for p in (tmp_path / "cache").iterdir()] == [".cifar100.lock"]
-
-
 def test_labels_out_of_range_and_missing_files(prepared, tmp_path):
     folder = tmp_path / "cifar100"
-    folder.mkdir()
-    for file in (prepared / "cifar100").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(prepared / "cifar100", folder)
     labels = np.load(folder / "train_labels.npy")
     for wrong in (-1, 100):
         labels[7] = wrong
@@ -314,7 +286,7 @@ def test_shapes_depend_on_the_seed_alone(shapes):
 
 
 def test_masks_are_the_objects(shapes):
-    pictures, labels, masks = shapes
+    pictures, _, masks = shapes
     assert np.isin(masks, (0, 1)).all()
     area = masks.mean((1, 2))
     assert area.min() > 0.1 and area.max() < 0.5
@@ -325,29 +297,6 @@ def test_masks_are_the_objects(shapes):
     nearer = np.linalg.norm(x - front, axis=-1) < np.linalg.norm(x - back, axis=-1)
     agreement = (nearer == masks).mean((1, 2))
     assert agreement.mean() > 0.97 and np.quantile(agreement, 0.02) > 0.85
-    # The mask of a circle is the disc of its area about its centre; a ring's lacks the middle.
-    rows, columns = np.mgrid[:32, :32]
-    for name, filled in (("circle", 1), ("ring", 0)):
-        for mask in masks[labels == images.SHAPES.index(name)][:50]:
-            y, x = (np.average(axis, weights=mask) for axis in (rows, columns))
-            radius = np.hypot(rows - y, columns - x)
-            assert mask[radius < 2].all() == filled and mask[radius < 2].any() == filled
-            if filled:
-                assert (mask != (np.pi * radius**2 < mask.sum())).sum() < 0.06 * mask.sum()
-
-
-def test_a_linear_classifier_does_badly_on_shapes(shapes):
-    pictures, labels, _ = shapes
-    x = torch.from_numpy(pictures).flatten(1).float() / 255
-    x = x - x[:3000].mean(0)
-    targets = torch.nn.functional.one_hot(torch.from_numpy(labels[:3000])).float() - 0.1
-    covariance = x[:3000].T @ x[:3000]
-    best = 0
-    for ridge in (30.0, 300.0):
-        system = covariance + ridge * torch.eye(3072)
-        scores = x[3000:] @ torch.linalg.solve(system, x[:3000].T @ targets)
-        best = max(best, (scores.argmax(1).numpy() == labels[3000:]).mean())
-    assert best < 0.4
 
 
 def test_shapes_are_prepared_on_first_use(tmp_path, monkeypatch):

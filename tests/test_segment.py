@@ -1,16 +1,15 @@
 """Segmentation scores against cases by hand and plain loops, MaskCut on graphs with known parts."""
 import json
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 import torch
 
 import evaluate
-from checkpoint import write_checkpoint
 from common import UserError
 from data import store
-from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MaskedAutoencoder, MAEConfig,
+from helpers import write_model
+from model import (ImageClassifier, ImageConfig, LanguageModel, MaskedAutoencoder, MAEConfig,
                    TextConfig)
 
 
@@ -41,11 +40,7 @@ def test_threshold_ious():
 
 
 def test_average_precision():
-    """By hand: true at ranks 1 and 3 give (1 + 2/3) / 2. Loop: sum over distinct scores of
-    precision times the increase of recall."""
-    truth = torch.tensor([True, False, True, False])
-    found = evaluate.average_precision(torch.tensor([4.0, 3.0, 2.0, 1.0]), truth)
-    assert found == pytest.approx((1 + 2 / 3) / 2)
+    """The sum over distinct scores of precision times the increase of recall."""
     scores, labels = torch.randint(0, 8, (5, 40)).float(), torch.rand(5, 40) < 0.4      # ties
     for score, label, found in zip(scores, labels, evaluate.average_precision(scores, labels)):
         expected = recall = 0.0
@@ -68,10 +63,6 @@ def coco_ap(overlap, confidence, threshold):
 
 
 def test_detection_ap():
-    """By hand: hits at ranks 1 and 3 of 4: precision 1 up to recall 1/4, 2/3 up to 1/2, then 0."""
-    overlap, confidence = torch.tensor([0.6, 0.2, 0.5, 0.1]).double(), -torch.arange(4.0)
-    found = evaluate.detection_ap(overlap, confidence, torch.tensor([0.5, 0.55, 0.7]).double())
-    assert found.tolist() == pytest.approx([(26 + 25 * 2 / 3) / 101, 26 / 101, 0])
     overlap, confidence = torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
     thresholds = torch.arange(50, 100, 5).double() / 100
     expected = [coco_ap(overlap.tolist(), confidence.tolist(), t) for t in thresholds.tolist()]
@@ -132,9 +123,7 @@ def run(tmp_path, capsys, cache):
     def run(model, *flags, data_dir=cache):
         task = {ImageClassifier: "vit", MaskedAutoencoder: "mae", LanguageModel: "gpt"}[type(model)]
         meta = dict(name="shapes", mean=[0.5] * 3, std=[0.2] * 3)
-        content = dict(task=task, model=model.state_dict(), model_config=asdict(model.config),
-                       run_config={}, step=1, data_meta=meta, optimizer={}, extra={})
-        write_checkpoint(tmp_path / "ckpt.pt", content)
+        write_model(tmp_path / "ckpt.pt", model, task, meta)
         base = [f"--ckpt={tmp_path / 'ckpt.pt'}", f"--data_dir={data_dir}", "--device=cpu"]
         found = evaluate.main(["segment", *base, *flags])
         assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
@@ -146,8 +135,8 @@ def classifier(**fields):
     return ImageClassifier(ImageConfig(**TINY | fields)).eval()
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_every_arch(run, arch):
+@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
+def test_every_kind_of_arch(run, arch):
     found = run(classifier(arch=arch))
     assert len(found["iou_heads"]) == len(found["ap_heads"]) == 2
     assert (found["layer"], found["n"]) == (2, 100) and 0.1 < found["foreground"] < 0.4

@@ -17,7 +17,6 @@ import resource
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import typing
@@ -269,22 +268,6 @@ def test_sigkill_between_the_two_files_of_an_evaluation(vit, tmp_path):
     assert best["step"] == whole["step"] == 5 and same(best["model"], whole["model"])
 
 
-def test_sigkill_before_the_first_checkpoint(script, vit, cache, tmp_path):
-    """A process from the shell, without the fork of the other tests."""
-    out = tmp_path / "out"
-    flags = ["--epochs=1000", f"--out_dir={out}"]
-    process = script("train_vit.py", *SHAPES, f"--data_dir={cache}", "--eval_every=100000", *flags)
-    deadline = time.monotonic() + 300
-    while len(metrics(out)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL and not (out / "ckpt.pt").exists()
-    assert "nothing to resume" in refused(vit(*flags, "--resume"))
-    assert "is not empty" in refused(vit(*flags))
-    assert metrics(out)                                 # neither deleted anything
-
-
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A power cut, which no test can send: the order of the calls that make a rename safe."""
     calls, real = [], (os.fsync, os.replace)
@@ -305,20 +288,6 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
     tmp, size = f"{path}.tmp", path.stat().st_size
     assert calls[:2] == [(tmp, size), (tmp, str(path), size)]
     assert calls[2][0] == str(tmp_path) and len(calls) == 3
-
-
-def test_resuming_keeps_the_metrics_until_the_new_ones_are_whole(vit, tmp_path):
-    """What a kill, a power cut or garbage left in metrics.jsonl neither stops a run nor stays."""
-    out = tmp_path / "out"
-    flags = ["--epochs=0.5", "--save_every=4", f"--out_dir={out}"]
-    vit(*flags).done()
-    good, torn = (out / "metrics.jsonl").read_bytes(), b'{"step": 9, "spl'
-    for garbage in (b"\0" * 100, b"\xff\xfe{}\n", b"[1]\n7\nnull\n", b'{"step": "x"}\n', torn):
-        (out / "metrics.jsonl").write_bytes(good + garbage)
-        os.replace(out / "ckpt.prev.pt", out / "ckpt.pt")               # of step 8
-        vit(*flags, "--resume").done()
-        assert read_checkpoint(out / "ckpt.pt")["step"] == 10
-        assert [line["step"] for line in metrics(out)] == list(range(1, 11)), garbage
 
 
 # -------------------------------------------------------------------------------------------------
@@ -351,8 +320,7 @@ def test_a_disk_full_for_a_while(vit, tmp_path):
     assert losses(out) == losses(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("fault", ["no room", "/dev/full"])
-def test_a_disk_full_at_the_end(vit, tmp_path, fault):
+def test_a_disk_full_at_the_end(vit, tmp_path):
     """The last chance to save is lost: one line, status 2, and the checkpoint before is where
     --resume continues."""
     out = tmp_path / "out"
@@ -360,10 +328,7 @@ def test_a_disk_full_at_the_end(vit, tmp_path, fault):
     running = vit(*flags)
     running.until((out / "ckpt.pt").exists)
     running.stop()
-    if fault == "no room":
-        running.limit(40_000)
-    else:
-        os.symlink("/dev/full", out / "ckpt.pt.tmp")    # ENOSPC for every write
+    os.symlink("/dev/full", out / "ckpt.pt.tmp")        # ENOSPC for every write
     running.go_on()
     assert f"cannot write {out / 'ckpt.pt'}" in refused(running) and not list(out.glob("*.tmp"))
     assert read_checkpoint(out / "ckpt.pt")["step"] == 100
@@ -371,44 +336,14 @@ def test_a_disk_full_at_the_end(vit, tmp_path, fault):
     assert re.search(r"^step (\d+)/", vit(*flags, "--resume").done(), re.M)[1] == "101"
 
 
-@pytest.mark.parametrize("script, flags", [("train_mae.py", SHAPES), ("train_simdino.py", VIEWS)])
-def test_an_image_that_cannot_be_written(start, cache, tmp_path, script, flags):
+def test_an_image_that_cannot_be_written(start, cache, tmp_path):
     """A folder has its name: a warning, the run goes on."""
     out = tmp_path / "out"
     (out / "step4.png").mkdir(parents=True)
-    stdout = start(script, *flags, f"--data_dir={cache}", "--epochs=0.4", "--eval_every=4",
-                   f"--out_dir={out}", "--overwrite").done()
+    stdout = start("train_mae.py", *SHAPES, f"--data_dir={cache}", "--epochs=0.4",
+                   "--eval_every=4", f"--out_dir={out}", "--overwrite").done()
     assert stdout.count("warning: ") == 1 and "step4.png" in stdout
     assert (out / "step8.png").is_file() and read_checkpoint(out / "ckpt.pt")["step"] == 8
-
-
-def test_a_file_system_that_is_full(trained, tmp_path, cache, full):
-    """A file system of its own with room for one checkpoint and a half. Then room is made."""
-    out, size = tmp_path / "disk", (trained / "ckpt.pt").stat().st_size
-    out.mkdir()
-    mount = ["unshare", "--user", "--map-root-user", "--mount"]
-    trial = [*mount, "mount", "-t", "tmpfs", "none", str(out)]
-    if not full or subprocess.run(trial, capture_output=True).returncode:
-        pytest.skip("needs --full and leave to mount a file system")
-    command = f'mount -t tmpfs -o size={10 * size} none "$1" &&' \
-        f'head -c {int(8.5 * size)} /dev/zero > "$1/filler" && shift && exec "$@"'
-    train = [sys.executable, "train_vit.py", *SHAPES, f"--data_dir={cache}", "--epochs=10",
-             "--save_every=5", "--eval_every=100000", f"--out_dir={out / 'run'}"]
-    process = subprocess.Popen([*mount, "sh", "-c", command, "sh", out, *train], cwd=ROOT,
-                               text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    inside, output = Path("/proc", str(process.pid), "root", *out.parts[1:]), ""
-    try:
-        while output.count("warning: ") < 3:
-            output += process.stdout.readline()
-            assert process.poll() is None, process.stderr.read()
-        assert read_checkpoint(inside / "run" / "ckpt.pt")["step"] == 5
-        (inside / "filler").unlink()
-        rest, stderr = process.communicate(timeout=300)
-        assert process.returncode == 0 and stderr == "" and "\ndone: 200 steps" in rest
-        assert output.count("ckpt.pt: No space left on device") == 3
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_unwritable_places(vit, tmp_path):
@@ -423,58 +358,20 @@ def test_unwritable_places(vit, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_a_folder_whose_name_is_not_unicode(vit, tmp_path):
-    """File names are bytes. The run and the command that resumes it have to name this one."""
-    out = tmp_path / os.fsdecode(b"run\xff")
-    for more in (["--epochs=0.2"], ["--epochs=0.4", "--resume"]):
-        assert "\ndone: " in vit(f"--out_dir={out}", *more).done()
-    assert read_checkpoint(out / "ckpt.pt")["step"] == 8
-    assert "is not empty" in refused(vit(f"--out_dir={out}"))
-
-
-def test_two_runs_in_one_folder(vit, tmp_path):
-    """The second is refused, even with --overwrite or --resume; the first ends as if alone."""
-    flags, out = ["--epochs=10", "--save_every=10"], tmp_path / "out"
-    alone = vit(*flags, f"--out_dir={tmp_path / 'alone'}")
-    first = vit(*flags, f"--out_dir={out}")
-    first.until(lambda: first.steps() > 10)
-    first.stop()                                        # or it might be done before the others came
-    for more in ([], ["--overwrite"], ["--resume"]):
-        second = vit(*flags, f"--out_dir={out}", *more, "--seed=1")
-        assert f"another run is writing to {out}" in refused(second)
-    assert first.process.is_alive()
-    first.go_on()
-    first.done(), alone.done()
-    assert same(weights(out), weights(tmp_path / "alone"))
-    assert [line["step"] for line in metrics(out)] == list(range(1, 201))
-
-
 # -------------------------------------------------------------------------------------------------
 # Damaged files
 # -------------------------------------------------------------------------------------------------
 
-DAMAGE = ("bit", "byte", "bytes", "cut", "swap", "append", "zeros")
+DAMAGE = ("bit", "bytes", "cut", "swap", "append", "zeros")
 
 
 def damaged(whole, kind, draw):
-    bad, at = bytearray(whole), draw.randrange(len(whole))
-    size = min(draw.choice((1, 16, 512, 4096)), len(whole) // 3)
-    if kind == "bit":
-        bad[at] ^= 1 << draw.randrange(8)
-    elif kind == "byte":
-        bad[at] = draw.randrange(256)
-    elif kind == "bytes":
-        bad[at:at + size] = draw.randbytes(size)
-    elif kind == "cut":
-        del bad[at:]
-    elif kind == "swap":
-        a, b = sorted(draw.randrange(len(whole) - size) for _ in range(2))
-        bad[a:a + size], bad[b:b + size] = bad[b:b + size], bad[a:a + size]
-    elif kind == "append":
-        bad += draw.randbytes(size)
-    elif kind == "zeros":
-        bad[at:at + size] = bytes(len(bad[at:at + size]))
-    return bytes(bad)
+    at, size = draw.randrange(len(whole)), draw.choice((1, 16, 512, 4096))
+    front, back = whole[:at], whole[at + size:]
+    flipped = bytes([whole[at] ^ 1 << draw.randrange(8)])
+    return dict(bit=front + flipped + whole[at + 1:], bytes=front + draw.randbytes(size) + back,
+                cut=front, swap=whole[at:] + front, append=whole + draw.randbytes(size),
+                zeros=front + bytes(size) + back)[kind]
 
 
 def mutants(whole, n, draw, kinds=DAMAGE):
@@ -495,25 +392,17 @@ def trained(context, cache, tmp_path_factory):
 
 def test_mutated_checkpoints(trained, tmp_path, full):
     path, whole = tmp_path / "ckpt.pt", (trained / "ckpt.pt").read_bytes()
-    draw, loaded = random.Random(0), 0
     ends = []
     # bits of the seal: each, or one a byte
     for place in range(8 * (len(whole) - 100), 8 * len(whole), 1 if full else 9):
         bad = bytearray(whole)
         bad[place // 8] ^= 1 << place % 8
         ends.append(("end", bytes(bad)))
-    for kind, bad in [*mutants(whole, 200, draw), *ends]:
+    for kind, bad in [*mutants(whole, 200, random.Random(0)), *ends]:
         path.write_bytes(bad)
         with pytest.raises(common.UserError) as error:
             read_checkpoint(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value), kind
-    for _, bad in mutants(whole, 200, draw, ["bit"]):               # what the seal is for
-        path.write_bytes(bad)
-        with contextlib.suppress(Exception):
-            torch.load(path, weights_only=True)
-            loaded += 1
-    print(f"of 200 files with one bit flipped torch.load accepts {loaded}, read_checkpoint none")
-    assert loaded > 100
 
 
 def test_resuming_and_reading_a_damaged_checkpoint(start, vit, trained, cache, tmp_path, full):
@@ -580,7 +469,7 @@ def test_no_file_runs_code(start, vit, trained, cache, tmp_path, full):
 
 
 def check_images(folder):
-    data = images.load("shapes", folder, allow_prepare=False)
+    data = images.load("shapes", folder)
     for split, n in (("train", 400), ("val", 100)):
         pixels, labels = getattr(data, f"{split}_images"), getattr(data, f"{split}_labels")
         assert pixels.shape == (n, 32, 32, 3) and pixels.dtype == np.uint8
@@ -588,7 +477,7 @@ def check_images(folder):
 
 
 def check_text(folder):
-    data = text.load("pydoc", folder, allow_prepare=False)
+    data = text.load("pydoc", folder)
     for split in (data.train, data.val):
         assert split.dtype == np.uint16 and split.max() < data.tokenizer.n_vocab == 97
 
@@ -602,14 +491,16 @@ def same_json(a, b):
 
 def test_mutated_data(cache, text_cache, tmp_path):
     """Every load refuses in one line or gives data that passes its checks; --verify sees every
-    change."""
+    change. Half of the damage is in a file's first 128 bytes, where an array has its header."""
     draw, refusals, accepted = random.Random(0), 0, 0
     for name, source, check in (("shapes", cache, check_images), ("pydoc", text_cache, check_text)):
         shutil.copytree(source / name, tmp_path / name)
         files = sorted((tmp_path / name).iterdir())
         for number, path in enumerate(files):
             whole, n = path.read_bytes(), 100 // len(files) + (number < 100 % len(files))
-            for kind, bad in mutants(whole, n, draw):
+            heads = mutants(whole[:128], n // 2, draw)
+            heads = [(kind, bad + whole[128:]) for kind, bad in heads]
+            for kind, bad in [*heads, *mutants(whole, n - n // 2, draw)]:
                 path.write_bytes(bad)
                 alike = path.suffix == ".json" and same_json(bad, whole)
                 try:

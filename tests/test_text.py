@@ -29,8 +29,9 @@ def encoding():
 
 
 @pytest.fixture
-def bpe(encoding):
-    return text.GPT2Tokenizer(encoding)
+def bpe(encoding, monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    return text.GPT2Tokenizer()
 
 
 def sentences(n, seed=0):
@@ -71,11 +72,11 @@ def test_round_trips(bpe):
 def test_tokenizers_come_back_from_meta(bpe, encoding):
     for tokenizer in (bpe, text.CharTokenizer("\n abc\"é")):
         meta = {"name": "x", "tokenizer": tokenizer.meta(), "n_vocab": tokenizer.n_vocab}
-        again = text.tokenizer_from_meta(meta, encoding)
+        again = text.tokenizer_from_meta(meta)
         assert again.n_vocab == tokenizer.n_vocab
         assert again.encode("a cab").tolist() == tokenizer.encode("a cab").tolist()
         with pytest.raises(DataError, match="prepared with 7 tokens"):
-            text.tokenizer_from_meta(meta | {"n_vocab": 7}, encoding)
+            text.tokenizer_from_meta(meta | {"n_vocab": 7})
     with pytest.raises(DataError, match="'words'"):
         text.tokenizer_from_meta({"name": "x", "tokenizer": {"kind": "words"}})
 
@@ -114,14 +115,14 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
     (tmp_path / "input.txt").write_text(play)
     left = int(0.9 * len(play))
     text.prepare("shakespeare", tmp_path / "input.txt", tmp_path / "a", bpe)
-    data = text.load("shakespeare", tmp_path / "a", encoding)
+    data = text.load("shakespeare", tmp_path / "a")
     assert data.train.tolist() == encoding.encode_ordinary(play[:left])
     assert data.val.tolist() == encoding.encode_ordinary(play[left:])
 
     parts = zip(("train", "validation", "test"), (play[:700], play[700:1500], play[1500:]))
     for split, part in parts:  # as on the Hub
         parquet(tmp_path / "hub" / split / "0000.parquet", [part])
-    text.prepare("shakespeare", tmp_path / "hub", tmp_path / "b", tokenizer="char")
+    text.prepare("shakespeare_char", tmp_path / "hub", tmp_path / "b")
     chars = text.load("shakespeare_char", tmp_path / "b")
     assert chars.tokenizer.characters == "".join(sorted(set(play[:left])))
     assert chars.tokenizer.decode(chars.train) == play[:left]
@@ -145,7 +146,7 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, encoding, monkeypa
                 (source / split / f"{i:03}.txt").write_text(row)
     monkeypatch.setattr(text._chunks, "__defaults__", (200,))  # so that threads overtake each other
     text.prepare("books", source, tmp_path, bpe, workers=3)
-    data = text.load("books", tmp_path, encoding)
+    data = text.load("books", tmp_path)
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
     assert data.meta["documents"] == {"train": 91, "val": 4}
@@ -169,7 +170,7 @@ def test_validation_documents_are_those_of_train_test_split(tmp_path, bpe, encod
     parquet(tmp_path / "source" / "a.parquet", rows[:60])
     parquet(tmp_path / "source" / "b.parquet", rows[60:])
     text.prepare("mine", tmp_path / "source", tmp_path, bpe)
-    data = text.load("mine", tmp_path, encoding)
+    data = text.load("mine", tmp_path)
     chosen = set(split["test"]["i"])
     assert documents(data.val, bpe) == [row for i, row in enumerate(rows) if i in chosen]
     assert documents(data.train, bpe) == [row for i, row in enumerate(rows) if i not in chosen]
@@ -183,7 +184,7 @@ def test_wikitext_articles(tmp_path, bpe, encoding):
     parquet(tmp_path / "hub" / "test-00000-of-00001.parquet", rows)
     for source in ("wiki.test.tokens", "hub"):
         text.prepare("wikitext", tmp_path / source, tmp_path, bpe, overwrite=True)
-        data = text.load("wikitext", tmp_path, encoding)
+        data = text.load("wikitext", tmp_path)
         assert documents(data.test, bpe) == ["".join(lines[:9]), "".join(lines[9:])]
         assert data.train is None and data.val is None
 
@@ -192,7 +193,7 @@ def test_ptb_sentences(tmp_path, bpe, encoding):
     (tmp_path / "ptb.test.txt").write_text(" the <unk> is N \n in an inn \n")
     parquet(tmp_path / "hub" / "validation" / "0000.parquet", ["an in", "a the"], "sentence")
     text.prepare("ptb", tmp_path, tmp_path / "cache", bpe)
-    data = text.load("ptb", tmp_path / "cache", encoding)
+    data = text.load("ptb", tmp_path / "cache")
     assert documents(data.test, bpe) == ["the <unk> is N", "in an inn"]
     assert documents(data.val, bpe) == ["an in", "a the"]
 
@@ -201,7 +202,7 @@ def test_passages(tmp_path, bpe, encoding):
     rows = sentences(5) + ["odd é"]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     text.prepare("lambada", tmp_path, tmp_path / "cache", bpe)
-    data = text.load("lambada", tmp_path / "cache", encoding)
+    data = text.load("lambada", tmp_path / "cache")
     assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
 
     cbt = {"sentences": [["One .", "Two ."]], "question": ["a XXXXX ran"], "answer": ["cat"],
@@ -211,7 +212,7 @@ def test_passages(tmp_path, bpe, encoding):
         for split in ("validation", "test"):
             pq.write_table(pa.table(cbt), tmp_path / f"cbt/{task}/{split}-00000-of-00001.parquet")
     text.prepare("cbt", tmp_path / "cbt", tmp_path / "cache", bpe)
-    data = text.load("cbt", tmp_path / "cache", encoding)
+    data = text.load("cbt", tmp_path / "cache")
     assert data.passages == [{"task": task, "context": "One . Two .", "question": "a XXXXX ran",
                               "options": ["cat", "dog"], "answer": "cat"} for task in ("CN", "NE")]
     assert documents(data.val, bpe) == ["One . Two . a cat ran"] * 2
@@ -232,23 +233,6 @@ def test_bad_sources_are_one_line(tmp_path, bpe):
                             ("blank.parquet", "has no text")):
         with pytest.raises(DataError, match=message) as error:
             text.prepare("mine", tmp_path / source, tmp_path / "cache", bpe)
-        assert "\n" not in str(error.value)
-
-
-def test_damaged_sets_are_one_line(tmp_path, encoding, bpe):
-    (tmp_path / "input.txt").write_text("the cat\n" * 40)
-
-    def damage(path, edit):
-        text.prepare("shakespeare", tmp_path / "input.txt", tmp_path, bpe, overwrite=True)
-        path = tmp_path / "shakespeare" / path
-        path.write_bytes(edit(path.read_bytes()))
-
-    for path, edit in (("train.bin", lambda b: b[:-2]), ("train.bin", lambda b: b + b"\0"),
-                       ("val.bin", lambda b: b[:-2] + np.uint16(encoding.n_vocab).tobytes()),
-                       ("meta.json", lambda b: b.replace(b'"gpt2"', b'"char"'))):
-        damage(path, edit)
-        with pytest.raises(DataError, match="prepare.py shakespeare .*--overwrite") as error:
-            text.load("shakespeare", tmp_path, encoding)
         assert "\n" not in str(error.value)
 
 
@@ -285,9 +269,9 @@ def test_batches_reach_both_ends():
         text.eval_windows(100, 8, 9)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 9, 10, 16, 17, 33, 100])
-@pytest.mark.parametrize("stride", [None, 1, 3, 8])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("n", [2, 8, 9, 17, 100])
+@pytest.mark.parametrize("stride", [None, 1, 3])
+@pytest.mark.parametrize("world", [1, 3])
 def test_each_target_is_counted_once(n, stride, world):
     tokens, counted, n_batches = np.arange(n, dtype=np.uint16), [], set()
     for rank in range(world):
@@ -369,7 +353,7 @@ def test_listops_values():
 def test_grey_pixels_are_pillows():
     pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
     grey = text.grey_pixels(pictures)
-    assert grey.shape == (5, 1024) and grey.dtype == np.int64
+    assert grey.shape == (5, 1024) and grey.dtype == np.uint8
     for picture, row in zip(pictures, grey):
         expected = np.asarray(Image.fromarray(picture).convert("L"))
         assert np.array_equal(row.reshape(32, 32), expected)

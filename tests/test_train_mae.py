@@ -48,6 +48,12 @@ def test_validation_is_the_loss_of_every_image_once(setup):
             total += model(x[i:i + 1], noise[i:i + 1]).item()
     assert found["n"] == 100 and found["loss"] == pytest.approx(total / 100, abs=1e-5)
 
+    parts, processes.world = [], 3
+    processes.sum = lambda part: parts.append(part.clone()) or part
+    for processes.rank in range(3):
+        train_mae.validate(model, val, data, c, processes, batch_size=30)
+    assert sum(parts).tolist() == pytest.approx([total, 100], abs=1e-3)
+
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, normalize):
