@@ -39,8 +39,12 @@ def weights(path):
     for part, state in content["extra"].items():
         state = state if isinstance(state, dict) else {"": state}
         found |= {f"{part}.{name}": tensor for name, tensor in state.items()}
-    for number, state in content["optimizer"].get("state", {}).items():
-        found |= {f"optimizer.{number}.{name}": torch.as_tensor(t) for name, t in state.items()}
+    optimizer = content["optimizer"]
+    parts = optimizer if "muon" in optimizer else {"": optimizer}
+    for part, state_dict in parts.items():
+        for number, state in state_dict.get("state", {}).items():
+            tensors = {name: torch.as_tensor(t) for name, t in state.items()}
+            found |= {f"optimizer.{part}{number}.{name}": t for name, t in tensors.items()}
     return found
 
 

@@ -29,7 +29,8 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
     "mae-before": ("train_mae", "--epochs=0.5", "--accumulate=2", "--mask_tokens=before"),
     "mae-after": ("train_mae", "--epochs=0.5", "--accumulate=2", "--mask_tokens=after"),
     "simdino": (*SIMDINO, "--method=simdino"), "dino": (*SIMDINO, "--method=dino"),
-    "gpt": (*GPT, "--arch=crate-alpha"),
+    "gpt": (*GPT, "--arch=crate-alpha", "--optimizer=adamw", "--lr=1e-3"),
+    "gpt-muon": (*GPT, "--optimizer=muon", "--lr=1e-2"),
     "bert": (*GPT, "--objective=masked", "--arch=transformer"),
 }
 LONG = ["--batch_size=10", "--epochs=1.9", "--save_every=30", "--eval_every=1000", "--dropout=0.1",
@@ -109,7 +110,7 @@ def test_both_agents_end_well_and_one_process_writes(runs):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_are_one(runs, name):
     one, two = runs[0] / "one" / name, runs[0] / "rank0" / name
-    steps = {"vit": 20, "gpt": 12, "bert": 12}.get(name, 10)
+    steps = {"vit": 20, "gpt": 12, "gpt-muon": 12, "bert": 12}.get(name, 10)
     assert [line["step"] for line in metrics(one)] == list(range(1, steps + 1))
     for a, b in zip(metrics(one), metrics(two), strict=True):
         # AdamW makes much of a rounding error where a gradient is almost 0
@@ -126,7 +127,7 @@ def test_two_processes_are_one(runs, name):
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_evaluate_every_sample_once(runs, name):
     one, two = (metrics(runs[0] / folder / name, "val") for folder in ("one", "rank0"))
-    assert len(one) == (3 if name in ("gpt", "bert") else 1)
+    assert len(one) == (3 if name in ("gpt", "gpt-muon", "bert") else 1)
     # an image or a token may be a close call; DINO's neighbours are found among 101
     acc = 0.03 if "dino" in name else 2e-3 if name == "bert" else 0.011
     near = dict(loss=1e-4 if name == "vit" else 1e-5, ppl=1e-3, acc=acc, plain=0.03)
@@ -136,7 +137,7 @@ def test_two_processes_evaluate_every_sample_once(runs, name):
             assert a[key] == pytest.approx(b[key], abs=near.get(key, 0)), key
     if name == "vit" or "mae" in name:
         assert one[-1]["n"] == 101
-    if name == "gpt":
+    if name in ("gpt", "gpt-muon"):
         assert one[0]["n"] == 7 * 16 and one[-1]["n"] > 100 * 16
 
 

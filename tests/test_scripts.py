@@ -90,7 +90,8 @@ def test_same_seed_same_run(train, tmp_path, script):
 
 
 RESUMED = {
-    "vit-lion": (train_vit, *KEEP_ALL), "vit-adamw": (train_vit, "--save_every=3"),
+    "vit-lion": (train_vit, *KEEP_ALL),
+    "vit-adamw": (train_vit, "--save_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
     "mae-before": (train_mae, "--accumulate=2", "--clip=1"),
     "mae-after": (train_mae, "--mask_tokens=after", "--normalize_targets=true"),
