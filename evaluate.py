@@ -208,7 +208,7 @@ class Probe(EncoderFlags):
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on",
                               choices=tuple(images.SETS))
     features: str | None = option(
-        None, "class token, mean of the patch tokens, both, or the pixels; auto is what its head reads",
+        None, "class token, mean of the patch tokens, both, or the pixels; auto is what the head reads",
         choices=("class", "mean", "both", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
     temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
@@ -397,7 +397,7 @@ class Segment(EncoderFlags):
     """How well an encoder's attention, and MaskCut on its features, find `shapes`' objects."""
     split: str = option("val", "which part", choices=("train", "val"))
     layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
-    query: str | None = option(None, "the map: attention of the class token, or mean of the patches'; "
+    query: str | None = option(None, "map: attention of the class token, or mean of the patches'; "
                                "auto is what its head reads", choices=("class", "mean"))
     features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
                            choices=("keys", "output", "pixels"))

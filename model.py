@@ -219,9 +219,9 @@ class Attention(nn.Module):
     """What MSSA, MHSA and TSSA share. K heads of dimension p; w (B, K, n, p) are a head's tokens.
 
     Each answers: build(config, causal, context), bases() U_k or what stands for them, values(Z) the
-    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n), and
-    forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of sequences
-    whose past is in the state."""
+    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n),
+    and forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
+    sequences whose past is in the state."""
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()

@@ -113,15 +113,18 @@ def test_two_processes_are_one(runs, name):
     steps = {"vit": 20, "gpt": 12, "gpt-muon": 12, "bert": 12}.get(name, 10)
     assert [line["step"] for line in metrics(one)] == list(range(1, steps + 1))
     for a, b in zip(metrics(one), metrics(two), strict=True):
-        # AdamW makes much of a rounding error where a gradient is almost 0
-        near = 1e-5 if a["step"] <= 3 or "dino" not in name else 1e-4
+        # AdamW makes much of a rounding error where a gradient is almost 0, and so does Muon's
+        # Newton-Schulz, in bfloat16
+        sensitive = "dino" in name or "muon" in name
+        near = 1e-4 if sensitive and a["step"] > 3 else 1e-5
         assert a.keys() == b.keys()
         for key in a.keys() - {"split"}:
             rel = 1e-4 if key in ("coding_rate", "effective_rank") else 0
             assert a[key] == pytest.approx(b[key], abs=near, rel=rel), (key, a["step"])
     a, b = weights(one), weights(two)
-    names = [name for name in a if not name.startswith("optimizer.")]
-    assert a.keys() == b.keys() and max((a[k] - b[k]).abs().max() for k in names) < 5e-4
+    names = [key for key in a if not key.startswith("optimizer.")]
+    far = max((a[key] - b[key]).abs().max() for key in names)
+    assert a.keys() == b.keys() and far < (5e-3 if name == "gpt-muon" else 5e-4)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -130,7 +133,8 @@ def test_two_processes_evaluate_every_sample_once(runs, name):
     assert len(one) == (3 if name in ("gpt", "gpt-muon", "bert") else 1)
     # an image or a token may be a close call; DINO's neighbours are found among 101
     acc = 0.03 if "dino" in name else 2e-3 if name == "bert" else 0.011
-    near = dict(loss=1e-4 if name == "vit" else 1e-5, ppl=1e-3, acc=acc, plain=0.03)
+    loss = 1e-4 if name in ("vit", "gpt-muon") else 1e-5
+    near = dict(loss=loss, ppl=1e-2 if name == "gpt-muon" else 1e-3, acc=acc, plain=0.03)
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
         for key in a.keys() - {"split"}:
