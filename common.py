@@ -418,7 +418,7 @@ def device_name(device):
 
 
 # Dense bf16 FLOP/s of the data sheets, without sparsity
-_PEAK = dict(H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12, V100=125e12)
+_PEAK = dict(H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
 _PEAK |= {"4090": 165e12, "3090": 71e12}
 
 
@@ -527,7 +527,7 @@ class MuonAdamW:
 
 
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
-_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings and heads
+_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings, classifiers
 
 
 def make_optimizer(model, name, lr, weight_decay, betas):

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 
 
 class ConfigError(ValueError):
-    """A model that cannot be built, in one line."""
+    """A model that cannot be built; the message is one line."""
     exit_status = 2         # common.cli reports it in one line instead of a traceback
 
 
@@ -46,10 +46,10 @@ class ConfigError(ValueError):
 # Objective
 #
 # eps is the distortion up to which tokens are coded. [N], [J] and [S] give no value for the
-# objective. 0.5 is our choice: half the norm of a token of norm 1; tokens behind a LayerNorm have
-# norm sqrt(d), far above it. A direction costs log 2 / 2 nats where the tokens' energy equals the
-# distortion, and much less below. Rates compare only at equal eps: the released measurement of
-# [N] Fig. 3 has 0.1 (tokens of norm 1), SimDINO sqrt(0.05).
+# objective. 0.5 is our choice: half of a unit token's norm; tokens behind a LayerNorm have norm
+# sqrt(d), far above it. A direction costs log 2 / 2 nats where its mean square equals eps^2 / d,
+# and much less below. Rates compare only at equal eps: the released measurement of [N] Fig. 3 has
+# 0.1 (each head's vectors of norm 1), SimDINO sqrt(0.05).
 # -------------------------------------------------------------------------------------------------
 
 def _exact(*tensors):
@@ -80,7 +80,8 @@ def _half_logdet(Z, a):
 def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
 
-    The nats needed to code the n tokens of Z (..., n, d) up to a distortion eps. Returns (...)."""
+    The rate, in nats a token, of coding the tokens Z (..., n, d) up to a distortion eps. Returns
+    (...)."""
     Z, = _exact(Z)
     n, d = Z.shape[-2:]
     return _half_logdet(Z, d / (n * eps ** 2))
@@ -194,8 +195,9 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     with W:     W stack_k SSA(Z | U_k) + bias, as implemented            [J] Eq. (37), [N] Eq. (115)
 
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
-    [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in the papers, p^-1/2 in the
-    released code. The module MSSA follows that code, so it equals this with scale=p**-0.5."""
+    [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in [N], [J] and [S], p^-1/2
+    in [B] Eq. (7.2.16), (7.3.5) and the released code. The module MSSA follows the latter, so it
+    equals this function with scale=p**-0.5."""
     w = _project(Z, U)                                                  # (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
@@ -205,7 +207,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 
 def saliency(attention, query="class"):
-    """What an attention map (B, K, 1 + n, 1 + n) says of each patch, [B] Eq. (7.2.41): (B, K, n).
+    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, [B] (7.2.41): (B, K,
+    n).
 
     query="class": the row of the class token, without itself. query="mean": the mean of the
     patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows but
@@ -501,7 +504,7 @@ class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
-    step. In a causal model n is the context, whatever number of tokens has been read so far."""
+    step. In a text model n is the context, whatever number of tokens has been read so far."""
     residual = False
 
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
@@ -1046,11 +1049,11 @@ class DecoderLayer(nn.Module):
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
-    Sparsification first, since it came last, and the sign of the compression reversed: D~ takes the
-    place of the inverse of ISTA (on codes >= 0 with orthogonal D and eta = 1 it is exact at lambda
-    = 0, at most lambda sqrt(nnz) off otherwise), and I - MSSA that of I + MSSA, up to second order
-    in MSSA. What LN divides out and ReLU cuts off has to be learned. D~ is a plain d x d map
-    without bias or residual."""
+    Sparsification first, since it came last, and the sign of the compression reversed. D~ takes the
+    place of the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and eta = 1, D undoes ISTA
+    exactly at lambda = 0, and up to lambda sqrt(nnz) a token otherwise. I - MSSA is the inverse of
+    I + MSSA up to second order in MSSA. What LN divides out and ReLU cuts off has to be learned.
+    D~ is a plain d x d map without bias or residual."""
 
     def __init__(self, config):
         super().__init__()
@@ -1080,9 +1083,9 @@ class MaskedAutoencoder(nn.Module):
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
     hide, and returns the mean squared error on those. With mask_tokens="before" a mask token (zero
-    in [B]) takes their place before the encoder, which so sees all 1 + n tokens, and positions are
-    added once (released CRATE-MAE; in [B] Eq. (7.6.6) the decoder removes them). With "after" the
-    encoder sees the visible ones only."""
+    in [B]) takes their place before the encoder, which therefore sees all 1 + n tokens, and
+    positions are added once (released CRATE-MAE; in [B] Eq. (7.6.6) the decoder removes them). With
+    "after" the encoder sees the visible ones only."""
 
     def __init__(self, config):
         super().__init__()

@@ -6,7 +6,7 @@ Self-supervised learning with SimDINO, and with the DINO that it simplifies.
     torchrun --standalone --nproc_per_node=8 train_simdino.py    ImageNet, the setting of [B] 7.2
 
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
-moving average) the two large ones, and the features of all views shall agree. Constant features
+moving average) the two large ones, and the features of all views should agree. Constant features
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
 by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
 knn or linear, fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt. """
@@ -53,7 +53,7 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     teacher_temp: float = option(0.07, "DINO: reached linearly from warmup_temp", above=0)
     warmup_temp: float = option(0.04, "DINO: the teacher's temperature at first", above=0)
     warmup_temp_epochs: float = option(30, "DINO: until it is teacher_temp", low=0)
-    freeze_epochs: float = option(1, "DINO: epochs in which the prototypes stay as drawn", low=0)
+    freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
     center_momentum: float = option(0.9, "DINO: of the centre of the teacher's logits", low=0,
                                     high=1)
     # optimization
