@@ -281,6 +281,7 @@ def saver(run, content):
     content() returns {model, model_config, data_meta, optimizer, extra}. A failed write keeps the
     previous checkpoint: a warning in mid-run, an error where it was the last chance."""
     def save(best=False):
+        """Writes the checkpoint of the step just done."""
         run.mean_loss()             # Diverged: a checkpoint of NaN would replace a good one
         flags = dict(preset=run.preset) | vars(run.config)
         full = dict(task=run.task, step=run.step, best=run.best, run_config=flags) | content()
