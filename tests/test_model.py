@@ -255,6 +255,22 @@ def test_mssa_module(output, causal):
                 torch.autograd.grad((literal * probe).sum(), (Z, op.U.weight)))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_in_bfloat16_on_the_cpu(causal):
+    """Attention is computed in float32 there: only the tokens and the result are rounded."""
+    rough = torch.randn(2, 3, 20, 8).bfloat16().requires_grad_()
+    w, probe = rough.detach().double().requires_grad_(), torch.randn(2, 20, 24)
+    op = MSSA(24, 3, causal=causal)
+    with torch.autocast("cpu", torch.bfloat16):
+        fast = op.attend(rough, rough, rough)
+    literal = model.attention_map(w, w, op.scale, causal) @ w
+    literal = literal.transpose(1, 2).flatten(-2)
+    assert (fast != literal.bfloat16()).float().mean() < 0.01        # a tie may round either way
+    for out in (fast, literal):
+        (out * probe).sum().backward()
+    assert (rough.grad - w.grad).norm() < 2 ** -8 * w.grad.norm()
+
+
 def test_mssa_with_one_head_of_full_width_has_no_W():
     op, Z = MSSA(8, 1), torch.randn(1, 5, 8)
     assert [name for name, _ in op.named_parameters()] == ["U.weight"]
