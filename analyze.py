@@ -47,7 +47,7 @@ class Output:
 @dataclass(kw_only=True)
 class OneModel(Output):
     """The flags of every command that opens a checkpoint."""
-    ckpt: str | None = option(None, "a checkpoint, ours or a published one")
+    ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     random: bool = option(False, "the checkpoint's model at random initialization instead")

@@ -13,6 +13,7 @@ Speed and memory, side by side: the fast paths, the literal forms they replace, 
     python bench.py longrange   ToST, CRATE, transformer at equal parameters on long sequences
     python bench.py data        what it costs to feed each script, against one item at a time
     python bench.py loop        each script's own steps against bare forward, backward, optimizer
+    python bench.py optimizer   AdamW, Lion and Muon: the update alone, its share of a step
     python bench.py scale       the papers' settings on 1, 8, 64 GPUs, computed; --check measures
 
 All variants of a table run in one process, in turn, so that a disturbance meets all of them; times
@@ -838,6 +839,42 @@ def bench_loop(t, c):
 
 
 # -------------------------------------------------------------------------------------------------
+# Optimizers
+# -------------------------------------------------------------------------------------------------
+
+def optimizer_models(cuda):
+    """{title: (model, batch)} whose updates are timed; on CUDA the papers' Base sizes too."""
+    small = preset(train_gpt, "pydoc")
+    fields = common.set_fields(ImageConfig, preset(train_vit, "cifar10-small"), classes=10)
+    found = {"cifar10-small preset, batch 128": (ImageClassifier(ImageConfig(**fields)), 128),
+             "pydoc preset, 32 x 128": (LanguageModel(text_config(None, **common.set_fields(
+                 TextConfig, small, vocab_size=96))), small.batch_size)}
+    if cuda:
+        found["CRATE-Base, 224 px, batch 64"] = (ImageClassifier(image_config("base")), 64)
+        found["causal CRATE-Base, 16 x 1024"] = (LanguageModel(text_config("base")), 16)
+    return found
+
+
+def bench_optimizer(t, c):
+    """Forward and backward, then the update alone with each optimizer, on the same gradients.
+
+    Muon's cost is its five Newton-Schulz steps, about 30 d^3 multiply-adds for a d x d matrix,
+    whatever the batch: its share falls as the batch grows."""
+    for title, (model, batch) in optimizer_models(t.cuda).items():
+        variants = {"forward and backward": training_step(t, model, batch, optimize=False)}
+        for name in ("adamw", "lion", "muon"):
+            trained = copy.deepcopy(model)
+            loss_of(batch_for(trained.config, 2, t.device), trained).backward()
+            optimizer = common.make_optimizer(trained, name, 1e-6, 0.1, (0.9, 0.95))
+            variants[name] = optimizer.step
+        times = t.seconds(variants)
+        rest = times.pop("forward and backward")
+        t.add(title, "forward and backward", ms=1e3 * rest)
+        for name, seconds in times.items():
+            t.add(title, name, ms=1e3 * seconds, share=seconds / (rest + seconds))
+
+
+# -------------------------------------------------------------------------------------------------
 # Scale: steps on many GPUs, computed
 # -------------------------------------------------------------------------------------------------
 
@@ -1040,6 +1077,7 @@ COMMANDS = dict(
                       weight_decay=0.05, seed=0, compile=None),
     data=command(bench_data, repeats=9, pictures=1024, workers=2),
     loop=command(bench_loop, repeats=3, steps=20, compile=None),
+    optimizer=command(bench_optimizer, repeats=9),
     scale=command(bench_scale, repeats=5, peak=989.0, mfu=0.4, nvlink=450.0, network=50.0,
                   link_share=0.8, bucket=25.0, check=False))
 

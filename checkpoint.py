@@ -1,6 +1,9 @@
 """
 Checkpoints: files that show damage, one `load_model` for every task, saving and resuming a run.
 
+    python checkpoint.py out/gpt-pydoc/best.pt mine     writes data/pretrained/mine.pt, weights in
+                                                        float16; it opens as --ckpt=pretrained:mine
+
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
 optimizer, extra}. `model` is what one evaluates (averaged weights, SimDINO's teacher);
 extra["student"] holds the weights being trained where they differ. An image encoder is always
@@ -21,11 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import common
 from common import UserError, derive_seed, option
 from model import (ARCHS, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
                    MAEConfig, MaskedAutoencoder, TextConfig, make_config)
 
 FORMAT = "crate-2"
+PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
 # task -> (model, its config). SimDINO's checkpoint is read as the teacher's encoder: its projector
 # serves training only.
@@ -112,7 +117,7 @@ def read_sealed(path):
     """(content of a torch file, whether it has a seal), the seal checked, loaded as weights only.
 
     Raises UserError, one line, for a file that is missing, torn, altered, or would run code."""
-    path = Path(path)
+    path = find(path)
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -143,6 +148,17 @@ def read_sealed(path):
 
 _SCHEMA = dict(task=str, model=dict, model_config=dict, data_meta=dict, run_config=dict, step=int,
                optimizer=dict, extra=dict)
+
+
+def find(path):
+    """The file of `path`: that of data/pretrained/ for pretrained:NAME, else `path` itself."""
+    kind, _, name = str(path).partition(":")
+    if kind != "pretrained":
+        return Path(path)
+    names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
+    if name not in names:
+        raise UserError(f"no pretrained model {name!r}; there are {', '.join(names)}")
+    return PRETRAINED / f"{name}.pt"
 
 
 def read_checkpoint(path, task=None):
@@ -231,6 +247,17 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
     return Loaded(task, model, encoder, meta, content)
+
+
+def publish(path, name):
+    """Writes data/pretrained/NAME.pt: what load_model needs of a checkpoint, weights in float16."""
+    content = read_checkpoint(path)
+    weights = {key: tensor.half() for key, tensor in content["model"].items()
+               if content["task"] != "simdino" or key.startswith("encoder.")}
+    flags = {key: value for key, value in content["run_config"].items()
+             if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
+    kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
+    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept)
 
 
 def initial_model(content):
@@ -518,3 +545,18 @@ def _official(task):
 # attached here, since model.py knows nothing of published files
 ImageClassifier.from_official = _official("vit")
 MaskedAutoencoder.from_official = _official("mae")
+
+
+# -------------------------------------------------------------------------------------------------
+# The command
+# -------------------------------------------------------------------------------------------------
+
+def main(argv):
+    """The command of the module's header."""
+    if len(argv) != 2:
+        raise UserError("usage: python checkpoint.py CHECKPOINT NAME")
+    publish(*argv)
+
+
+if __name__ == "__main__":
+    common.cli(main)

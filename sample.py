@@ -26,7 +26,7 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 @dataclass(kw_only=True)
 class Sample(DeviceFlags):
     """Flags of this script."""
-    ckpt: str | None = option(None, "a checkpoint of train_gpt.py")
+    ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
     prompt: str = option("", "the beginning; - reads stdin, empty is a new document")
     prompt_file: str | None = option(None, "a file with the beginning")
     fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")

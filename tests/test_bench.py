@@ -203,6 +203,33 @@ def test_loop_reads_the_scripts_own_rate(run, monkeypatch):
 
 
 # -------------------------------------------------------------------------------------------------
+# Optimizers
+# -------------------------------------------------------------------------------------------------
+
+def test_optimizer_shares(run, monkeypatch):
+    """Every update takes 10 ms on a clock that stands still otherwise, forward and backward 30."""
+    now, models = [0.0], {"a": (ImageClassifier(ImageConfig(**IMAGE)), 2),
+                          "b": (LanguageModel(TextConfig(**TEXT)), 2)}
+    wait = lambda s, f: lambda *a, **k: (f(*a, **k), now.__setitem__(0, now[0] + s))[0]
+    make = common.make_optimizer
+
+    def slow(*arguments):
+        optimizer = make(*arguments)
+        optimizer.step = wait(0.01, optimizer.step)
+        return optimizer
+    monkeypatch.setattr(common, "make_optimizer", slow)
+    monkeypatch.setattr(bench, "training_step", wait(0, lambda *a, **k: wait(0.03, lambda: None)))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(bench, "optimizer_models", lambda cuda: models)
+    lines = run("optimizer", "--repeats=2")
+    assert [line["row"] for line in lines] == ["a"] * 4 + ["b"] * 4
+    for line in lines:
+        bare = line["variant"] == "forward and backward"
+        assert line["ms"] == pytest.approx(30 if bare else 10)
+        assert bare or line["share"] == pytest.approx(0.25)
+
+
+# -------------------------------------------------------------------------------------------------
 # Scale
 # -------------------------------------------------------------------------------------------------
 

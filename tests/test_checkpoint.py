@@ -171,6 +171,34 @@ def test_the_same_loader_reads_published_files(tmp_path, kind, task):
         checkpoint.load_model(path)
 
 
+@pytest.mark.parametrize("task", ["vit", "mae", "simdino", "gpt"])
+def test_published_in_this_repository(tmp_path, monkeypatch, task):
+    """pretrained:NAME is the model with its weights rounded to float16, and no more than it needs:
+    no optimizer, no projector, no folder of the machine that trained it."""
+    monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path)
+    flags = dict(seed=7, data_dir="/home/me/data", out_dir="/home/me/out")
+    trained = content(task, run_config=flags, optimizer=dict(state={}), extra=dict(student={}))
+    checkpoint.write_checkpoint(tmp_path / "whole.pt", trained)
+    checkpoint.main([str(tmp_path / "whole.pt"), "small"])
+
+    loaded = checkpoint.load_model("pretrained:small", (task,))
+    whole = checkpoint.load_model(tmp_path / "whole.pt").model
+    assert same(loaded.model.state_dict(),
+                {name: tensor.half().float() for name, tensor in whole.state_dict().items()})
+    kept = {key for key in trained["model"] if task != "simdino" or key.startswith("encoder.")}
+    assert set(loaded.content["model"]) == kept
+    assert loaded.content["run_config"] == dict(seed=7)
+    assert loaded.content["optimizer"] == loaded.content["extra"] == {}
+
+
+def test_an_unknown_published_model_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path)
+    checkpoint.write_checkpoint(tmp_path / "mine.pt", content())
+    for name in ("yours", "", "../mine", "mine.pt"):
+        with pytest.raises(UserError, match=r"no pretrained model '.*'; there are mine$"):
+            checkpoint.load_model(f"pretrained:{name}")
+
+
 # -------------------------------------------------------------------------------------------------
 # Saving and resuming
 # -------------------------------------------------------------------------------------------------
