@@ -11,7 +11,7 @@ Looks inside the layers of trained checkpoints, and tests arguments of the paper
     correlation --runs=out/grid            generalization gap against complexity   [S] Table 1
 
 `python analyze.py COMMAND` prints a table; --json=FILE also writes the numbers. Figures go to
---out: heat maps as PNG, curves as PNG and PDF if matplotlib is installed.
+--out, as PNG.
 """
 import contextlib
 import itertools
@@ -28,6 +28,7 @@ from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 import common
+import plot
 from checkpoint import initial_model, load_model, read_checkpoint
 from common import DeviceFlags, RunFlags, UserError, derive_seed, needed, option
 from data import augment, images
@@ -79,28 +80,9 @@ def print_table(rows):
 
 
 def figure(c, *panels):
-    """A row of panels as PNG and PDF, if matplotlib is there.
-
-    A panel is (curves, settings of its axes), a curve (name, xs, ys) or (name, xs, ys, options of
-    plot); its option `band` is the half-width of a band around it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no figure without matplotlib: pip install matplotlib")
-        return
-    sheet = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
-    for axes, (curves, settings) in zip(sheet.subplots(1, len(panels), squeeze=False)[0], panels):
-        for name, xs, ys, *options in curves:
-            options = dict(*options)
-            band = options.pop("band", None)
-            axes.plot(xs, ys, label=name, **options)
-            if band is not None:
-                axes.fill_between(xs, ys - band, ys + band, color=options["color"], alpha=0.15)
-        axes.set(**settings)
-        axes.legend(fontsize="small")
-    for suffix in (".png", ".pdf"):
-        sheet.savefig(c.out + suffix, dpi=120)
-    print(f"wrote {c.out}.png and .pdf")
+    """Line charts side by side, as plot.py describes them."""
+    plot.write(c.out + ".png", *panels)
+    print(f"wrote {c.out}.png")
 
 
 def write_heat(c, maps, enlarge):
@@ -198,9 +180,9 @@ def pass_samples(loaded, c, split):
 # -------------------------------------------------------------------------------------------------
 
 CONVENTIONS = {
-    "released": r"$R^c$ of the normalized $U^* LN(Z^l)$",
-    "caption": r"$R^c(Z^{l+1/2})$",
-    "output": r"$R^c(Z^{l+1})$",
+    "released": "R^c of the normalized U^* LN(Z^l)",
+    "caption": "R^c(Z^(l+1/2))",
+    "output": "R^c(Z^(l+1))",
 }
 
 
@@ -294,7 +276,7 @@ def layers(c):
         measure = sum(encoder) / len(encoder)
         runs.append(dict(ckpt=path, untrained=untrained, split=split, srr_measure=measure,
                          layers=table))
-        convention = CONVENTIONS[c.convention].replace("$", "")
+        convention = CONVENTIONS[c.convention]
         print(f"{path}{', untrained' * untrained}, {split}: {convention}, eps {c.eps:g}")
         print_table(table)
         print(f"SRR measure, the mean of srr over layers ([S]; lower is better): {measure:.3f}")
@@ -305,24 +287,24 @@ def layers(c):
 def layer_panels(runs, c):
     """R^c, R, nonzeros and SRR over the layers; bands are one deviation over samples."""
     names = {
-        "rate_of_subspaces": f"{CONVENTIONS[c.convention]}, $\\epsilon$ = {c.eps:g}",
-        "rate": f"$R(Z^{{l+1}})$, $\\epsilon$ = {c.eps:g}",
-        "nonzeros": "nonzeros of $Z^{l+1}$ (fraction)",
-        "srr": f"SRR: {c.lambd:g} $||Z^{{l+1}}||_0 + R^c(Z^{{l+1}}) - R(Z^{{l+1}})$",
+        "rate_of_subspaces": f"{CONVENTIONS[c.convention]}, eps {c.eps:g}",
+        "rate": f"R(Z^(l+1)), eps {c.eps:g}",
+        "nonzeros": "nonzeros of Z^(l+1), fraction",
+        "srr": f"SRR: {c.lambd:g} |Z|_0 + R^c(Z) - R(Z) of Z^(l+1)",
     }
-    for key, ylabel in names.items():
+    for key, name in names.items():
         curves = []
         for i, run in enumerate(runs):
             columns = {name: np.array([row[name] for row in run["layers"]])
                        for name in run["layers"][0]}
-            x, color = columns["layer"], f"C{i % 10}"
+            x = columns["layer"]
             title = "/".join(Path(run["ckpt"]).parts[-2:]) + ", untrained" * run["untrained"]
-            line = dict(color=color, marker="o", band=columns[f"{key}_std"])
+            line = dict(color=i, marker=True, band=columns[f"{key}_std"])
             curves.append((f"{title}, {run['split']}", x, columns[key], line))
             if key == "nonzeros" and "code_nonzeros" in columns:
-                dashed = dict(color=color, marker="s", linestyle="--")
+                dashed = dict(color=i, marker=True, dashes=True)
                 curves.append(("of ODL's code", x, columns["code_nonzeros"], dashed))
-        yield curves, dict(xlabel="layer $l$", ylabel=ylabel)
+        yield curves, dict(xlabel="layer l", title=name)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -576,14 +558,14 @@ def toy_panels(small, large):
     """R^c over the iterations on small and on large tokens, and the Taylor terms on the small."""
     steps = range(len(small["rates"]["mssa"]))
     for panel in (small, large):
-        title = f"$\\beta ||U_k^* Z||^2$ = {panel['validity']:.3g} at the start"
+        title = f"R^c(Z | U); beta |U_k^* Z|^2 = {panel['validity']:.3g} at the start"
         yield ([(name, steps, curve) for name, curve in panel["rates"].items()],
                dict(title=title, ylim=(0, 1.2 * max(panel["rates"]["mssa"])),
-                    xlabel="iteration", ylabel="$R^c(Z | U)$"))
-    curves = {"$R^c$": small["rates"]["mssa"]} | small["terms"]
+                    xlabel="iteration"))
+    curves = {"R^c": small["rates"]["mssa"]} | small["terms"]
     curves["first - second"] = np.subtract(*small["terms"].values())
     yield ([(name, steps, curve) for name, curve in curves.items()],
-           dict(xlabel="iteration of the MSSA update", ylabel="nats"))
+           dict(xlabel="iteration of the MSSA update", title="nats"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -696,20 +678,18 @@ def denoise_panels(levels):
         for method in dict.fromkeys(row["method"] for row in levels):
             rows = [row for row in levels if row["method"] == method]
             curves.append((method, [row["sigma"] for row in rows],
-                           [max(row[key], 1e-8) for row in rows], dict(marker="o")))
-        yield curves, dict(xscale="log", yscale="log", xlabel=r"$\sigma$",
-                           ylabel=f"squared distance to the {target}")
+                           [max(row[key], 1e-8) for row in rows], dict(marker=True)))
+        yield curves, dict(log=True, xlabel="sigma", title=f"squared distance to the {target}")
 
     generator = torch.Generator().manual_seed(0)
     U = torch.tensor([[[1.0], [0.0]], [[0.5], [3 ** 0.5 / 2]]])
     z = mixture(U, 80, generator)
     z = z + 0.2 * torch.randn(z.shape, generator=generator)
     back = gaussian_mixture_denoise(z, U, 0.2)
-    dots = dict(marker=".", linestyle="none")
-    curves = [(None, *torch.stack([z, back]).permute(2, 0, 1), dict(color="0.8", linewidth=0.8)),
-              (r"noisy, $\sigma$ = 0.2", *z.T, dict(color="0.5", **dots)),
-              ("[J] Eq. (47)", *back.T, dict(color="C3", **dots))]
-    yield curves, dict(aspect="equal", xlabel="$z_1$", ylabel="$z_2$")
+    moves = [(None, *pair.T, dict(color="0.85")) for pair in torch.stack([z, back], 1)]
+    curves = [*moves, ("noisy, sigma 0.2", *z.T, dict(color="0.5", line=False)),
+              ("[J] Eq. (47)", *back.T, dict(color=1, line=False))]
+    yield curves, dict(equal=True, xlabel="z_1", title="z_2")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -762,7 +742,7 @@ def curves(c):
     for split, name in (("train", "training"), ("val", "validation")):
         curves = [(Path(run["run"]).name, [step for step, _ in run[split]],
                    [value for _, value in run[split]]) for run in runs]
-        panels.append((curves, dict(xlabel="step", ylabel=f"{name} {c.value}")))
+        panels.append((curves, dict(xlabel="step", title=f"{name} {c.value}")))
     figure(c, *panels)
     return dict(runs=runs)
 
