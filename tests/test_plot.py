@@ -13,7 +13,7 @@ PLAIN = dict(xlabel="x", title="y")
 
 def drawn(path, color=RED, near=60):
     """(rows, columns) of the pixels near `color`, legend and all."""
-    pixels = np.asarray(Image.open(path)).astype(int)
+    pixels = np.asarray(Image.open(path).convert("RGB")).astype(int)
     return np.nonzero(np.abs(pixels - color).sum(-1) < near)
 
 
