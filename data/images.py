@@ -3,7 +3,8 @@
     SETS -> prepare -> data/cache/NAME (see store.py) -> load -> ImageData -> Images -> batches
 
 `prepare` turns Parquet files, as the Hub has them, into plain arrays, and `load` maps these into
-memory. `Images` hands out batches; `index_batches` says which images make up which step.
+memory. Any other name than those of SETS is prepared from a folder of class folders. `Images` hands
+out batches; `index_batches` says which images make up which step.
 
 Images of 32 px are stored as they are. Of larger ones the shorter side is resized to 256 px
 (bicubic, antialiased), and the middle 256 x 256 is kept: imagenet takes 262 GB, beside 150 GB of
@@ -18,8 +19,9 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import warnings
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from data import store
@@ -115,20 +117,23 @@ def load(name, cache=CACHE):
     return data
 
 
-def prepare(name, source=None, cache=CACHE, overwrite=False, workers=None):
+def prepare(name, source=None, cache=CACHE, overwrite=False, workers=None, size=32):
     """Writes the image set `name` to cache/name, whole or not at all. False if it was there.
 
-    `source` is a folder of Parquet files, None the Hub; `workers` the processes that decode
-    (default: one a core). Raises DataError."""
+    `source` is a folder of Parquet files, None the Hub; for a name that SETS lacks, a folder of
+    class folders, whose images are stored with `size` pixels a side. `workers` are the processes
+    that decode (default: one a core). Raises DataError."""
     with preparing(name, cache, overwrite) as folder:
         if folder is None:
             load(name, cache)
             return False
-        if SETS[name].files:
-            fields = _convert(name, folder, source, cache, workers)
+        if name not in SETS:
+            fields = _convert_folders(name, folder, Path(source), size, workers)
+        elif SETS[name].files:
+            size, fields = SETS[name].size, _convert(name, folder, source, cache, workers)
         else:
-            fields = _draw(folder)
-        write_meta(folder, name, "images", image_size=SETS[name].size, **fields)
+            size, fields = SETS[name].size, _draw(folder)
+        write_meta(folder, name, "images", image_size=size, **fields)
     return True
 
 
@@ -394,10 +399,115 @@ def _decode(data, size, where):
 
 
 def resize_crop(image, size=256):
-    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic)."""
-    width, height = (max(size, round(side * size / min(image.size))) for side in image.size)
-    left, top = (width - size) // 2, (height - size) // 2
+    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic), the longer
+    one rounded down; sides and crop are torchvision's."""
+    width, height = (side * size // min(image.size) for side in image.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
     return image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
+
+
+# -------------------------------------------------------------------------------------------------
+# Folders of pictures to arrays
+# -------------------------------------------------------------------------------------------------
+
+PICTURES = (".jpg", ".jpeg", ".png", ".webp")
+
+
+def is_folder_of_pictures(path):
+    """Whether anything below `path` is named like a picture."""
+    return any(file.suffix.lower() in PICTURES for file in Path(path).rglob("*"))
+
+
+def by_class_and_split(root):
+    """({"train": [(file, class)], "val": ...}, classes) of a folder of class folders.
+
+    Either CLASS/.../FILE, of which every tenth file of a class validates, or SPLIT/CLASS/.../FILE,
+    the layout of torchvision's ImageFolder and of the Hub's imagefolder. Raises DataError."""
+    found = {}                                              # (split or None, class) -> files
+    for file in store.files_below(root):
+        *folders, _ = file.relative_to(root).parts
+        if file.suffix.lower() not in PICTURES or file.name.startswith("."):
+            continue
+        split = store.SPLIT_WORDS.get(folders[0].lower()) if folders else None
+        if len(folders) <= bool(split):
+            raise DataError(f"{file} is in no class folder: expected CLASS/FILE or "
+                            "train/CLASS/FILE and val/CLASS/FILE")
+        found.setdefault((split, folders[bool(split)]), []).append(file)
+    classes = sorted({label for split, label in found if split in (None, "train")})
+    if len(classes) < 2:
+        raise DataError(f"{root} has {len(classes)} class folders of pictures; two are needed")
+
+    parts = dict(train=[], val=[])
+    for (split, label), files in sorted(found.items(), key=str):
+        if label not in classes:
+            raise DataError(f"{root}: class {label} has no training pictures")
+        held_out = set(files[::10]) if split is None and len(files) > 1 else set()
+        for file in files:
+            chosen = split or ("val" if file in held_out else "train")
+            parts["train" if chosen == "train" else "val"].append((file, label))
+    if not parts["val"]:
+        raise DataError(f"{root} has no pictures to validate with: give it a folder val, or two "
+                        "pictures of a class")
+    return parts, classes
+
+
+def read_picture(file, size):
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            image = ImageOps.exif_transpose(Image.open(file)).convert("RGB")    # upright
+        return np.asarray(resize_crop(image, size)), None
+    except Exception as error:  # a damaged file can make a decoder raise anything
+        return None, store.first_line(error)
+
+
+def _write_header(out, shape):
+    """Writes the header of a .npy file of bytes; returns where the bytes start."""
+    out.seek(0)
+    about = dict(descr="|u1", fortran_order=False, shape=shape)
+    np.lib.format.write_array_header_1_0(out, about)
+    return out.tell()
+
+
+def _convert_folders(name, folder, root, size, workers):
+    """Writes images and labels of both splits; returns classes, mean and std. What cannot be
+    decoded is named on stderr and left out."""
+    if not root.is_dir():
+        raise DataError(f"--source {root} is no folder")
+    parts, classes = by_class_and_split(root)
+    read, skipped = functools.partial(read_picture, size=size), 0
+    for split, files in parts.items():
+        labels, total, squares = [], 0, 0
+        with open(folder / f"{split}_images.npy", "wb") as out:
+            start = _write_header(out, (len(files), size, size, 3))
+            with ThreadPoolExecutor(workers or os.cpu_count()) as pool:     # Pillow frees the GIL
+                progress = tqdm(total=len(files), unit="img", desc=f"{name} {split}", disable=None)
+                for (file, label), result in store.in_order(
+                        pool, lambda item: read(item[0]), files, 256):
+                    pixels, problem = result
+                    progress.update()
+                    if problem:
+                        skipped += 1
+                        print(f"{name}: left out {file}: {problem}", file=sys.stderr)
+                        continue
+                    out.write(pixels.tobytes())
+                    labels.append(classes.index(label))
+                    total = total + pixels.sum((0, 1), np.uint64)
+                    squares = squares + np.square(pixels, dtype=np.uint32).sum((0, 1), np.uint64)
+                progress.close()
+            if not labels:
+                raise DataError(f"{name}: none of the {len(files)} pictures of the {split} split "
+                                "could be read")
+            # numpy pads the header: the number that could be read takes the same place
+            assert _write_header(out, (len(labels), size, size, 3)) == start
+        np.save(folder / f"{split}_labels.npy", np.array(labels, np.int64))
+        if split == "train":
+            statistics = _mean_std(len(labels) * size**2, total, squares)
+    if skipped:
+        total = sum(map(len, parts.values()))
+        print(f"{name}: left out {skipped} of {total} pictures", file=sys.stderr)
+    return dict(classes=classes, **statistics)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,6 +5,9 @@
     python data/prepare.py cifar10 --verify         recomputes the checksums of what was prepared
     python data/prepare.py mytext --source DIR --tokenizer=char
                                                     any .txt, .jsonl or Parquet files, as mytext
+    python data/prepare.py mine --source DIR --size=32
+                                                    pictures in class folders, DIR/CLASS/FILE or
+                                                    DIR/{train,val}/CLASS/FILE, as mine
 """
 
 import argparse
@@ -13,6 +16,7 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # in place of data/ itself
 
 from data import images, store, text
@@ -32,10 +36,13 @@ def main(argv=None):
     parser.add_argument("--overwrite", action="store_true", help="prepare again what is there")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"),
                         help="for text (default: the set's usual one)")
+    parser.add_argument("--size", type=int, help="pixels a side of your own pictures (default: 32)")
     parser.add_argument("--workers", type=int, help="processes or threads (default: one a core)")
     args = parser.parse_args(argv)
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers={args.workers} must be at least 1")
+    if args.size is not None and not 1 <= args.size <= 1024:
+        parser.error(f"--size={args.size} must be from 1 to 1024")
     try:
         print(run(args))
         return 0
@@ -55,14 +62,25 @@ def run(args):
         size = sum(entry["bytes"] for entry in files.values())
         return f"{name}: {len(files)} files, {size:,} bytes, all as prepared"
 
-    if name in images.SETS:
+    known = name in images.SETS or name in text.SETS
+    own_pictures = not known and args.source and images.is_folder_of_pictures(args.source)
+    if args.size and not own_pictures:
+        raise store.DataError("--size is for a folder of your own pictures (--source)")
+    if own_pictures:
+        new = images.prepare(name, args.source, cache, args.overwrite, args.workers,
+                             args.size or 32)
+    elif name in images.SETS:
         new = images.prepare(name, args.source, cache, args.overwrite, args.workers)
     elif name in text.SETS or (args.source and args.tokenizer):
         if name == "shakespeare" and args.tokenizer == "char":
             name = "shakespeare_char"
         new = text.prepare(name, args.source, cache, args.tokenizer, args.workers, args.overwrite)
     else:
-        raise store.DataError(store.unknown("data set", name, [*images.SETS, *text.SETS]))
+        problem = store.unknown("data set", name, [*images.SETS, *text.SETS])
+        if args.source:
+            problem += (f"; {args.source} has no pictures (.jpg, .png, .webp), and your own text "
+                        "needs --tokenizer")
+        raise store.DataError(problem)
 
     if not new:
         return f"{name} is already prepared in {cache / name} (--overwrite to do it again)"
@@ -76,5 +94,6 @@ def run(args):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # cleans up, as after Ctrl-C
     sys.exit(main())

@@ -176,7 +176,9 @@ def open_set(name, cache, kind, sets, prepare):
     folder = Path(cache) / name
     if not folder.exists():
         if name not in sets:
-            raise DataError(unknown(f"{kind.rstrip('s')} set", name, list(sets)))
+            own = [path.parent.name for path in Path(cache).glob("[!.]*/meta.json")]
+            known = list(dict.fromkeys([*sets, *sorted(own)]))
+            raise DataError(unknown(f"{kind.rstrip('s')} set", name, known))
         if not sets[name].on_first_use:
             raise DataError(f"{name} is not prepared ({folder} is missing); "
                             f"{sets[name].how_to_get(name, cache)}")
@@ -270,7 +272,7 @@ class Source:
             source = Path(source)
             if not source.exists():
                 raise DataError(f"--source {source} does not exist")
-            files = [source] if source.is_file() else _files(source)
+            files = [source] if source.is_file() else files_below(source)
             files = [file for file in files if file.suffix in suffixes]
             if not files:
                 raise DataError(f"--source {source} has no {', '.join(suffixes)} file")
@@ -291,7 +293,7 @@ class Source:
                 reason = first_line(error).rstrip(".")
                 raise DataError(f"{name} is not prepared, and the download of {tried[-1]} failed "
                                 f"({reason}); {help}") from None
-            files = [file for file in _files(root) if any(
+            files = [file for file in files_below(root) if any(
                 fnmatch.fnmatch(file.relative_to(root).as_posix(), each) for each in patterns)]
             if files:
                 _check_complete(name, files, help)
@@ -300,7 +302,8 @@ class Source:
         raise DataError(f"{name} is not on the Hub{where}; {help}")
 
 
-def _files(folder):
+def files_below(folder):
+    """All files in a folder and its folders, sorted."""
     return [path for path in sorted(folder.rglob("*")) if path.is_file()]
 
 

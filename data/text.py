@@ -527,22 +527,26 @@ def eval_windows(n_tokens, context, stride=None):
     return np.arange(max(1, -(-(n_tokens - 1 - context) // stride) + 1)) * stride
 
 
-def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None):
-    """Yields x, y int64 (batch_size, context): over all ranks, each of tokens[1:] is a target once.
+def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, causal=True):
+    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
 
-    y is -1 where nothing is counted: beyond the end, in rows that fill up the last batch, and, with
-    `stride` < context, where an earlier window has counted. All ranks get equally many batches, all
-    of one shape: one compiled graph, and no rank waits in vain for another."""
+    n is `context`, or less if the text is. y is -1 where nothing is counted: beyond the end, in
+    rows that fill up the last batch, and where an earlier window has counted. A causal model does
+    not see the padding behind a last, partly filled window; any other would, so its last window
+    ends with the text and overlaps the one before. All ranks get equally many batches, all of one
+    shape: one compiled graph, and no rank waits in vain for another."""
     stride = stride or context
     starts = eval_windows(len(tokens), context, stride)
+    n = min(context, len(tokens) - 1)
     for first in range(0, len(starts), batch_size * world):
-        x = np.zeros((batch_size, context), dtype=np.int64)
-        y = np.full((batch_size, context), -1, dtype=np.int64)
+        x = np.zeros((batch_size, n), dtype=np.int64)
+        y = np.full((batch_size, n), -1, dtype=np.int64)
         for row, start in enumerate(starts[first + rank : first + batch_size * world : world]):
-            window = tokens[start : start + context + 1]
-            x[row, : len(window[:context])] = window[:context]
             counted = context - stride if start else 0
-            y[row, counted : len(window) - 1] = window[counted + 1 :]
+            back = 0 if causal else max(0, start + n + 1 - len(tokens))
+            window = tokens[start - back : start - back + n + 1]
+            x[row, : len(window[:n])] = window[:n]
+            y[row, counted + back : len(window) - 1] = window[counted + back + 1 :]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import pickle
+import re
 import shutil
 
 import huggingface_hub
@@ -94,14 +95,15 @@ def test_small_images_are_stored_as_they_are(tmp_path, capsys):
     assert command("cifar100", "--verify", "--cache", tmp_path / "cache") == 0
 
 
-def test_large_images_are_resized_and_cropped_as_by_pillow(tmp_path):
-    train = [noise(300, 400, 0), noise(500, 375, 1, "L"), noise(256, 256, 2),
+def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
+    """Pillow's resizing; the longer side (343.04, 349.87 px) rounded down, half a pixel to even."""
+    train = [noise(300, 402, 0), noise(410, 300, 1, "L"), noise(256, 256, 2),
              noise(100, 120, 3, "RGBA")]
     by_hand = [  # the shorter side at 256, and the corners of the middle 256 x 256
-        train[0].resize((256, 341), Image.BICUBIC).crop((0, 42, 256, 298)),
-        train[1].convert("RGB").resize((341, 256), Image.BICUBIC).crop((42, 0, 298, 256)),
+        train[0].resize((256, 343), Image.BICUBIC).crop((0, 44, 256, 300)),
+        train[1].convert("RGB").resize((349, 256), Image.BICUBIC).crop((46, 0, 302, 256)),
         train[2],
-        train[3].convert("RGB").resize((256, 307), Image.BICUBIC).crop((0, 25, 256, 281))]
+        train[3].convert("RGB").resize((256, 307), Image.BICUBIC).crop((0, 26, 256, 282))]
     first, second = (tmp_path / f"data/train-0000{i}-of-00002.parquet" for i in range(2))
     write_parquet(first, train[:3], label=[0, 1, 36], row_group=2)
     write_parquet(second, train[3:], label=[3])
@@ -153,6 +155,92 @@ def test_download_on_first_use(tmp_path, monkeypatch):
     assert np.array_equal(data.train_images, pictures[:40])
     assert np.array_equal(data.val_labels, labels[40:])
     assert asked == {"uoft-cs/cifar100": ["*train*.parquet", "*test*.parquet", "*val*.parquet"]}
+
+
+def save_pictures(root, labels, first=0, suffix=".png"):
+    """root/LABEL/NUMBER.png, one for each label; {path: picture}."""
+    saved = {}
+    for i, label in enumerate(labels, first):
+        picture = noise(40 + i % 3, 36 + i % 5, i)
+        path = root / label / f"{i:03}{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
+        saved[path] = picture
+    return saved
+
+
+def test_own_pictures_hold_out_a_tenth_of_each_class(tmp_path, capsys):
+    """Of the files of a class in order, the first and every tenth after it. Broken ones are named,
+    others of a folder not looked at; the rest is as for the published sets."""
+    saved = save_pictures(tmp_path / "a", ["cat", "dog", "dog"] * 7)
+    (tmp_path / "a/cat/zz.jpg").write_bytes(b"no picture")
+    (tmp_path / "a/cat/notes.txt").write_text("not looked at")
+    assert command("mine", "--source", tmp_path / "a", "--cache", tmp_path / "c", "--size=24") == 0
+    out, errors = capsys.readouterr()
+    assert out.startswith("mine: 18 + 3 images of 24 px, 2 classes")
+    assert "left out" in errors and "zz.jpg" in errors and "left out 1 of 22 pictures" in errors
+
+    data = images.load("mine", tmp_path / "c")
+    assert data.classes == ["cat", "dog"] and data.image_size == 24
+    by_class = {label: sorted(p for p in saved if p.parent.name == label) for label in data.classes}
+    held_out = [path for files in by_class.values() for path in files[::10]]
+    kept = [path for files in by_class.values() for path in files if path not in held_out]
+    for split, files in (("train", kept), ("val", held_out)):
+        wanted = np.stack([images.resize_crop(saved[path], 24) for path in files])
+        assert np.array_equal(getattr(data, f"{split}_images"), wanted)
+        labels = [data.classes.index(path.parent.name) for path in files]
+        assert getattr(data, f"{split}_labels").tolist() == labels
+    pixels = data.train_images.reshape(-1, 3) / 255
+    assert np.allclose([data.mean, data.std], [pixels.mean(0), pixels.std(0)], atol=1e-12)
+    assert command("mine", "--verify", "--cache", tmp_path / "c") == 0
+
+
+@pytest.mark.parametrize("word", ["val", "validation", "test"])
+def test_own_pictures_in_splits(tmp_path, word):
+    """ImageFolder's layout; a folder below the class belongs to it."""
+    save_pictures(tmp_path / "a/train", ["cat", "dog", "dog/old"])
+    save_pictures(tmp_path / "a" / word, ["dog"], first=3, suffix=".webp")
+    command("mine", "--source", tmp_path / "a", "--cache", tmp_path)
+    data = images.load("mine", tmp_path)
+    assert data.train_labels.tolist() == [0, 1, 1] and data.val_labels.tolist() == [1]
+
+
+def test_own_pictures_stand_upright(tmp_path):
+    """The camera's orientation tag is applied: 6 is a quarter turn clockwise."""
+    for name in ("a/x/1.jpg", "a/x/2.jpg", "a/y/1.jpg"):
+        left = np.zeros((32, 32, 3), np.uint8)
+        left[:, :16] = 255
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        tag = Image.Exif()
+        tag[0x0112] = 6
+        Image.fromarray(left).save(tmp_path / name, exif=tag, quality=95)
+    command("mine", "--source", tmp_path / "a", "--cache", tmp_path)
+    top, bottom = np.split(images.load("mine", tmp_path).train_images[0], 2)
+    assert top.min() > 240 and bottom.max() < 15
+
+
+def test_errors_of_own_pictures(tmp_path, capsys):
+    picture = noise(8, 8, 0)
+    for path in ("flat/1.png", "one/cat/1.png", "noval/train/cat/1.png", "noval/train/dog/1.png",
+                 "new/train/cat/1.png", "new/train/dog/1.png", "new/val/emu/1.png"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        picture.save(tmp_path / path)
+    for label in ("cat", "dog"):
+        (tmp_path / "bad" / label).mkdir(parents=True)
+        for name in ("1.png", "2.png"):
+            (tmp_path / "bad" / label / name).write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    for folder, message in (("flat", "is in no class folder"), ("one", "has 1 class folders"),
+                            ("noval", "no pictures to validate with"),
+                            ("new", "class emu has no training pictures"),
+                            ("bad", "none of the 2 pictures of the train split"),
+                            ("empty", "has no pictures .* needs --tokenizer")):
+        assert command("mine", "--source", tmp_path / folder, "--cache", tmp_path / "c") == 2
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error.startswith("prepare.py: ") and re.search(message, error)
+        assert not (tmp_path / "c/mine").exists()
+    assert command("cifar10", "--size=8", "--source", tmp_path) == 2
+    assert "--size is for a folder of your own pictures" in capsys.readouterr().err
 
 
 def test_errors_of_the_user(tmp_path, capsys):
