@@ -16,13 +16,15 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46           # its margins
 FINE = 3            # drawn larger by this factor and then reduced, which smooths the lines
 
 
-def ticks(low, high, log=False):
-    """Round numbers from low to high: the powers of ten, or about five multiples of 1, 2 or 5."""
+def ticks(low, high, log=False, whole=False):
+    """Round numbers from low to high: powers of ten, or about five multiples of 1, 2 or 5 times
+    one; `whole` numbers only."""
     if log:
         powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
         return [10.0 ** power for power in list(powers)[::max(len(powers) // 6, 1)]]
     unit = 10 ** math.floor(math.log10((high - low) / 4))
     step = next(unit * m for m in (1, 2, 5, 10) if (high - low) / (unit * m) <= 7)
+    step = max(step, 1) if whole else step
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
@@ -48,7 +50,8 @@ class Axes:
             band = dict(*options).get("band")
             band = [0.0] * len(values) if band is None else band
             ys += [float(y) + sign * float(b) for y, b in zip(values, band) for sign in (-1, 1)]
-        self.x = limits([float(x) for curve in curves for x in curve[1]], self.log)
+        xs = [float(x) for curve in curves for x in curve[1]]
+        self.x, self.whole = limits(xs, self.log), all(x.is_integer() for x in xs)
         self.y = settings.get("ylim") or limits(ys, self.log)
         self.box = [left + LEFT * FINE, TOP * FINE,
                     left + (WIDTH - RIGHT) * FINE, (HEIGHT - BOTTOM) * FINE]
@@ -69,7 +72,7 @@ class Axes:
 def draw_frame(draw, axes, settings, font):
     """Border, grid, numbers, title and name of the x axis."""
     x0, y0, x1, y1 = axes.box
-    for x in ticks(*axes.x, axes.log):
+    for x in ticks(*axes.x, axes.log, axes.whole):
         at = axes.at(x, axes.y[0])[0]
         draw.line([at, y0, at, y1], fill="#e4e4e4", width=FINE)
         draw.text((at, y1 + 4 * FINE), f"{x:.4g}", "#333333", font, anchor="ma")

@@ -23,6 +23,7 @@ def drawn(path, color=RED, near=60):
     (1e-9, 1e9, True, [1e-9, 1e-6, 1e-3, 1, 1e3, 1e6, 1e9])])
 def test_ticks_are_round(low, high, log, wanted):
     assert plot.ticks(low, high, log) == pytest.approx(wanted)
+    assert plot.ticks(0.9, 4.1, whole=True) == [1, 2, 3, 4]
 
 
 def test_a_point_lies_where_its_numbers_say(tmp_path):
