@@ -13,6 +13,11 @@ Looks inside the layers of trained checkpoints, and tests arguments of the paper
 `python analyze.py COMMAND` prints a table; --json=FILE also writes the numbers. Figures go to
 --out, as PNG.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import contextlib
 import itertools
 import json
@@ -43,6 +48,7 @@ class Output:
     """Where every command writes."""
     json: str | None = option(None, "also write the numbers to this file")
     out: str | None = option(None, "figure's name without suffix; auto is out/analyze-COMMAND")
+    overwrite: bool = option(False, "replace the files that --json and --out name")
 
 
 @dataclass(kw_only=True)
@@ -1092,8 +1098,11 @@ def main(argv):
     """Runs one subcommand; returns its numbers, which --json gets together with the flags."""
     flags = {name: config for name, (config, _) in COMMANDS.items()}
     command, c = common.parse_command(flags, argv, __doc__)
+    common.check_new("json", c.json, c.overwrite)
+    if c.out is not None:
+        c.out = c.out.removesuffix(".png").removesuffix(".pdf")
+        common.check_new("out", c.out + ".png", c.overwrite)
     c.out = c.out or str(common.ROOT / "out" / f"analyze-{command}")
-    c.out = c.out.removesuffix(".png").removesuffix(".pdf")
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     result = COMMANDS[command][1](c)
     if c.json:                                      # NaN, which JSON does not have, becomes null

@@ -20,6 +20,11 @@ All variants of a table run in one process, in turn, so that a disturbance meets
 are medians. The first six tables add: the ratio to the literal form; the FLOP/s that the
 mathematics needs, and their share of what a large matmul reaches here; the peak memory.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import contextlib
 import copy
 import ctypes
@@ -1005,7 +1010,7 @@ FLAGS = dict(
     arch=(str, "a row of model.py's table", dict(choices=tuple(ARCHS))),
     width=(int, "d", COUNT),
     heads=(int, "K", COUNT),
-    layers=(int, "L", COUNT),
+    layers=(int, "L", COUNT | dict(high=10_000)),
     context=(int, "tokens a sequence", dict(low=2)),
     batch_size=(int, "images or sequences a step", COUNT),
     vocab_size=(int, "V", dict(low=2)),
@@ -1037,6 +1042,7 @@ FLAGS = dict(
 class Flags(common.DeviceFlags):
     """The flags of every table."""
     json: str | None = common.option(None, "also write the table to this file")
+    overwrite: bool = common.option(False, "replace the file that --json names")
 
 
 def command(function, **defaults):
@@ -1086,6 +1092,7 @@ def main(argv):
     """Makes one table, prints it, and returns its lines."""
     flags = {name: config for name, (config, _) in COMMANDS.items()}
     name, c = common.parse_command(flags, argv, __doc__)
+    common.check_new("json", c.json, c.overwrite)
     processes = common.Processes(c.device)
     device = processes.device
     for field, (cuda, elsewhere) in c.auto.items():

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import reprlib
 import sys
 import typing
 import warnings
@@ -48,11 +49,14 @@ class ModelFlags:
     width: int | None = option(None, "d", low=1)
     heads: int | None = option(None, "K", low=1)
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
-    layers: int | None = option(None, "L", low=1)
-    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
-    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, or the size's", low=0)
-    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
-    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
+    layers: int | None = option(None, "L", low=1, high=10_000)
+    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0, high=1e6)
+    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, or the size's", low=0,
+                                 high=1e6)
+    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1", low=-1e6,
+                                high=1e6)
+    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0,
+                                       high=1e6)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -110,6 +114,7 @@ def write_checkpoint(path, content, keep_previous=True):
             spare.unlink(missing_ok=True)
             os.link(path, spare)
             os.replace(spare, path.with_suffix(".prev.pt"))
+            spare.unlink(missing_ok=True)       # a rename between names of one file does nothing
     write_sealed(path, dict(format=FORMAT) | content)
 
 
@@ -144,10 +149,72 @@ def read_sealed(path):
 
 # -------------------------------------------------------------------------------------------------
 # Reading
+#
+# A seal says that a file is whole, not who wrote it. So all that is read has to be of the type and
+# in the range that the rest of the code relies on, before anything is built from it.
 # -------------------------------------------------------------------------------------------------
 
-_SCHEMA = dict(task=str, model=dict, model_config=dict, data_meta=dict, run_config=dict, step=int,
-               optimizer=dict, extra=dict)
+def _number(low, high):
+    return lambda value: type(value) in (int, float) and low <= value <= high       # NaN is not
+
+
+def _whole(low, high=1 << 31):
+    return lambda value: type(value) is int and low <= value <= high
+
+
+def _maybe(fits):
+    return lambda value: value is None or fits(value)
+
+
+def _three(fits):
+    return lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(
+        map(fits, value))
+
+
+def _strided(value):
+    """Whether it is a tensor with numbers in memory: not sparse, quantized, nested, or "meta"."""
+    return (isinstance(value, torch.Tensor) and not value.is_nested and value.device.type == "cpu"
+            and value.layout is torch.strided and value.is_floating_point())
+
+
+_SCORE, _FRACTION = _number(-1e300, 1e300), _number(-1e6, 1e6)
+_SCHEMA = {     # "?": may be missing
+    "task": str, "step": _whole(0, 100_000_000), "best": _maybe(_SCORE), "model": dict,
+    "extra": {"student?": dict}, "optimizer": dict, "model_config": dict, "data_meta": dict,
+    "run_config": lambda flags: isinstance(flags, dict) and all(
+        v is None or type(v) in (bool, str) or _SCORE(v) for v in flags.values())}
+_FLAGS = {"seed": _whole(0), "mask_rate?": _maybe(_number(0, 0.99)),    # those that are read again
+          "train_images?": _maybe(_whole(1))}
+_IMAGES = {"name": str, "mean?": _three(_FRACTION), "std?": _three(_number(1e-6, 1e6))}
+_TEXT = {"name": str, "n_vocab": _whole(1), "tokenizer": {"kind": str, "characters?": str}}
+_RANGES = dict(dropout=_number(0, 0.99), drop_path=_number(0, 0.99), mask_ratio=_number(0, 1),
+               mm_eps=_number(1e-6, 1e6), channels=_whole(3, 3))        # of model_config
+
+
+def _demand(path, value, like, name="", says="is damaged"):
+    """Raises UserError for the first part of a value that is not like `like`: a type, a predicate,
+    a tensor (finite, of its shape), or a dict (with these keys and maybe others)."""
+    if isinstance(like, dict) and isinstance(value, dict):
+        for key, part in like.items():
+            key, needed = key.rstrip("?"), key[-1] != "?"
+            if key in value:
+                _demand(path, value[key], part, f"{name}.{key}", says)
+            elif needed:
+                raise UserError(f"{path} {says}: {(name + '.' + key).lstrip('.')} is missing")
+        return
+    if isinstance(like, torch.Tensor):
+        fits = _strided(value) and value.shape == like.shape and value.isfinite().all()
+    elif isinstance(like, type):
+        fits = isinstance(value, like)
+    else:
+        fits = callable(like) and like(value)
+    if not fits:
+        raise UserError(f"{path} {says}: {name.lstrip('.')}={_shown(value)}")
+
+
+def _shown(value):
+    """A value from a file in a few words, whatever it is."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def find(path):
@@ -175,36 +242,52 @@ def is_ours(content):
 
 
 def _check_schema(path, content, sealed, task):
+    """All that can be checked without a model; returns the model's config."""
     if content["format"] != FORMAT:
-        raise UserError(f"{path} has format {content['format']!r}; this version reads {FORMAT}")
+        found = _shown(content["format"])
+        raise UserError(f"{path} has format {found}; this version reads {FORMAT}")
     if not sealed:
         raise UserError(f"{path} is damaged: its checksum is missing")
-    for name, kind in _SCHEMA.items():
-        if not isinstance(content.get(name), kind):
-            raise UserError(f"{path} is damaged: no {name} in it")
-    if content["task"] not in TASKS:
-        raise UserError(f"{path} has task {content['task']!r}, which this version does not know")
-    if task is not None and content["task"] != task:
-        raise UserError(f"{path} is a checkpoint of task {content['task']}, not {task}")
+    _demand(path, content, _SCHEMA)
+    found, state = content["task"], content["model"]
+    if found not in TASKS:
+        raise UserError(f"{path} has task {_shown(found)}, which this version does not know")
+    if task is not None and found != task:
+        raise UserError(f"{path} is a checkpoint of task {found}, not {task}")
+    _demand(path, content, dict(run_config=_FLAGS, data_meta=_TEXT if found == "gpt" else _IMAGES))
+    config = read_config(path, found, content["model_config"])
+    if found == "gpt":              # [MASK] is one id more than the tokenizer has
+        known = _whole(1, config.vocab_size - (not config.causal))
+        _demand(path, content, dict(data_meta=dict(n_vocab=known)))
+    if found == "simdino" and "student" in content["extra"]:
+        center = torch.empty(state["prototypes"].shape[:1] if "prototypes" in state else 1)
+        _demand(path, content, dict(extra=dict(center=center)))
+
+    # What a config claims is built before its shapes can differ: so it must not claim more than the
+    # file holds. Contiguous, since to `expand` one number to a matrix costs nothing.
+    for name, t in [*state.items(), *content["extra"].get("student", {}).items()]:
+        if not (type(name) is str and _strided(t) and t.is_contiguous() and t.isfinite().all()):
+            raise UserError(f"{path} is damaged: {_shown(name)} is no tensor of finite weights")
+    layers = config.layers + getattr(config, "decoder_layers", 0)
+    least = config.least_weights() + (config.width * config.classes if found == "vit" else 0)
+    if layers > len(state) or least > sum(t.numel() for t in state.values()):
+        raise UserError(f"{path} is damaged: model_config describes more weights than it has")
+    return config
 
 
 def read_config(path, task, fields):
     """The model's config from a checkpoint; UserError for a value of another type or range."""
     config_class = TASKS[task][1]
     for name, hint in typing.get_type_hints(config_class).items():
-        if name not in fields:
-            continue
-        value, kinds = fields[name], typing.get_args(hint) or (hint,)
-        if float in kinds and type(value) in (int, float):
-            right = math.isfinite(value)
-        else:                       # every whole number is a size
-            right = type(value) in kinds and (type(value) is not int or value >= 1)
-        if not right:
-            raise UserError(f"{path} is damaged: model_config has {name}={value!r}")
+        kinds = typing.get_args(hint) or (hint,)
+        fits = _FRACTION if float in kinds else (       # every whole number is a size
+            lambda value: type(value) in kinds and (type(value) is not int or _whole(1)(value)))
+        if name in fields:
+            _demand(path, fields[name], _RANGES.get(name, fits), f"model_config.{name}")
     try:
         return make_config(config_class, fields)
     except ConfigError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
 
 
 class Loaded(NamedTuple):
@@ -223,10 +306,8 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
     With an `untrained_seed` the weights are those at initialization. Raises UserError."""
     content, sealed = read_sealed(path)
     if is_ours(content):
-        _check_schema(path, content, sealed, None)
-        task, meta = content["task"], content["data_meta"]
-        config = read_config(path, task, content["model_config"])
-        state = content["model"]
+        config = _check_schema(path, content, sealed, None)
+        task, meta, state = content["task"], content["data_meta"], content["model"]
         if task == "simdino":
             inside = [name for name in state if name.startswith("encoder.")]
             state = {name.removeprefix("encoder."): state[name] for name in inside}
@@ -283,7 +364,7 @@ def load_into(module, state, path):
             problem = f"is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
         if problem:
             raise UserError(f"{path} does not fit this model: {name} {problem}")
-    module.load_state_dict(state)
+    module.load_state_dict(dict(state))         # without its _metadata, which may be anything
 
 
 def load_resized(encoder, loaded, path):
@@ -360,13 +441,44 @@ def restore(run, model_config, optimizer, model, averaged=None):
     else:
         load_into(averaged, content["model"], path)
         load_into(model, content["extra"]["student"], path)
-    try:
-        optimizer.load_state_dict(content["optimizer"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"cannot resume {run.dir}: the optimizer's state does not fit "
-                        f"({error})") from None
+    load_optimizer(optimizer, content["optimizer"], path)
     run.step, run.best = content["step"], content["best"]
     return content
+
+
+# what an optimizer keeps of a parameter: tensors of its shape, and AdamW the number of its steps
+_KEPT = dict(AdamW=("step", "exp_avg", "exp_avg_sq"), Lion=("m",), Muon=("momentum_buffer",))
+
+
+def load_optimizer(optimizer, saved, path):
+    """Fills the state of each parameter. Rates, betas and decays stay those of the flags.
+
+    A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
+    each shape is checked, and the numbers are copied. Raises UserError."""
+    def fitted(part, saved):
+        def demand(value, like, name=""):
+            _demand(path, value, like, "optimizer" + name, "does not fit this optimizer")
+        own, state = part.state_dict()["param_groups"], {}
+        params = [p for group in part.param_groups for p in group["params"]]
+
+        def same_sizes(groups):
+            return isinstance(groups, list) and len(groups) == len(own) and all(
+                isinstance(theirs, dict) and isinstance(theirs.get("params"), list)
+                and len(theirs["params"]) == len(ours["params"])
+                for theirs, ours in zip(groups, own))
+        demand(saved, dict(state=dict, param_groups=same_sizes))
+        for i, kept in saved["state"].items():
+            demand(i, lambda i: type(i) is int and 0 <= i < len(params), ".state")
+            like = dict.fromkeys(_KEPT[type(part).__name__], params[i])
+            if "step" in like:
+                like["step"] = lambda t: _strided(t) and t.ndim == 0 and t >= 1
+            demand(kept, like, f".state.{i}")
+            state[i] = {key: torch.empty(kept[key].shape).copy_(kept[key]) for key in like}
+        return dict(state=state, param_groups=own)
+    parts = getattr(optimizer, "parts", None)
+    optimizer.load_state_dict(
+        {name: fitted(part, saved.get(name)) for name, part in parts.items()} if parts else
+        fitted(optimizer, saved))
 
 
 def _newest_whole(run):
@@ -456,9 +568,9 @@ def from_official(content, task=None, heads=None):
     weight = _tensor(tensors, embed, 4 if convolution else 2)
     places = _tensor(tensors, positions, 3)
     d, n = weight.shape[0], max(places.shape[1] - 1, 0)
-    P, side = math.isqrt(weight[0].numel() // 3), math.isqrt(n)
+    P, side = math.isqrt(weight.shape[1:].numel() // 3), math.isqrt(n)
     square = (3, P, P) if convolution else (3 * P * P,)
-    if P == 0 or tuple(weight.shape[1:]) != square:
+    if P == 0 or d == 0 or tuple(weight.shape[1:]) != square:
         raise ConfigError(f"{embed} has shape {tuple(weight.shape)}, which is no square patch of "
                           "three channels")
     if n == 0 or side * side != n:
@@ -471,10 +583,11 @@ def from_official(content, task=None, heads=None):
                   layers=_depth(tensors, blocks), image_size=P * side, patch_size=P)
     if task == "mae":
         depth = _depth(tensors, "decoder_blocks.")
-        model = MaskedAutoencoder(MAEConfig(**fields, decoder_layers=depth, lambd=0.5))
+        fields |= dict(decoder_layers=depth, lambd=0.5)
+        model = MaskedAutoencoder(make_config(MAEConfig, fields))
     else:
         classes = _tensor(tensors, "mlp_head.1.weight", 2).shape[0]
-        model = ImageClassifier(ImageConfig(**fields, classes=classes))
+        model = ImageClassifier(make_config(ImageConfig, fields | dict(classes=classes)))
     return _fill(model, tensors, table)
 
 
@@ -484,7 +597,7 @@ def _official_tensors(content):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     tensors = content if isinstance(content, dict) else {}
-    if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+    if not tensors or not all(map(_strided, tensors.values())):
         raise ConfigError("not an official checkpoint: no dictionary of tensors in it")
     return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
 
@@ -498,13 +611,13 @@ def _tensor(tensors, name, ndim):
 
 
 def _depth(tensors, prefix):
-    """1 + the largest number that follows the prefix."""
-    numbers = [name[len(prefix):].split(".")[0] for name in tensors if name.startswith(prefix)]
-    numbers = [int(word) for word in numbers if word.isdecimal()]
+    """How many different numbers follow the prefix."""
+    numbers = {name[len(prefix):].split(".")[0] for name in tensors if name.startswith(prefix)}
+    numbers = [word for word in numbers if word.isdecimal()]
     if not numbers:
         raise ConfigError("not an official checkpoint of this kind: no tensor's name begins with "
                           + prefix)
-    return 1 + max(numbers)
+    return len(numbers)
 
 
 def _published_heads(arch, task, d):

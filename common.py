@@ -9,11 +9,15 @@ import ctypes
 import dataclasses
 import difflib
 import hashlib
+import inspect
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import sys
+import textwrap
 import time
 import types
 import typing
@@ -23,6 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
+
+import report
 
 try:
     import fcntl
@@ -55,13 +61,15 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
     after a saved signal. Errors with an `exit_status` are one line on stderr, from rank 0 only."""
     status = 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # scripts import without it
     sys.stdout.reconfigure(errors="backslashreplace")   # file names in another encoding
     try:
         main(sys.argv[1:])
+        sys.stdout.flush()                      # a full disk shows here at the latest
     except KeyboardInterrupt:
         status = 130
     except BrokenPipeError:                     # `... | head`: the reader has what it wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        pass
     except Exception as error:
         status, message = _explain(error)
         if status is None:
@@ -69,6 +77,7 @@ def cli(main):
         if int(os.environ.get("RANK", 0)) == 0:
             message = " ".join(message.split())     # one line, whatever the quoted flag holds
             print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
+    _flush_or_mute()
     if dist.is_initialized():
         if status == 0:
             dist.barrier()          # gloo aborts a process whose peers have left before it
@@ -76,6 +85,15 @@ def cli(main):
         sys.stdout.flush()
         os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
+
+
+def _flush_or_mute():
+    """What is left for stdout is written, or, where it cannot be, dropped: Python would try again
+    at exit and report that in two lines."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _explain(error):
@@ -180,14 +198,18 @@ def _check_range(value, limits, name):
 
 
 def _read_flags(argv, fields, hints):
-    """{name: value} of --name=value, --name value, and bare booleans."""
+    """{name: value} of --name=value, --name value, and bare booleans; a field `files` takes all
+    words that are no flags."""
     given, argv = {}, list(argv)
     while argv:
         word = argv.pop(0)
         if not word.startswith("--"):
+            if "files" in fields:
+                given["files"] = (*given.get("files", ()), word)
+                continue
             raise UserError(f"unknown argument {word!r}: flags are --name=value")
         name, equals, text = word[2:].partition("=")
-        if name not in fields:
+        if name not in fields or name == "files":
             close = difflib.get_close_matches(name, fields, 1)
             hint = f", did you mean --{close[0]}?" if close else ""
             raise UserError(f"unknown flag --{name}{hint} (--help lists all)")
@@ -228,30 +250,55 @@ def parse(config_class, presets, argv, doc, default=None):
     return config_class(**values), preset
 
 
+_OFTEN = ("data", "ckpt", "runs", "arch", "size", "width", "heads", "layers", "context", "method",
+          "optimizer", "lr", "base_lr", "batch_size", "epochs", "steps", "init_from", "dtype",
+          "out_dir", "resume", "overwrite", "prompt", "out", "json")
+
+
+def _wrapped(text, indent):
+    """`text` in lines of 100 columns, all but the first indented."""
+    return textwrap.fill(text, 100, subsequent_indent=" " * indent, break_long_words=False,
+                         break_on_hyphens=False)
+
+
 def _help(fields, hints, presets, doc, default, first):
-    """The script's docstring, its presets, and a line for each flag with the preset's value."""
-    lines = [doc.strip(), ""]
+    """The docstring, the presets, and the flags with the preset's values: those that one changes
+    often, then the rest."""
+    lines = [inspect.cleandoc(doc), ""]
     if any(presets.values()):
         lines.append("presets:")
         for name, values in presets.items():
             mark = " (default)" if name == default else ""
-            lines.append(f"  {name}{mark}: " + ", ".join(f"{k}={v}" for k, v in values.items()))
+            lines.append(_wrapped(f"  {name}{mark}: " + " ".join(
+                f"{k}={v}" for k, v in values.items()), 6))
         lines.append("")
     chosen = presets.get(first if first in presets else default, {})
-    lines.append("flags, as the preset has them:" if chosen else "flags:")
-    for name, f in fields.items():
-        kind, optional = _flag_type(hints[name])
-        kind = " | ".join(map(str, f.metadata["choices"] or [kind.__name__ + " | auto" * optional]))
-        value = chosen.get(name, f.default)
-        shown = "auto" if value is None else str(value).replace(str(ROOT) + os.sep, "")
-        lines.append(f"  --{name}={shown}  ({kind})  {f.metadata['help']}")
-    return "\n".join(lines)
+    often = "flags, as the preset has them" if chosen else "flags"
+    parts = {often: [name for name in _OFTEN if name in fields],
+             "flags that one seldom changes": [name for name in fields if name not in _OFTEN]}
+    for title, names in parts.items():
+        lines.append(f"{title}:")
+        for name in names:
+            if name == "files":
+                continue        # words without --, which the docstring names
+            f, (kind, optional) = fields[name], _flag_type(hints[name])
+            choices = f.metadata["choices"] or [kind.__name__ + " | auto" * optional]
+            value = chosen.get(name, f.default)
+            shown = "auto" if value is None else str(value).replace(str(ROOT) + os.sep, "")
+            text = f"  --{name}={shown}  ({' | '.join(map(str, choices))})  {f.metadata['help']}"
+            lines.append(_wrapped(text, 6))
+        lines.append("")
+    return "\n".join(lines).rstrip()
 
 
 def parse_command(commands, argv, doc):
     """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
     if not argv or argv[0] in ("--help", "-h"):
-        print(f"{doc.strip()}\n\nsubcommands: {', '.join(commands)} (each has its own --help)")
+        print(f"{doc.strip()}\n\nsubcommands, each with its own --help:")
+        for name, config_class in commands.items():
+            paragraph = " ".join(config_class.__doc__.strip().partition("\n\n")[0].split())
+            first = re.split(r"(?<!Eq)(?<!\.)\. ", paragraph)[0].rstrip(".:")
+            print(_wrapped(f"  {name:12}{first}", 14))
         sys.exit(0 if argv else 2)
     if argv[0] not in commands:
         raise UserError(f"subcommand {not_one_of(argv[0], commands)}")
@@ -265,6 +312,12 @@ def needed(value, flag):
     if value is None:
         raise UserError(f"--{flag} is needed")
     return value
+
+
+def check_new(flag, path, overwrite):
+    """Raises UserError for a file that is there already, unless it is empty: who knows whose."""
+    if path and os.path.isfile(path) and os.path.getsize(path) and not overwrite:
+        raise UserError(f"--{flag}: {path} is there already; --overwrite replaces it")
 
 
 def set_fields(cls, config, **fields):
@@ -448,7 +501,7 @@ def steps_per_epoch(samples, batch_size):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
-    then half a cosine to `final`."""
+    then half a cosine to `final`. Step 0 has base / warmup; DINO and MAE begin at 0."""
     if total > 100_000_000:
         raise UserError(f"{total:.3g} steps are more than a run can have (100 million)")
     warmup = min(warmup, total // 2)
@@ -526,37 +579,40 @@ class MuonAdamW:
             part.load_state_dict(state[name])
 
 
+# Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 _HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings, classifiers
 
 
-def make_optimizer(model, name, lr, weight_decay, betas):
-    """lion, adamw or muon. Vectors, positions and special tokens are not decayed."""
-    hidden, decayed, rest = [], [], []
+def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
+    """lion, adamw or muon; scale(key) multiplies the rate of the parameter of that name.
+
+    Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
+    model here has a convolution: its weight (4-D) would have to be let in."""
+    hidden, others = {}, {}
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         words = key.split(".")
-        if name == "muon" and p.ndim == 2 and _HIDDEN & set(words[:2]):
-            hidden.append(p)
-        elif p.ndim >= 2 and words[-1] not in _NEVER_DECAYED:
-            decayed.append(p)
-        else:
-            rest.append(p)
-    decay = dict(weight_decay=weight_decay, decays=True)
-    groups = [dict(params=decayed, **decay), dict(params=rest, weight_decay=0.0, decays=False)]
-    groups = [g for g in groups if g["params"]]
+        decays = p.ndim == 2 and words[-1] not in _NEVER_DECAYED
+        muon = name == "muon" and decays and _HIDDEN & set(words[:2])
+        groups = hidden if muon else others
+        groups.setdefault((not decays, scale(key)), []).append(p)
+    hidden, others = (
+        [dict(params=params, weight_decay=0.0 if spared else weight_decay, decays=not spared,
+              scale=factor) for (spared, factor), params in sorted(groups.items())]
+        for groups in (hidden, others))
     if name == "muon":
-        return MuonAdamW([dict(params=hidden, **decay)], groups, lr, betas)
+        return MuonAdamW(hidden, others, lr, betas)
     if name == "lion":
-        return Lion(groups, lr=lr, betas=betas)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
+        return Lion(others, lr=lr, betas=betas)
+    return torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
 
 
 def set_lr(optimizer, lr):
-    """The learning rate of every group."""
+    """The learning rate of every group, times the group's own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("scale", 1.0)      # older checkpoints have none
 
 
 def set_decay(optimizer, weight_decay):
@@ -578,6 +634,11 @@ def ema_update(average, model, momentum):
 # A run: its directory, steps, metrics and signals
 # -------------------------------------------------------------------------------------------------
 
+# What a run writes in its directory; a kill may leave .tmp and .link
+_OF_A_RUN = re.compile(r"(config\.json|metrics\.jsonl|report\.md|step\d+\.png|"
+                       r"(ckpt|ckpt\.prev|best)\.pt)(\.tmp|\.link)?")
+
+
 class Run:
     """One training run in one directory. All processes call every method, rank 0 writes.
 
@@ -595,12 +656,14 @@ class Run:
         self.stopping = 0                   # received by any, as all of them know
         self.bar = None
         self._unwritable = set()
+        self.about = None
         self.resuming = processes.main_only(self._open)
 
     # ---- the directory
 
     def _open(self):
-        """Locks the directory and returns whether to resume in it; if not, empties it."""
+        """Locks the directory, removes what a kill left there, and returns whether to resume in it;
+        if not, removes what a run wrote. Other files stay."""
         c, restarted = self.config, self.processes.restarts > 0
         if c.resume and c.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
@@ -609,18 +672,29 @@ class Run:
             raise nothing
         self._lock_directory()
         there = [p for p in self.dir.iterdir() if p.name != ".lock"]
+        ours = [p for p in there if p.is_file() and _OF_A_RUN.fullmatch(p.name)]
         checkpoints = any(p.name in ("ckpt.pt", "ckpt.prev.pt") for p in there)
-        if (c.resume or restarted) and checkpoints:
-            return True
-        if c.resume and not restarted:
+        resuming = (c.resume or restarted) and checkpoints
+        if c.resume and not resuming and not restarted:
             raise nothing
-        if there and not c.overwrite and not restarted:
+        if there and not (resuming or c.overwrite or restarted):
             resume = "--resume continues it" if checkpoints else "it has no checkpoint yet"
             raise UserError(f"{self.dir} is not empty: {resume}, --overwrite deletes it, "
                             "--out_dir goes elsewhere")
-        for p in there:
-            if p.is_file() and p.suffix in (".pt", ".jsonl", ".json", ".png", ".tmp", ".link"):
+        others = sorted(p.name for p in there if p not in ours or p.name == "config.json")
+        if others and not resuming and not self._has_config():
+            raise UserError(f"{self.dir} holds {others[0]}, which is not of a run, and no run: "
+                            "--overwrite deletes nothing there, --out_dir goes elsewhere")
+        for p in ours:
+            if not resuming or p.suffix in (".tmp", ".link"):
                 p.unlink()
+        return resuming
+
+    def _has_config(self):
+        """Whether config.json is a run's."""
+        with contextlib.suppress(OSError, ValueError):
+            flags = json.loads((self.dir / "config.json").read_text())
+            return isinstance(flags, dict) and {"task", "preset", "out_dir"} <= flags.keys()
         return False
 
     def _lock_directory(self):
@@ -662,7 +736,9 @@ class Run:
     def _start_files(self):
         flags = dict(task=self.task, preset=self.preset) | vars(self.config)
         try:
-            (self.dir / "config.json").write_text(json.dumps(flags, indent=1) + "\n")
+            tmp = self.dir / "config.json.tmp"
+            tmp.write_text(json.dumps(flags, indent=1) + "\n")
+            os.replace(tmp, self.dir / "config.json")
             self._truncate_metrics()
             self.metrics = open(self.dir / "metrics.jsonl", "a", buffering=1)
         except OSError as error:
@@ -801,16 +877,24 @@ class Run:
             return
         seconds = (self.total - self.step) * self.per_step / rate if rate else 0
         left = f", {seconds:,.0f} s left" if rate else ""
-        print(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}{left}", flush=True)
+        self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}{left}")
 
     def say(self, text):
-        """A line for the reader, from rank 0, that does not tear the bar."""
+        """A line for the reader, from rank 0, that does not tear the bar. With stdout on a full
+        disk the run goes on in silence."""
         if not self.is_main:
             return
-        if self.bar is not None and not self.bar.disable:
-            tqdm.write(text)
-        else:
-            print(text, flush=True)
+        try:
+            if self.bar is not None and not self.bar.disable:
+                tqdm.write(text)
+            else:
+                print(text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            print(f"warning: cannot write to stdout: {error.strerror}; the run goes on without",
+                  file=sys.stderr, flush=True)
+            _flush_or_mute()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
@@ -845,15 +929,22 @@ class Run:
             self.best, self.best_before = value, self.best
         return improved
 
-    def done(self, **values):
-        """The last line of metrics.jsonl and of the terminal; returns it."""
+    def describe(self, text):
+        """Says what is trained; the report repeats it."""
+        self.about = text
+        self.say(text)
+
+    def done(self, *then):
+        """The last line of metrics.jsonl and of the terminal, and report.md; returns the line.
+
+        `then`: commands to try next, {ckpt} in them stands for the best checkpoint."""
         if self.lap_steps:
             self._lap()
         rate = self.per_step * self.timed_steps / self.timed if self.timed_steps else None
         seconds = round(time.perf_counter() - self.began, 3)
         first = self.first_step_s and round(self.first_step_s, 3)
         line = dict(event="done", step=self.step, seconds=seconds, first_step_s=first,
-                    **{self.rate_name: rate}, best=self.best, **values)
+                    **{self.rate_name: rate}, best=self.best)
         self.write(line)
         text = f"done: {self.step} steps"
         text += f" in {seconds:.0f} s" if first else ", nothing left to do"
@@ -864,8 +955,22 @@ class Run:
         if self.best is not None:
             text += f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}"
         self.say(f"{text}; written to {self.dir}")
+        then = [line.format(ckpt=self.dir / "best.pt") for line in then]
+        for command in then:
+            self.say(f"  {command}")
+        if self.is_main:
+            about = dict(run=self.about, result=text, torch=torch.__version__,
+                         commit=report.commit(), date=time.strftime("%Y-%m-%d"))
+            with self.optional("report.md"):
+                report.write(self.dir, self._command(), about, then)
         self.close()
         return line
+
+    def _command(self):
+        """The command line that started this process."""
+        launcher = f"torchrun --standalone --nproc_per_node={self.processes.world}"
+        words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+        return f"{launcher if self.processes.world > 1 else 'python'} {shlex.join(words)}"
 
     def close(self):
         """Ends the bar, the metrics and the signal handlers."""

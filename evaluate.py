@@ -6,6 +6,7 @@ Numbers on a trained checkpoint.
     python evaluate.py linear --ckpt=out/vit-cifar10/best.pt        logistic regression on features
     python evaluate.py knn --ckpt=out/vit-cifar10/best.pt           the 20 nearest neighbours
     python evaluate.py segment --ckpt=out/vit-shapes/best.pt        attention against object masks
+    python evaluate.py predict --ckpt=out/vit-cifar10/best.pt a.jpg b.png    your own pictures
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
     python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt       which of ten words fits a gap
@@ -13,10 +14,17 @@ Numbers on a trained checkpoint.
 Each prints one JSON object. Losses are in nats. Baselines of linear, knn and segment: --random (an
 untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import json
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -28,7 +36,7 @@ import common
 from checkpoint import load_model
 from common import DeviceFlags, UserError, needed, option
 from data import augment, images, text
-from model import patchify, run_layers, saliency
+from model import patchify, run_layers, saliency, unpatchify
 
 
 def _bar(batches, total, show):
@@ -141,6 +149,34 @@ def write_overlays(path, x, maps, enlarge=4):
     Image.fromarray(pixels.repeat(enlarge, 0).repeat(enlarge, 1)).save(path)
 
 
+def validation_noise(model, first, n, device):
+    """The noise (n, patches) of validation images first, first + 1 ...: the same at every
+    evaluation."""
+    rng = augment.BatchRandom(common.derive_seed("validation", first), n, device=device)
+    return rng.uniform(model.config.patches())
+
+
+@torch.no_grad()
+def write_reconstructions(path, model, pixels, data):
+    """A PNG with one of the uint8 images (n, H, H, 3) a row: input, masked, reconstruction, and it
+    with the visible patches pasted in."""
+    model.eval()
+    c = model.config
+    x = model_input(pixels, data, c.image_size)
+    noise = validation_noise(model, 0, len(x), x.device)
+    hidden, target = model.hidden(noise)[..., None], patchify(x, c.patch_size)
+    guess = model.decode(model.encode(x, noise), noise).float()
+    # back to pixels with the patch's own statistics, which the model does not know
+    if c.normalize_targets:
+        guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
+    columns = [target, torch.where(hidden, 0.0, target), guess, torch.where(hidden, guess, target)]
+    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
+    row = torch.cat([(unpatchify(p, c.patch_size) * std + mean).clamp(0, 1) for p in columns], 3)
+    sheet = (torch.cat(list(row), 1).permute(1, 2, 0) * 255).round().byte().cpu().numpy()
+    enlarge = max(1, 128 // c.image_size)
+    Image.fromarray(np.repeat(np.repeat(sheet, enlarge, 0), enlarge, 1)).save(path)
+
+
 def stretched(maps):
     """Maps (..., P), each from its least value at 0 to its largest at 1."""
     low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
@@ -154,7 +190,7 @@ def stretched(maps):
 @dataclass(kw_only=True)
 class ImageFlags(DeviceFlags):
     """Flags of every evaluation of an image model."""
-    ckpt: str | None = option(None, "an image checkpoint, ours or a published one")
+    ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
     batch_size: int = option(500, "images at once", low=1)
 
@@ -162,8 +198,7 @@ class ImageFlags(DeviceFlags):
 @dataclass(kw_only=True)
 class Accuracy(ImageFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
-    data: str | None = option(None, "which images; auto is what the checkpoint was trained on",
-                              choices=tuple(images.SETS))
+    data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     split: str = option("val", "which part", choices=("train", "val"))
 
 
@@ -171,9 +206,14 @@ def load_images(name, meta, cache):
     """An image set, None the checkpoint's own, to be normalized as the checkpoint's images were:
     `meta` is its data_meta, {} of a published one, which was trained on ImageNet."""
     data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
-    data.mean = meta.get("mean", images.IMAGENET_MEAN)
-    data.std = meta.get("std", images.IMAGENET_STD)
+    vars(data).update(vars(statistics_of(meta)))
     return data
+
+
+def statistics_of(meta):
+    """.mean and .std, per channel, that a checkpoint's images were normalized with."""
+    return SimpleNamespace(mean=list(meta.get("mean", images.IMAGENET_MEAN)),
+                           std=list(meta.get("std", images.IMAGENET_STD)))
 
 
 def on_device(data, split, device):
@@ -205,8 +245,7 @@ class EncoderFlags(ImageFlags):
 @dataclass(kw_only=True)
 class Probe(EncoderFlags):
     """How well the features of an encoder, trained or not, or the pixels separate classes."""
-    data: str | None = option(None, "which images; auto is what the checkpoint was trained on",
-                              choices=tuple(images.SETS))
+    data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
         None, "class token, mean of the patch tokens, both, or the pixels; auto is what the head reads",
         choices=("class", "mean", "both", "pixels"))
@@ -284,6 +323,56 @@ def linear(c):
 def knn(c):
     """Accuracy of the k nearest neighbours."""
     return probe(c, lambda *samples: nearest_neighbours(*samples, c.k, c.temperature))
+
+
+# -------------------------------------------------------------------------------------------------
+# predict
+# -------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Predict(ImageFlags):
+    """Of each picture the likeliest classes, and a PNG: the picture beside the mean of the last
+    layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both pasted."""
+    files: tuple = option((), "pictures")
+    top: int = option(5, "classes to print", low=1)
+    out: str = option("out/predict.png", "the PNG, a row for each picture")
+
+
+@torch.no_grad()
+def predict(c):
+    """{picture: {class: probability}}, the likeliest first; {} without a classifier."""
+    if not c.files:
+        raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
+    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads)
+    processes = common.Processes(c.device)
+    config, model = loaded.encoder.config, loaded.model.to(processes.device)
+    pixels = []
+    for file in c.files:
+        read, problem = images.read_picture(file, config.image_size)
+        if problem:
+            raise UserError(f"cannot read {file}: {problem}")
+        pixels.append(read)
+    pixels = torch.from_numpy(np.stack(pixels)).to(processes.device)
+    data = statistics_of(loaded.meta)
+    Path(c.out).parent.mkdir(parents=True, exist_ok=True)
+    found = dict(wrote=c.out) | {file: {} for file in c.files}
+    if loaded.task == "mae":
+        write_reconstructions(c.out, model, pixels, data)
+        return found
+
+    x, trace = model_input(pixels, data, config.image_size), []
+    with processes.autocast(c.dtype):
+        loaded.encoder(x, trace)
+    maps = saliency(trace[-1].attention.float(), config.pool).mean(1, keepdim=True)
+    write_overlays(c.out, augment.to_float(pixels), maps, max(1, 256 // config.image_size))
+    if loaded.task == "vit":
+        with processes.autocast(c.dtype):
+            logits = model(x).float()
+        names = loaded.meta.get("classes") or [f"class {i}" for i in range(logits.shape[1])]
+        best = logits.softmax(-1).topk(min(c.top, len(names)))
+        for file, shares, labels in zip(c.files, best.values.tolist(), best.indices.tolist()):
+            found[file] = {names[i]: round(share, 4) for i, share in zip(labels, shares)}
+    return found
 
 
 # -------------------------------------------------------------------------------------------------
@@ -516,7 +605,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
     masked, context, device = not model.config.causal, model.config.context, processes.device
     rank, world = processes.rank, processes.world
     windows = len(text.eval_windows(len(tokens), context, stride))
-    batches = text.eval_batches(tokens, context, batch_size, rank, world, stride)
+    batches = text.eval_batches(tokens, context, batch_size, rank, world, stride, not masked)
     total = _zeros(3, device)
     for i, (x, y) in enumerate(_bar(batches, math.ceil(windows / (batch_size * world)), bar)):
         if masked:
@@ -540,7 +629,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
 @dataclass(kw_only=True)
 class TextFlags(DeviceFlags):
     """Flags of every evaluation of a language model."""
-    ckpt: str | None = option(None, "a checkpoint of train_gpt.py")
+    ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
     batch_size: int = option(16, "sequences at once", low=1)
 
 
@@ -728,8 +817,8 @@ def cbt(c):
 
 
 COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": (Probe, knn),
-            "segment": (Segment, segment), "lm": (LM, lm), "lambada": (Lambada, lambada),
-            "cbt": (CBT, cbt)}
+            "segment": (Segment, segment), "predict": (Predict, predict), "lm": (LM, lm),
+            "lambada": (Lambada, lambada), "cbt": (CBT, cbt)}
 
 
 def main(argv):

@@ -29,11 +29,13 @@ width.
 """
 import difflib
 import math
+import os
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -449,7 +451,8 @@ class TSSA(Attention):
         w = self.project(Z)
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self._statistics(w, state)
-            out = -Pi.unsqueeze(-1) * w / (1 + s)
+            damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
+            out = -Pi.unsqueeze(-1) * w * damping
         out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
         return F.dropout(out, self.dropout, self.training)
 
@@ -645,7 +648,8 @@ ARCHS = {
         # embedding, whose logit for its own token is 0.014 d with a tied head: the first loss is
         # 7 % above ln V at d = 768. With 1 it is ln V.
         TSSA, MLP, qkv_bias=True, layer_scale=1.0, deep_layer_scale=1e-5,
-        image_sizes=dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12)),
+        image_sizes=dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
+                         medium=_size(512, 8, 24)),
         mae_sizes=dict(small=_size(384, 8, 12)),
         text_sizes=dict(base=_BASE, medium=_LARGE, large=_size(1280, 20, 36))),
     "aot": Arch(                                                    # [B] Eq. (7.5.8)
@@ -711,6 +715,12 @@ class BackboneConfig:
         if self.step != 1.0 and output == "learned":
             raise ConfigError(f"step={self.step} is for crate-c, crate-n and crate-t; "
                               f"{self.arch} learns its own (W)")
+
+    def least_weights(self):
+        """A lower bound of the number of weights, before anything is built: here of the layers."""
+        operator = ARCHS[self.arch].sparsification
+        atoms = {None: 0, MLP: self.expansion, ODL: self.expansion}.get(operator, 1)
+        return self.layers * self.width * (self.heads * self.head_dim + atoms * self.width)
 
 
 class LayerTrace(NamedTuple):
@@ -844,8 +854,8 @@ class ImageConfig(BackboneConfig):
         if self.image_size % self.patch_size:
             raise ConfigError(f"patch_size={self.patch_size} does not divide "
                               f"image_size={self.image_size}")
-        assert self.stem in ("norm", "plain") and self.pool in ("class", "mean")
-        assert self.positions in ("learned", "sincos")
+        _check_words(self, stem=("norm", "plain"), pool=("class", "mean"),
+                     positions=("learned", "sincos"))
         if self.positions == "sincos" and self.width % 4:
             raise ConfigError(f"sincos positions need a width that 4 divides, not {self.width}")
 
@@ -853,11 +863,30 @@ class ImageConfig(BackboneConfig):
         """n, the number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
+    def least_weights(self):
+        """With the embedding and the positions; without the head."""
+        patch = self.channels * self.patch_size ** 2
+        return super().least_weights() + self.width * (patch + self.patches())
+
+
+def _check_words(config, **choices):
+    for name, words in choices.items():
+        if getattr(config, name) not in words:
+            raise ConfigError(f"{name} {not_one_of(getattr(config, name), words)}")
+
+
+def _memory():
+    """Bytes of memory of this machine; no limit where the system does not say (Windows)."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):
+        return math.inf
+
 
 def make_config(cls, fields, size=None):
     """cls(**fields), the fields of a named size of the arch beneath them.
 
-    Raises ConfigError for an unknown arch, size or field."""
+    Raises ConfigError for an unknown arch, size or field, and for more than fits in memory."""
     arch = fields.get("arch", "crate")
     if size is not None:
         if arch not in ARCHS:
@@ -870,7 +899,11 @@ def make_config(cls, fields, size=None):
         if name not in cls.__dataclass_fields__:
             known = not_one_of(name, cls.__dataclass_fields__)
             raise ConfigError(f"field of {cls.__name__} {known}")
-    return cls(**fields)
+    config = cls(**fields)
+    if 4 * (least := config.least_weights()) > _memory():
+        raise ConfigError(f"{config.layers} layers of width {config.width} in a model of at least "
+                          f"{least:.2g} weights do not fit in this machine's memory")
+    return config
 
 
 def image_config(size, arch="crate", **overrides):
@@ -945,7 +978,9 @@ class ImageEncoder(nn.Module):
             nn.init.normal_(self.positions, std=row.init_std or 1.0)
 
     def position_table(self, rows, columns):
-        """Positions (1, 1 + n, d) for another grid of patches, interpolated (bicubic)."""
+        """Positions (1, 1 + n, d) for another grid of patches, interpolated (bicubic).
+
+        By the sizes of the grids alone: DINO adds 0.1 to the new size in its scale factor."""
         side = self.config.image_size // self.config.patch_size
         if rows == columns == side:
             return self.positions
@@ -1024,6 +1059,7 @@ class MAEConfig(ImageConfig):
             if getattr(self, f"decoder_{name}") is None:
                 setattr(self, f"decoder_{name}", getattr(self, name))
         d, K = self.decoder_width, self.decoder_heads
+        _check_words(self, mask_tokens=("before", "after"))
         if not 1 <= self.masked() < self.patches():
             raise ConfigError(f"mask_ratio={self.mask_ratio} hides {self.masked()} of "
                               f"{self.patches()} patches")
@@ -1039,9 +1075,15 @@ class MAEConfig(ImageConfig):
         """Whether the decoder has the encoder's width and heads, and so its head_dim."""
         return (self.decoder_width, self.decoder_heads) == (self.width, self.heads)
 
+    def least_weights(self):
+        """With the decoder, of which an attention alone may have heads of any size."""
+        narrow = min(self.decoder_width, self.heads * self.head_dim)
+        return super().least_weights() + self.decoder_layers * self.decoder_width * narrow
+
     def masked(self):
         """How many patches are hidden; the rest is rounded down, as in the released code."""
-        # 1e-9: 100 * (1 - 0.9) is a little below 10 in floating point
+        # 1e-9: 100 * (1 - 0.9) is a little below 10 in floating point, where the released code
+        # keeps 9 patches
         return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
 
 
@@ -1194,6 +1236,10 @@ class TextConfig(BackboneConfig):
         if self.layer_scale is None:
             self.layer_scale = ARCHS[self.arch].layer_scale
 
+    def least_weights(self):
+        """With the embeddings of tokens and positions."""
+        return super().least_weights() + self.width * (self.vocab_size + self.context)
+
 
 def text_config(size, arch="crate", **overrides):
     """The TextConfig of a named size (None: none), any field overridden."""
@@ -1228,6 +1274,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable                    # the saved gradients have no history
     def backward(ctx, grad):
         dZ, dW = ctx.saved_tensors
         return grad.to(dZ.dtype) * dZ, (grad * dW).to(dZ.dtype), None, None, None

@@ -7,6 +7,11 @@ Text from a trained language model.
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import re
 import sys
 import time

@@ -9,6 +9,11 @@ Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as t
 --objective=masked trains a bidirectional model to fill in masked tokens (CRATE-BERT, [J]). The
 batch is that of all processes together, so it is the same on 1 GPU and 8.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 from dataclasses import asdict, dataclass
 
 import torch
@@ -156,9 +161,9 @@ def main(argv):
         model.compile()
     parallel = processes.wrap(model)
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
-    run.say(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
-            f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} tokens "
-            f"on {processes.world} x {common.device_name(device)}")
+    run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
+                 f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} "
+                 f"tokens on {processes.world} x {common.device_name(device)}")
 
     def content():
         meta = dict(name=c.data, tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab,
@@ -220,7 +225,10 @@ def main(argv):
                 best = run.evaluated(min, "loss", chosen, **scores)
             save(best)
         run.end_step(save)
-    return run.done()
+    if masked:
+        return run.done("python sample.py --ckpt={ckpt} --fill='The ___ is red.'")
+    return run.done("python sample.py --ckpt={ckpt} --prompt='The '",
+                    "python evaluate.py lm --ckpt={ckpt}")
 
 
 if __name__ == "__main__":

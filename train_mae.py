@@ -10,18 +10,21 @@ in reverse, and compare what was hidden. Each evaluation writes a PNG: input, ma
 reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py
 --init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 from dataclasses import asdict, dataclass
 
-import numpy as np
 import torch
-from PIL import Image
 
 import checkpoint
 import common
 from common import option
 from data import augment, images
-from evaluate import model_input
-from model import MAEConfig, MaskedAutoencoder, mae_config, patchify, unpatchify
+from evaluate import model_input, validation_noise, write_reconstructions
+from model import MAEConfig, MaskedAutoencoder, mae_config
 
 # -------------------------------------------------------------------------------------------------
 # Config
@@ -31,11 +34,11 @@ from model import MAEConfig, MaskedAutoencoder, mae_config, patchify, unpatchify
 @dataclass(kw_only=True)
 class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto. --layers encode."""
-    data: str = option("shapes", "which images", choices=tuple(images.SETS))
+    data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "layers that decode; auto is as many as encode",
-                                        low=1)
+                                        low=1, high=10_000)
     decoder_width: int | None = option(None, "d of the decoder; auto is the encoder's", low=1)
     decoder_heads: int | None = option(None, "K of the decoder; auto is the encoder's", low=1)
     mask_ratio: float = option(0.75, "share of the patches that is hidden", above=0, high=0.99)
@@ -87,13 +90,6 @@ def build_model(c):
     return MaskedAutoencoder(mae_config(c.size, **common.set_fields(MAEConfig, c)))
 
 
-def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first, first + 1 ...: the same at every
-    evaluation."""
-    rng = augment.BatchRandom(common.derive_seed("validation", first), n, device=device)
-    return rng.uniform(model.config.patches())
-
-
 # -------------------------------------------------------------------------------------------------
 # Evaluation
 # -------------------------------------------------------------------------------------------------
@@ -114,28 +110,6 @@ def validate(model, val, data, c, processes, batch_size=256):
         total += torch.stack([loss.float() * n, n])
     loss, n = processes.sum(total).tolist()
     return dict(loss=loss / n, n=int(n))
-
-
-@torch.no_grad()
-def write_reconstructions(model, val, data, path, n=8):
-    """A PNG with one image a row: input, masked, reconstruction, and it with the visible patches
-    pasted in."""
-    model.eval()
-    c = model.config
-    pixels, _ = val.batch(torch.arange(min(n, len(val))))
-    x = model_input(pixels, data, c.image_size)
-    noise = validation_noise(model, 0, len(x), x.device)
-    hidden, target = model.hidden(noise)[..., None], patchify(x, c.patch_size)
-    guess = model.decode(model.encode(x, noise), noise).float()
-    # back to pixels with the patch's own statistics, which the model does not know
-    if c.normalize_targets:
-        guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
-    columns = [target, torch.where(hidden, 0.0, target), guess, torch.where(hidden, guess, target)]
-    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
-    row = torch.cat([(unpatchify(p, c.patch_size) * std + mean).clamp(0, 1) for p in columns], 3)
-    sheet = (torch.cat(list(row), 1).permute(1, 2, 0) * 255).round().byte().cpu().numpy()
-    enlarge = max(1, 128 // c.image_size)
-    Image.fromarray(np.repeat(np.repeat(sheet, enlarge, 0), enlarge, 1)).save(path)
 
 
 def main(argv):
@@ -168,10 +142,10 @@ def main(argv):
         model.compile()
     parallel = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.say(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
-            f"{c.image_size} px, {model.config.masked()} of {model.config.patches()} patches hidden"
-            f", {total} steps of {c.batch_size} on {processes.world} x "
-            f"{common.device_name(device)}")
+    run.describe(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
+                 f"{c.image_size} px, {model.config.masked()} of {model.config.patches()} patches "
+                 f"hidden, {total} steps of {c.batch_size} on {processes.world} x "
+                 f"{common.device_name(device)}")
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
@@ -220,10 +194,13 @@ def main(argv):
                 best = run.evaluated(min, "loss", **validate(model, val, data, c, processes))
                 if run.is_main:
                     with run.optional(f"step{run.step}.png"):
-                        write_reconstructions(model, val, data, run.dir / f"step{run.step}.png")
+                        pixels, _ = val.batch(torch.arange(min(8, len(val))))
+                        path = run.dir / f"step{run.step}.png"
+                        write_reconstructions(path, model, pixels, data)
             save(best)
         run.end_step(save)
-    return run.done()
+    return run.done("python evaluate.py linear --ckpt={ckpt}",
+                    f"python train_vit.py finetune-shapes --data={c.data} --init_from={{ckpt}}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,11 @@ moving average) the two large ones, and the features of all views should agree. 
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
 by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
 knn or linear, fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt. """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import copy
 import math
 from dataclasses import asdict, dataclass
@@ -33,7 +38,7 @@ from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, sal
 @dataclass(kw_only=True)
 class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto."""
-    data: str = option("shapes", "which images", choices=tuple(images.SETS))
+    data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels a side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
@@ -44,6 +49,9 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     gamma: float | None = option(None,
                                  "weight of the coding rate; auto is (p + N m) / (p N m), 0 lets "
                                  "the features collapse", low=0)
+    rate_of: str = option("student", "features whose rate that is: the student's, as [B] has it, "
+                          "or the mean of its and the teacher's, the released default",
+                          choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, its output", low=2)
     momentum: float = option(0.996, "of the teacher at first; it rises to 1 as a cosine", low=0,
@@ -82,6 +90,9 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,
+        # the released default, as gamma is: the gradient through the mean is half of the
+        # student's own, so with [B]'s Eq. (7.2.34), as in the presets below, gamma weighs double
+        rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, rate and length are our choice
         data="cifar10", width=384, heads=6, layers=12,
@@ -310,7 +321,7 @@ def main(argv):
     momenta = common.warmup_cosine(c.momentum, total, final=1.0)
     rise = max(round(c.warmup_temp_epochs * epoch), 1)
     temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
-             for i in range(total)]
+             for i in range(total)]         # it rises every step; DINO's every epoch
     gamma = simdino_gamma(c.output, c.batch_size) if c.gamma is None else c.gamma
 
     # ---- run
@@ -326,10 +337,10 @@ def main(argv):
     parallel = processes.wrap(student)
     run.begin(total, epoch, "images", c.batch_size)
     encoder_count = common.count(student.encoder)
-    run.say(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
-            f"{common.count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
-            f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
-            f"{c.batch_size} on {processes.world} x {common.device_name(device)}")
+    run.describe(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
+                 f"{common.count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
+                 f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
+                 f"{c.batch_size} on {processes.world} x {common.device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
@@ -355,7 +366,8 @@ def main(argv):
         # loss
         if c.method == "simdino":
             distance = squared_distance(s, t)
-            rate = global_coding_rate(s[:2], c.eps, processes)
+            Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
+            rate = global_coding_rate(Z, c.eps, processes)
             loss = distance - gamma * rate
             terms = dict(distance=distance, expansion=gamma * rate)
         else:
@@ -400,7 +412,8 @@ def main(argv):
                         write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
             save(best)
         run.end_step(save)
-    return run.done()
+    return run.done("python evaluate.py knn --ckpt={ckpt}",
+                    "python analyze.py saliency --ckpt={ckpt}")
 
 
 if __name__ == "__main__":

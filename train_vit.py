@@ -8,8 +8,14 @@ Supervised image classification with CRATE, its variants, and ViT.
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
 a checkpoint of this project or a published one.
 """
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
+
 import copy
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -18,7 +24,7 @@ import checkpoint
 import common
 from common import UserError, option
 from data import augment, images
-from evaluate import classify
+from evaluate import classify, load_images, pooling
 from model import ImageClassifier, ImageConfig, image_config, projected_coding_rate
 
 # -------------------------------------------------------------------------------------------------
@@ -29,23 +35,25 @@ from model import ImageClassifier, ImageConfig, image_config, projected_coding_r
 @dataclass(kw_only=True)
 class Config(common.RunFlags, checkpoint.ModelFlags):
     """Flags of this script; None is shown as auto."""
-    data: str = option("shapes", "which images", choices=tuple(images.SETS))
+    data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "only the first so many training images", low=1)
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     stem: str | None = option(None, "patch embedding; auto is the arch's",
                               choices=("norm", "plain"))
-    pool: str | None = option(None, "what the head reads; auto is class", choices=("class", "mean"))
+    pool: str | None = option(None, "what the head reads; auto is class, or what the pretraining "
+                              "shaped", choices=("class", "mean"))
     dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one",
-        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size", "stem",
-                   "pool"))
+        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size", "stem"))
     # optimization
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
+    layer_decay: float = option(1.0, "ratio of a layer's rate to the next one's; the head has lr",
+                                above=0, high=1)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
@@ -79,7 +87,9 @@ PRESETS = {
     "imagenet": dict(       # [N] B.1.2
         data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
         batch_size=2048, epochs=155, warmup_epochs=5,
-        padding=0),         # images are stored at 256 px, from which 224 are cropped at random
+        # "random cropping" in [N]; RandomResizedCrop(224) in the released main.py, which is
+        # followed here. It cuts from whole images, ours are stored as squares of 256 px
+        crop="resized"),
     # width and depth of [S], which gives no resolution and no recipe for these runs
     "cifar10": dict(
         data="cifar10", width=384, heads=6, layers=12,
@@ -97,11 +107,21 @@ PRESETS = {
         pool="mean",        # AdamW: 89.5 against 86.0 % with the class token
         padding=2,          # objects reach close to the border
         label_smoothing=0.0),
-    "finetune-cifar10": dict(   # [N] B.1.2: any checkpoint, at 224 px
+    "finetune-cifar10": dict(   # [N] B.1.2 and the released finetune.py: any checkpoint, at 224 px
         data="cifar10", image_size=224, optimizer="adamw", lr=5e-5, weight_decay=0.01, beta2=0.999,
-        batch_size=512, epochs=200, warmup_epochs=5, crop="resized",
+        batch_size=512, epochs=200, warmup_epochs=0, label_smoothing=0.0,
+        # bicubic, as all resampling here; the released code's is bilinear, which moves CIFAR-10's
+        # pixels by 2.8 of 255 levels (root mean square)
+        crop="resized",
         # torchvision's scale of the magnitude, as in the released code
         randaugment=2, magnitude=14),
+    # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
+    "finetune-cifar10-small": dict(
+        data="cifar10", batch_size=128, epochs=5, warmup_epochs=0.5, optimizer="muon", lr=2e-2,
+        layer_decay=0.5),
+    "finetune-shapes": dict(
+        data="shapes", batch_size=50, epochs=12, warmup_epochs=1, log_every=50, optimizer="muon",
+        lr=2e-2, layer_decay=0.5, padding=2, label_smoothing=0.0),
 }
 
 
@@ -131,14 +151,20 @@ def augmented(pixels, rng, c, data):
 # Model
 # -------------------------------------------------------------------------------------------------
 
-def build_model(c, classes):
-    """The classifier that the flags describe, its encoder filled from --init_from if given."""
+def load_start(c):
+    """The checkpoint of --init_from as `Loaded`, None without."""
     if c.init_from is None:
-        given = common.set_fields(ImageConfig, c, classes=classes)
-        return ImageClassifier(image_config(c.size, **given))
+        return None
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
-    loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
+    return checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
+
+
+def build_model(c, classes, loaded=None):
+    """The classifier that the flags describe, its encoder filled from `loaded` if given."""
+    if loaded is None:
+        given = common.set_fields(ImageConfig, c, classes=classes)
+        return ImageClassifier(image_config(c.size, **given))
     theirs = common.set_fields(ImageConfig, loaded.encoder.config)
     asked = {f.name for f in fields(checkpoint.ModelFlags)} - {"size"} | {"patch_size", "stem"}
     for name in sorted(asked):
@@ -147,10 +173,22 @@ def build_model(c, classes):
             raise UserError(f"--{name}={wanted} contradicts {c.init_from}, which has "
                             f"{theirs[name]}")
     ours = dict(classes=classes, image_size=c.image_size, dropout=c.dropout, drop_path=c.drop_path,
-                pool=c.pool or "class")
+                pool=c.pool or pooling(loaded))
     model = ImageClassifier(ImageConfig(**theirs | ours))
     checkpoint.load_resized(model.encoder, loaded, c.init_from)
     return model
+
+
+def rate_scale(name, L, decay):
+    """decay^(L + 1 - l), the share of the rate that a parameter has: l = 0 for patch embedding,
+    class token and positions, l for layer l = 1 .. L, L + 1 for what follows (BEiT, MAE)."""
+    words = name.split(".")
+    l = L + 1
+    if words[1] in ("embed", "class_token", "positions"):
+        l = 0
+    elif words[1] == "layers":
+        l = 1 + int(words[2])
+    return decay ** (L + 1 - l)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -192,13 +230,17 @@ def main(argv):
     """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
     c, preset = common.parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    if preset == "finetune-cifar10" and c.init_from is None:
-        raise UserError("finetune-cifar10 needs --init_from=CHECKPOINT")
+    if preset.startswith("finetune") and c.init_from is None:
+        raise UserError(f"{preset} needs --init_from=CHECKPOINT")
     processes = common.Processes(c.device)
     device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
 
-    # ---- data
-    data = images.load(c.data, cache=c.data_dir)
+    # ---- data; an encoder goes on seeing it normalized as in its pretraining
+    loaded = load_start(c)
+    if loaded is None:
+        data = images.load(c.data, cache=c.data_dir)
+    else:
+        data = load_images(c.data, loaded.meta, c.data_dir)
     train_images = data.train_images[:c.train_images]
     train_labels = data.train_labels[:c.train_images]
     epoch = common.steps_per_epoch(len(train_labels), c.batch_size)
@@ -206,15 +248,19 @@ def main(argv):
 
     # ---- model
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
-    model = build_model(c, len(data.classes)).to(device)
+    model = build_model(c, len(data.classes), loaded).to(device)
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
         srr_layers(c, model, 0)             # bad numbers are an error before the run begins
+    elif (c.srr_layers, c.srr_eps) != (Config.srr_layers, Config.srr_eps):
+        raise UserError("--srr_layers and --srr_eps do nothing without --srr_weight")
     averaged = copy.deepcopy(model) if c.ema else None
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    scale = partial(rate_scale, L=model.config.layers, decay=c.layer_decay)
+    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay,
+                                      (c.beta1, c.beta2), scale)
     schedule = common.warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
 
     # ---- run
@@ -226,9 +272,9 @@ def main(argv):
         model.compile()
     parallel = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.say(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
-            f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
-            f"{common.device_name(device)}")
+    run.describe(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
+                 f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
+                 f"{common.device_name(device)}")
 
     def content():
         evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})
@@ -289,7 +335,8 @@ def main(argv):
                 best = run.evaluated(**classify(averaged or model, val, data, c, processes))
             save(best)
         run.end_step(save)
-    return run.done()
+    return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
+                    "python analyze.py saliency --ckpt={ckpt}")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ def call(tmp_path, cache):
     def run(command, *flags):
         opens_model = command not in ("toy", "denoise", "curves")
         own = ["--device=cpu", f"--data_dir={cache}"] if opens_model else []
-        return analyze.main([command, f"--out={tmp_path / command}", *own, *map(str, flags)])
+        out = [f"--out={tmp_path / command}", "--overwrite"]
+        return analyze.main([command, *out, *own, *map(str, flags)])
     return run
 
 

@@ -347,7 +347,7 @@ def test_length(run, tmp_path):
     path = tmp_path / "table.json"
     path.write_text("what was here before")
     head, *lines = run("length", "--lengths=64,32,64,128", "--repeats=1", "--width=16", "--heads=2",
-                       f"--json={path}")
+                       f"--json={path}", "--overwrite")
     assert head["lengths"] == [32, 64, 128]
     assert [line["variant"] for line in lines] == [
         f"{name}{causal}, ms" for causal in ("", ", causal") for name in ("TSSA", "MSSA", "MHSA")]
@@ -355,6 +355,9 @@ def test_length(run, tmp_path):
         assert len(line["ms"]) == 3 and min(line["ms"]) > 0 and math.isfinite(line["exponent"])
     report = json.loads(path.read_text())
     assert report["rows"] == [head, *lines] and report["matmul_gflops_per_s"] == 100
+    with pytest.raises(common.UserError, match="table.json is there already; --overwrite"):
+        run("length", f"--json={path}")
+    assert json.loads(path.read_text()) == report
 
 
 def test_generate(run):

@@ -1,6 +1,7 @@
 """Checkpoint files, loading models of every task and published ones, saving and resuming a run.
 
 Damage of every kind is in test_survive.py, whole runs are in test_scripts.py."""
+import math
 import signal
 from dataclasses import asdict
 
@@ -12,7 +13,7 @@ import checkpoint
 import common
 from common import UserError
 from helpers import same
-from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
+from model import (ARCHS, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
 from test_published import official
 
@@ -44,9 +45,10 @@ def make(task):
 
 def content(task="vit", step=3, **fields):
     model, config = make(task)
+    letters = dict(name="letters", n_vocab=11, tokenizer=dict(kind="char", characters="0123456789"))
     return dict(task=task, model=model.state_dict(), model_config=asdict(config), step=step,
-                best=None, data_meta=dict(name="shapes"), run_config=dict(seed=0),
-                optimizer={}, extra={}) | fields
+                best=None, data_meta=letters if task == "gpt" else dict(name="shapes"),
+                run_config=dict(seed=0), optimizer={}, extra={}) | fields
 
 
 # -------------------------------------------------------------------------------------------------
@@ -72,7 +74,7 @@ def test_a_checkpoint_is_a_torch_file(tmp_path):
     (lambda path: torch.save(dict(format="crate-2"), path), "checksum is missing"),
     (lambda path: checkpoint.write_sealed(path, content() | dict(format="crate-1")), "crate-1"),
     (lambda path: checkpoint.write_checkpoint(path, content(task="poetry")), "'poetry'"),
-    (lambda path: checkpoint.write_checkpoint(path, content(extra=None)), "no extra in it"),
+    (lambda path: checkpoint.write_checkpoint(path, content(extra=None)), "extra=None"),
     (lambda path: checkpoint.write_checkpoint(path, content("gpt")), "task gpt, not vit"),
 ])
 def test_other_files_are_refused_in_one_line(tmp_path, write, says):
@@ -134,7 +136,11 @@ def test_initial_model(tmp_path):
     ("width", "16", "width='16'"), ("eta", float("nan"), "eta=nan"), ("layers", 0, "layers=0"),
     ("heads", True, "heads=True"), ("heads", 5, "does not divide width"), ("arch", "rate", "rate"),
     ("depth", 3, "depth"), ("layers", 2, "layers.1.norm1.weight is missing in it"),
-    ("width", 32, "is (1, 1, 16) there, (1, 1, 32) here"),
+    ("classes", 2, "is (3, 16) there, (2, 16) here"), ("width", 32, "more weights than it has"),
+    ("layers", 10 ** 9, "do not fit in this machine's memory"), ("layers", 20, "more weights"),
+    ("classes", 10 ** 9, "more weights"), ("channels", 10 ** 6, "channels=1000000"),
+    ("arch", ["crate"], "arch=['crate']"), ("stem", "none", "stem 'none' is not one of"),
+    ("dropout", 1.5, "dropout=1.5"), ("mm_eps", 0.0, "mm_eps=0.0"), ("eta", 10 ** 400, "eta=1000"),
 ])
 def test_a_config_that_does_not_fit_is_refused(tmp_path, name, value, says):
     full = content()
@@ -143,6 +149,22 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, name, value, says):
     with pytest.raises(UserError) as error:
         checkpoint.load_model(tmp_path / "a.pt")
     assert says in str(error.value) and "a.pt" in str(error.value)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_config_claims_no_more_than_its_model_has(arch):
+    """The lower bound that a file's number of weights is held against."""
+    for fields in (dict(), dict(heads=1, head_dim=3), dict(heads=4, head_dim=16), dict(layers=5),
+                   dict(expansion=1)):
+        if arch == "crate-t" and "head_dim" in fields:
+            continue                                    # needs heads x head_dim = width
+        models = [ImageClassifier(ImageConfig(**IMAGE | fields, arch=arch)),
+                  LanguageModel(TextConfig(**TEXT | fields, arch=arch))]
+        models += [MaskedAutoencoder(MAEConfig(**IMAGE | fields, arch=arch, **decoder)) for decoder
+                   in (dict(), dict(decoder_width=8, decoder_heads=1, mask_tokens="after"))]
+        for model in models:
+            weights = sum(tensor.numel() for tensor in model.state_dict().values())
+            assert weights / 10 < model.config.least_weights() <= weights, model.config
 
 
 def test_positions_are_interpolated_to_another_image_size(tmp_path):
@@ -177,7 +199,8 @@ def test_published_in_this_repository(tmp_path, monkeypatch, task):
     no optimizer, no projector, no folder of the machine that trained it."""
     monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path)
     flags = dict(seed=7, data_dir="/home/me/data", out_dir="/home/me/out")
-    trained = content(task, run_config=flags, optimizer=dict(state={}), extra=dict(student={}))
+    trained = content(task, run_config=flags, optimizer=dict(state={}),
+                      extra=dict(student={}, center=torch.zeros(1)))
     checkpoint.write_checkpoint(tmp_path / "whole.pt", trained)
     checkpoint.main([str(tmp_path / "whole.pt"), "small"])
 
@@ -214,7 +237,7 @@ def start(out, total=10, **flags):
 
     def describe():
         return dict(model=model.state_dict(), model_config=asdict(model_config), extra={},
-                    data_meta={}, optimizer=optimizer.state_dict())
+                    data_meta=dict(name="shapes"), optimizer=optimizer.state_dict())
     return run, model, optimizer, checkpoint.saver(run, describe)
 
 
@@ -236,8 +259,45 @@ def test_restore_refuses_another_model_and_names_other_flags(tmp_path, capsys):
         checkpoint.restore(run, ImageConfig(**IMAGE | dict(width=32)), optimizer, model)
     with pytest.raises(UserError, match="averages weights"):
         checkpoint.restore(run, model.config, optimizer, model, averaged=model)
-    with pytest.raises(UserError, match="the optimizer's state does not fit"):
+    with pytest.raises(UserError, match="does not fit this optimizer: optimizer.param_groups"):
         checkpoint.restore(run, model.config, torch.optim.SGD([model.head[1].weight], 0.1), model)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_an_optimizer_state_has_to_fit_its_parameters(tmp_path, name):
+    """A fused kernel would write past the end of a smaller one. Hyperparameters are the flags'."""
+    model = make("vit")[0]
+    fresh, used = (common.make_optimizer(model, name, 1e-3, 0.1, (0.9, 0.99)) for _ in range(2))
+    model(torch.ones(2, 3, 16, 16)).square().mean().backward()
+    used.step()
+    whole = used.state_dict()
+    for kind in ("muon", "adamw") if name == "muon" else (None,):
+        part = whole[kind] if kind else whole
+        number, kept = list(part["state"].items())[1]
+        key, t = [(key, t) for key, t in kept.items() if t.ndim][0]
+        bad = [kept | {key: b} for b in (
+            t.flatten()[:1], t[None], t.to_sparse(), t.int(), t.to("meta"), t * math.nan, None)]
+        bad += [{}, [t], {"x": t}]
+        for state in [{number: state} for state in bad] + [{99: kept}, {"0": kept}]:
+            forged = part | dict(state=part["state"] | state)
+            with pytest.raises(UserError, match="a.pt does not fit this optimizer: .*state"):
+                checkpoint.load_optimizer(fresh, whole | {kind: forged} if kind else forged, "a.pt")
+        kept[key] = t.new_ones(()).expand(t.shape)      # the right shape, but one number in memory
+        for group in part["param_groups"]:
+            group |= dict(lr="x", betas=[0.9], amsgrad=True, momentum=None, weight_decay=-1)
+
+    def hyperparameters():
+        return [{k: v for k, v in group.items() if k != "params"} for group in fresh.param_groups]
+    before = hyperparameters()
+    checkpoint.load_optimizer(fresh, whole, "a.pt")
+    assert hyperparameters() == before
+    parts = fresh.parts if name == "muon" else {None: fresh}
+    for kind, part in parts.items():
+        state = part.state_dict()["state"]
+        theirs = (whole[kind] if kind else whole)["state"]
+        assert state and state.keys() == theirs.keys()
+        assert all(same(state[i], theirs[i]) for i in state)
+        assert all(t.is_contiguous() for kept in state.values() for t in kept.values())
 
 
 def test_a_save_that_fails(tmp_path, capsys, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 
 import common
 from common import UserError, option
-from model import ConfigError, ImageClassifier, ImageConfig
+from model import ConfigError, ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 
 # -------------------------------------------------------------------------------------------------
@@ -69,6 +69,19 @@ def test_help_names_every_flag(capsys):
     text = capsys.readouterr().out
     assert exit.value.code in (0, None) and "--width=64" in text and "tiny (default)" in text
     assert all(f"--{name}=" in text for name in Config.__dataclass_fields__)
+    assert all(len(line) <= 100 for line in text.splitlines())
+    often, seldom = text.split("flags that one seldom changes:")
+    assert "--width=64" in often and "--seed=" in seldom
+
+
+def test_help_of_subcommands_has_a_line_each(capsys):
+    @dataclass(kw_only=True)
+    class Look(common.DeviceFlags):
+        """The rate by [J] Eq. (8), in nats. More is said of it in its own help."""
+    with pytest.raises(SystemExit):
+        common.parse_command({"look": Look}, ["-h"], "doc")
+    assert capsys.readouterr().out.splitlines()[-1].split(None, 1) == [
+        "look", "The rate by [J] Eq. (8), in nats"]
 
 
 def test_subcommands(capsys):
@@ -81,7 +94,7 @@ def test_subcommands(capsys):
         common.parse_command(commands, ["look", "here"], "doc")
     with pytest.raises(SystemExit) as exit:
         common.parse_command(commands, [], "doc")
-    assert exit.value.code == 2 and "look, listen" in capsys.readouterr().out
+    assert exit.value.code == 2 and "  listen  " in capsys.readouterr().out
 
 
 def test_set_fields_leaves_what_is_auto_to_the_model():
@@ -111,6 +124,28 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     err = capsys.readouterr().err
     assert exit.value.code == status
     assert err == f"script.py: {err[11:-1]}\n" * bool(says) and says in err
+
+
+def test_stdout_on_a_full_disk(monkeypatch, capsys, tmp_path):
+    """Of a command: one line and status 2. A run warns once and goes on."""
+    def done(main):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", full)
+            patch.setattr("sys.argv", ["here/script.py"])
+            with pytest.raises(SystemExit) as exit:
+                common.cli(main)
+        return exit.value.code, capsys.readouterr().err
+
+    said = "script.py: No space left on device\n"
+    assert done(lambda argv: print("a result")) == (2, said)
+    assert done(lambda argv: print("a result", flush=True)) == (2, said)
+
+    def train(argv):
+        do(run_in(tmp_path), 3, [])
+    status, err = done(train)
+    assert status == 0 and err.count("\n") == 1 and "warning: cannot write to stdout" in err
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == "done"
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback():
@@ -144,17 +179,24 @@ def test_lion_is_its_definition():
 
 
 @pytest.mark.parametrize("name", ["lion", "adamw"])
-def test_only_matrices_are_decayed(name):
-    fields = dict(width=16, heads=2, layers=1, image_size=8, patch_size=4, classes=3)
-    model = ImageClassifier(ImageConfig(arch="tost", **fields))
+@pytest.mark.parametrize("kind", ["image", "text"])
+def test_only_matrices_are_decayed(name, kind):
+    """Of those, positions and the class token are not; nor TSSA's b, which has three dimensions."""
+    layers = dict(arch="tost", width=16, heads=2, layers=1)
+    if kind == "image":
+        model = ImageClassifier(ImageConfig(**layers, image_size=8, patch_size=4, classes=3))
+    else:
+        model = LanguageModel(TextConfig(**layers, context=8, vocab_size=9))
+    for p in model.parameters():
+        torch.nn.init.uniform_(p, 1, 2)
     before = {k: v.detach().clone() for k, v in model.named_parameters()}
     optimizer = common.make_optimizer(model, name, 0.1, 0.5, (0.9, 0.99))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     for key, p in model.named_parameters():
-        vector = p.ndim < 2 or key.endswith(("class_token", "positions"))
-        torch.testing.assert_close(p.detach(), (1.0 if vector else 0.95) * before[key], msg=key)
+        spared = p.ndim < 2 or key.endswith(("class_token", "positions", "attention.b"))
+        torch.testing.assert_close(p.detach(), (1.0 if spared else 0.95) * before[key], msg=key)
 
 
 def test_ema():
@@ -192,12 +234,11 @@ def test_a_run_directory_is_not_taken_by_accident(tmp_path):
         with pytest.raises(UserError, match="another run is writing"):
             run_in(out, **flags)
     first.close()
-    for name in ("metrics.jsonl", "best.pt", "notes.txt"):
-        (out / name).write_text("{}\n")
+    (out / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="is not empty: it has no checkpoint yet"):
         run_in(out)
     run_in(out, overwrite=True).close()
-    assert {p.name for p in out.iterdir()} == {".lock", "notes.txt"}    # of others: stays
+    assert [p.name for p in out.iterdir()] == [".lock"]
     with pytest.raises(UserError, match="exclude each other"):
         run_in(out, overwrite=True, resume=True)
     (out / "ckpt.pt").write_text("")
@@ -206,6 +247,39 @@ def test_a_run_directory_is_not_taken_by_accident(tmp_path):
     resumed = run_in(out, resume=True)
     assert resumed.resuming
     resumed.close()
+
+
+OF_A_RUN = ["metrics.jsonl", "ckpt.pt", "ckpt.prev.pt", "best.pt", "step400.png", "report.md",
+            "config.json.tmp", "metrics.jsonl.tmp", "ckpt.pt.tmp", "ckpt.pt.link", "best.pt.tmp"]
+OF_OTHERS = ["holiday.png", "notes.json", "weights.pt", "ckpt.pt.bak", "step.png", "notes.tmp"]
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir() if p.name != ".lock")
+
+
+def test_overwrite_deletes_what_a_run_wrote_and_nothing_else(tmp_path):
+    config = tmp_path / "config.json"
+    for name in OF_A_RUN + OF_OTHERS:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "step8.png").mkdir()
+    there = names(tmp_path)
+    for foreign in (None, "", "{}", "[1]", '{"task": "vit"}', '{"architectures": ["ViT"]}', "\0"):
+        if foreign is not None:
+            config.write_text(foreign)
+        with pytest.raises(UserError, match="which is not of a run, and no run: --overwrite"):
+            run_in(tmp_path, overwrite=True)
+        assert names(tmp_path) == sorted(there + ["config.json"] * config.exists()), foreign
+    config.write_text(json.dumps(dict(task="vit", preset="tiny", out_dir="out")))
+    run_in(tmp_path, overwrite=True).close()
+    assert names(tmp_path) == sorted(OF_OTHERS + ["step8.png"])
+
+
+def test_resuming_removes_what_a_kill_left(tmp_path):
+    for name in OF_A_RUN + OF_OTHERS:
+        (tmp_path / name).write_text("mine")
+    run_in(tmp_path, resume=True).close()
+    assert names(tmp_path) == sorted(OF_A_RUN[:6] + OF_OTHERS)
 
 
 def test_a_restarted_worker_resumes_by_itself(tmp_path, monkeypatch):

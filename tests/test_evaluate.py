@@ -106,6 +106,17 @@ def test_lm_agrees_with_the_run(tmp_path, run, objective):
         assert found["loss_per_byte"] == pytest.approx(found["loss"])
 
 
+@pytest.mark.parametrize("n", [10, CONTEXT + 6])
+def test_a_masked_model_sees_no_padding(tmp_path, monkeypatch, n):
+    """Neither behind a text shorter than the context nor in a last window that it does not fill."""
+    model, seen = random_model(tmp_path / "ckpt.pt", causal=False), []
+    tokens = 1 + np.arange(n) % 9
+    monkeypatch.setattr(text, "mask_tokens", lambda x, *_: (seen.append(x[0].clone()) or x, x))
+    evaluate.language_scores(model, tokens, common.DeviceFlags(), common.Processes("cpu"), 1,
+                             CHARACTERS.n_vocab, 0.15)
+    assert len(seen) == 1 + (n > CONTEXT + 1) and all((x != 0).all() for x in seen)
+
+
 @pytest.mark.parametrize("stride", [1, 5, CONTEXT])
 @torch.no_grad()
 def test_sliding_windows(tmp_path, run, letters, stride):
@@ -226,7 +237,7 @@ def test_mistakes_are_one_line(tmp_path, run, letters, flags, says):
 
 
 def test_masked_models_have_no_next_token(tmp_path, run):
-    random_model(tmp_path / "ckpt.pt", causal=False)
+    random_model(tmp_path / "ckpt.pt", causal=False, vocab_size=CHARACTERS.n_vocab + 1)     # [MASK]
     for task in ("lambada", "cbt"):
         with pytest.raises(UserError, match="is a masked model"):
             run(task)

@@ -144,6 +144,15 @@ def test_linear_cross_entropy(block):
     assert not any(t.any() for t in with_gradients(nothing, Z, W))
 
 
+def test_a_second_derivative_of_the_cross_entropy_is_refused():
+    """Its gradients are computed once, in the forward pass, and have no history."""
+    Z, W, targets = tokens_and_head()
+    loss = linear_cross_entropy(Z, W, targets).square()
+    gradient, = torch.autograd.grad(loss, Z, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
+
+
 def test_linear_cross_entropy_in_bf16():
     torch.set_default_dtype(torch.float32)
     Z, W, targets = tokens_and_head(200)

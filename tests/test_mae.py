@@ -177,7 +177,7 @@ def test_train_flops():
 # -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("image_size, patch_size, ratio, masked", [
-    (224, 16, 0.75, 147), (12, 4, 0.75, 7), (20, 4, 0.8, 20)])
+    (224, 16, 0.75, 147), (12, 4, 0.75, 7), (20, 4, 0.8, 20), (40, 4, 0.9, 90)])
 def test_number_of_hidden_patches(image_size, patch_size, ratio, masked):
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
     hidden = MaskedAutoencoder(c).hidden(torch.rand(50, c.patches()))

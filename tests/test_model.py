@@ -322,6 +322,26 @@ def test_tssa(causal):
     assert_near(op.project(Z), op.values(Z) + op.U.bias.view(3, 1, 5))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_tssa_drops_its_statistics(causal):
+    """1 / (1 + s), as the released code: for all tokens at once where they share s."""
+    op, Z, rate = randomize(TSSA(12, 3, causal=causal, context=200)), torch.randn(4, 200, 12), 0.3
+    seen = []
+    op.W.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    op(Z)
+    op.dropout = rate
+    op(Z)
+    op.eval()(Z)
+    whole, dropped, evaluated = seen
+    assert_near(evaluated, whole)
+    zero = dropped == 0
+    assert_near(dropped, torch.where(zero, 0.0, whole / (1 - rate)))
+    if causal:
+        assert abs(zero.double().mean() - rate) < 0.02
+    else:
+        assert (zero == zero[:, :1]).all() and 0 < zero[:, 0].double().mean() < 2 * rate
+
+
 @torch.no_grad()
 def test_tssa_of_vanishing_tokens():
     """As small as the guard under the norm, and zero."""
@@ -582,7 +602,9 @@ def test_compiled_equals_eager(arch):
     ("tiny", "crate", 6_090_856), ("small", "crate", 13_116_328),
     ("base", "crate", 22_796_008), ("large", "crate", 77_641_192),
     ("tiny", "transformer", 5_717_416), ("small", "transformer", 22_050_664),
-    ("base", "crate-alpha", 72_328_936), ("large", "crate-alpha", 253_650_920)])
+    ("base", "crate-alpha", 72_328_936), ("large", "crate-alpha", 253_650_920),
+    # 24 layers of 10 d^2 + 13 d + K; embedding, class token, positions, norm and head around them
+    ("medium", "tost", 24 * (10 * 512 ** 2 + 13 * 512 + 8) + (769 + 1 + 197 + 2) * 512 + 513_000)])
 def test_published_parameter_counts(size, arch, count):
     with torch.device("meta"):
         net = ImageClassifier(image_config(size, arch))

@@ -47,3 +47,17 @@ def test_every_command_parses(name):
             common.parse_command({k: config for k, (config, _) in commands.items()}, argv, "")
             seen += 1
     assert seen > 5
+
+
+def test_python_of_the_readme_runs(monkeypatch):
+    """What the block says of shapes is so."""
+    monkeypatch.chdir(ROOT)
+    block, = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.S)
+    names = {}
+    exec(block, names)
+    assert names["logits"].shape == (8, 10) and names["rates"].shape == (8,)
+    d = names["loaded"].encoder.config.width
+    assert names["Z"].shape == (8, 65, d) and names["features"].shape == (8, d)
+    assert names["maps"].shape == (8, 4, 65, 65)
+    right = names["logits"].argmax(1) == names["torch"].from_numpy(names["labels"])
+    assert right.float().mean() > 0.8

@@ -123,6 +123,8 @@ def run(tmp_path, capsys, cache):
     def run(model, *flags, data_dir=cache):
         task = {ImageClassifier: "vit", MaskedAutoencoder: "mae", LanguageModel: "gpt"}[type(model)]
         meta = dict(name="shapes", mean=[0.5] * 3, std=[0.2] * 3)
+        if task == "gpt":
+            meta = dict(name="abcd", tokenizer=dict(kind="char", characters="abcd"), n_vocab=5)
         write_model(tmp_path / "ckpt.pt", model, task, meta)
         base = [f"--ckpt={tmp_path / 'ckpt.pt'}", f"--data_dir={data_dir}", "--device=cpu"]
         found = evaluate.main(["segment", *base, *flags])

@@ -4,7 +4,9 @@ that its fault landed, then what came of it.
     python -m pytest tests/test_survive.py --full       the full counts, minutes; otherwise a sample
 """
 import contextlib
+import copy
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -17,10 +19,12 @@ import resource
 import runpy
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -194,6 +198,18 @@ def test_a_signal_saves_first(vit, tmp_path, number, status):
     assert read_checkpoint(out / "ckpt.pt", "vit")["step"] == metrics(out)[-1]["step"]
 
 
+@pytest.mark.parametrize("script", ["train_vit.py", "train_mae.py", "train_simdino.py",
+                                    "train_gpt.py", "evaluate.py", "analyze.py", "bench.py",
+                                    "sample.py", "data/prepare.py"])
+def test_ctrl_c_while_torch_is_imported(tmp_path, script):
+    """A module of that name, found first, sends the signal: the end is the signal's, in silence."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    ended = subprocess.run([sys.executable, ROOT / script], capture_output=True, timeout=60,
+                           env=os.environ | dict(PYTHONPATH=str(tmp_path)))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, b"", b"")
+
+
 def time_of(path):
     """When a file was last written to, 0 if it is not there."""
     with contextlib.suppress(OSError):
@@ -339,9 +355,10 @@ def test_a_disk_full_at_the_end(vit, tmp_path):
 def test_an_image_that_cannot_be_written(start, cache, tmp_path):
     """A folder has its name: a warning, the run goes on."""
     out = tmp_path / "out"
-    (out / "step4.png").mkdir(parents=True)
-    stdout = start("train_mae.py", *SHAPES, f"--data_dir={cache}", "--epochs=0.4",
-                   "--eval_every=4", f"--out_dir={out}", "--overwrite").done()
+    flags = [*SHAPES, f"--data_dir={cache}", "--eval_every=4", f"--out_dir={out}"]
+    start("train_mae.py", *flags, "--epochs=0.1").done()
+    (out / "step4.png").mkdir()
+    stdout = start("train_mae.py", *flags, "--epochs=0.4", "--overwrite").done()
     assert stdout.count("warning: ") == 1 and "step4.png" in stdout
     assert (out / "step8.png").is_file() and read_checkpoint(out / "ckpt.pt")["step"] == 8
 
@@ -356,6 +373,138 @@ def test_unwritable_places(vit, tmp_path):
                 tmp_path / "file" / "run", tmp_path / ("long" * 100), *taken):
         assert str(out) in refused(vit("--epochs=0.1", f"--out_dir={out}", "--overwrite"))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+# -------------------------------------------------------------------------------------------------
+# A fault at each system call of a save
+# -------------------------------------------------------------------------------------------------
+
+class Calls:
+    """The system calls by which a checkpoint is written, by name; `strike(name)` comes before each.
+
+    What it raises fails the call, a write after half of its bytes."""
+
+    def __init__(self, patch, strike):
+        self.names, self.strike = [], strike
+        for name in ("fsync", "replace", "link", "unlink", "open", "close"):
+            patch.setattr(os, name, self.struck(name, getattr(os, name)))
+        opened = self.struck("create", open)
+        patch.setattr(checkpoint, "open", lambda *a: File(opened(*a), self), raising=False)
+
+    def struck(self, name, call, half=None):
+        def struck(*args, **kwargs):
+            target = f" {Path(args[1]).name}" if name == "replace" else ""
+            self.names.append(name + target)
+            try:
+                self.strike(self.names)
+            except OSError:
+                if half:
+                    half(*args)
+                raise
+            return call(*args, **kwargs)
+        return struck
+
+
+class File:
+    """A file of which each write, flush and close is such a call."""
+
+    def __init__(self, file, calls):
+        self.file, write = file, file.write
+        self.write = calls.struck("write", write, lambda data: write(data[:len(data) // 2]))
+        self.flush = calls.struck("flush", file.flush)
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+
+def written(folder, draft, strike):
+    """The names of the calls that wrote `draft` to folder/ckpt.pt."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch, strike)
+        checkpoint.write_checkpoint(folder / "ckpt.pt", draft)
+    return calls.names
+
+
+@pytest.fixture
+def saved(trained, tmp_path, full):
+    """A folder; write(): makes it hold whole checkpoints of step 9 and 10, returns the content of
+    step 11; held(): {file: step}; calls: at which of a save's calls to strike."""
+    content = read_checkpoint(trained / "ckpt.pt")
+
+    def write():
+        for step in (9, 10):
+            checkpoint.write_checkpoint(tmp_path / "ckpt.pt", content | dict(step=step))
+        return content | dict(step=11)
+
+    def held():
+        return {path.name: read_checkpoint(path)["step"] for path in sorted(tmp_path.glob("*.pt"))}
+    names = written(tmp_path, write(), lambda names: None)
+    calls = [n for n, name in enumerate(names, 1) if full or name != "write" or n % 40 == 0]
+    assert names.count("write") > 100 and len(names) - names.count("write") > 9
+    return SimpleNamespace(folder=tmp_path, write=write, held=held, calls=calls)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_an_error_at_each_call_of_a_save(saved, error):
+    """Told in one line, and the checkpoint before stays; or the new one is whole. A full disk stays
+    full, a bad sector is met once."""
+    failed = 0
+    for n in saved.calls:
+        def strike(names):
+            lasts = error == errno.ENOSPC and not names[-1].startswith(("unlink", "close"))
+            if len(names) == n or lasts and len(names) > n:
+                raise OSError(error, os.strerror(error))
+        draft, now = saved.write(), 11
+        try:
+            written(saved.folder, draft, strike)
+        except common.UserError as told:
+            assert os.strerror(error) in str(told) and "\n" not in str(told), n
+            failed, now = failed + 1, 10
+        held = saved.held()
+        assert held["ckpt.pt"] == now and held["ckpt.prev.pt"] in (9, 10), n
+        assert not list(saved.folder.glob("*.tmp")), n
+        checkpoint.write_checkpoint(saved.folder / "ckpt.pt", draft | dict(step=12))
+        assert saved.held() == {"ckpt.pt": 12, "ckpt.prev.pt": now}
+        assert len(list(saved.folder.iterdir())) == 2, n
+    print(f"{os.strerror(error)} at {len(saved.calls)} calls: {failed} saves failed, none lost")
+    assert failed > len(saved.calls) / 3
+
+
+def test_a_kill_at_each_call_of_a_save(saved):
+    """Then a start removes what is left over."""
+    config = common.RunFlags(out_dir=str(saved.folder), resume=True)
+    leftovers = set()
+    for n in saved.calls:
+        draft = saved.write()
+        read, write = os.pipe()
+
+        def strike(names):
+            os.write(write, f"{names[-1]}\n".encode())
+            if len(names) == n:
+                os.kill(os.getpid(), signal.SIGKILL)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(BaseException):
+                written(saved.folder, draft, strike)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL, n
+        names = os.read(read, 1 << 16).decode().splitlines()
+        os.close(read)
+        os.close(write)
+        done = names[:-1]                               # the last one was not carried out
+        held = saved.held()
+        assert held["ckpt.pt"] == (11 if "replace ckpt.pt" in done else 10), names
+        assert held["ckpt.prev.pt"] == (10 if "replace ckpt.prev.pt" in done else 9), names
+        leftovers |= {path.suffix for path in saved.folder.iterdir()}
+        common.Run(config, "vit", "tiny", common.Processes("cpu")).close()
+        assert {path.suffix for path in saved.folder.iterdir()} == {".pt", ""}, names
+    assert leftovers == {".pt", ".tmp", ".link", ""}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -425,6 +574,92 @@ def test_resuming_and_reading_a_damaged_checkpoint(start, vit, trained, cache, t
         (out / name).write_bytes(bad)
     last = refused(vit(*flags, f"--out_dir={out}", "--resume"))
     assert "no whole checkpoint before it" in last
+
+
+# a script, its flags, and what the optimizer is: every shape that a checkpoint has
+FORGED = {"vit": (train_vit, "--ema=0.9", "--optimizer=adamw", "--lr=1e-3"),
+          "mae": (train_mae, "--optimizer=lion", "--base_lr=1e-4"),
+          "simdino": (train_simdino, "--method=dino", "--freeze_epochs=0"),
+          "gpt": (train_gpt, "--optimizer=muon", "--lr=1e-3")}
+
+
+def strange(draw):
+    """A value that may be where another one should be."""
+    one = torch.ones(2, 2)
+    return draw.choice([
+        None, True, -1, 0, 1, 7, 0.5, -1e400, math.nan, 1e300, 2 ** 31, 10 ** 30, 10 ** 400, "",
+        "two\nlines", "x" * 5000, "\0", [], [1], ["a", None], [0.5] * 3, (), {}, {"a": {}}, {1: 2},
+        one, one[0, 0], one.int(), one.bool(), one * math.nan, one.to_sparse(), one.to("meta"),
+        one.cfloat(), torch.nested.nested_tensor([one]), torch.ones(()).expand(9, 10 ** 9),
+        torch.quantize_per_tensor(one, 1.0, 0, torch.qint8), torch.float32, one.shape, b"bytes"])
+
+
+def bent(tensor, draw):
+    """A tensor of another shape, type or layout; some serve as well as it did."""
+    t = tensor if tensor.ndim else tensor[None]
+    return draw.choice([
+        t[:0], t[:1], t[..., :-1], t[None], t.flatten(), t.mT if t.ndim > 1 else -t, t * math.inf,
+        t.half(), t.double(), t.long(), t.cfloat(), t.to("meta"), t.to_sparse(), torch.cat([t, t]),
+        t.flatten()[0].expand(t.shape), t.flatten()[0], tensor._neg_view(),
+        torch.nn.Parameter(t)])
+
+
+def forged(content, draw):
+    """A copy of a checkpoint's content with one to three changes anywhere; what was changed."""
+    content, changes = copy.deepcopy(content), []
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        place, names = content, []
+        while not names or (isinstance(place[names[-1]], (dict, list)) and place[names[-1]]
+                            and draw.random() < 0.8):
+            place = place[names[-1]] if names else place
+            names.append(draw.choice(list(place) if isinstance(place, dict) else range(len(place))))
+        name, value = names[-1], place[names[-1]]
+        kind = draw.choice(("change", "change", "bend", "remove", "rename", "scale"))
+        if kind == "remove":
+            del place[name]
+        elif kind == "rename" and isinstance(place, dict):
+            place[draw.choice((3, "other", None, (1, 2), name))] = place.pop(name)
+        elif kind == "bend" and checkpoint._strided(value) and value.numel() < 10 ** 6:
+            place[name] = bent(value, draw)
+        elif kind == "scale" and type(value) in (int, float):
+            place[name] = value * draw.choice((-1, 0, 2, 1000, 10 ** 9))
+        else:
+            place[name] = strange(draw)
+        changes.append((kind, names, str(place.get(name) if isinstance(place, dict) else "")[:60]))
+    return content, changes
+
+
+@pytest.mark.parametrize("task", FORGED)
+def test_forged_checkpoints(train, tmp_path, full, capsys, task):
+    """Content changed at random, then sealed as by someone who knows how: whoever reads it says so
+    in one line, or goes on and writes a checkpoint that is whole."""
+    script, *flags = FORGED[task]
+    flags += ["--steps=4"] if task == "gpt" else ["--epochs=0.2"]
+    flags += ["--save_every=2", "--layers=1", "--eval_every=100"]
+    train(script, "run", *flags)
+    out, ends = tmp_path / "run", []
+    content = read_checkpoint(out / "ckpt.prev.pt")
+    assert content["step"] == 2
+    draw = random.Random(task)
+    for _ in range(400 if full else 40):
+        forgery, changes = forged(content, draw)
+        checkpoint.write_sealed(out / "ckpt.pt", forgery)
+        for path in ("ckpt.prev.pt", "best.pt"):
+            (out / path).unlink(missing_ok=True)
+        for read in (lambda: checkpoint.load_model(out / "ckpt.pt"),
+                     lambda: train(script, "run", *flags, "--resume")):
+            try:
+                read()
+                ends.append(0)
+            except Exception as error:
+                line = str(error)
+                assert getattr(error, "exit_status", None) == 2 and "\n" not in line, changes
+                ends.append(2)
+        if ends[-1] == 0:
+            assert read_checkpoint(out / "ckpt.pt")["step"] >= 4, changes
+    capsys.readouterr()
+    print(f"{task}: {ends.count(2)} of {len(ends)} readings are refused in one line")
+    assert ends.count(2) > len(ends) / 3
 
 
 class Runs:
@@ -657,7 +892,7 @@ SMALL = {train_vit: SHAPES[1:], train_mae: SHAPES[1:], train_simdino: VIEWS[1:],
          train_gpt: TEXT[1:]}
 # Large models, long lists and a compiler are a matter of memory and patience, not of parsing
 NEVER = {("size", "small"), ("size", "base"), ("size", "medium"), ("size", "large"),
-         ("compile", "true"), ("compile", "1")}
+         ("width", "none"), ("compile", "true"), ("compile", "1")}      # none: the preset's size
 each_script = pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__)
 
 

@@ -58,7 +58,8 @@ def test_validation_is_the_loss_of_every_image_once(setup):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, normalize):
     model, val, data, _ = setup(f"--normalize_targets={normalize}")
-    train_mae.write_reconstructions(model, val, data, tmp_path / "sheet.png", n=3)
+    pixels, _ = val.batch(torch.arange(3))
+    train_mae.write_reconstructions(tmp_path / "sheet.png", model, pixels, data)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png"))
     assert sheet.shape == (3 * 128, 4 * 128, 3)
     sheet = torch.from_numpy(sheet[::4, ::4].astype(np.int16)).view(3, 32, 4, 32, 3)
@@ -78,10 +79,10 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, nor
 def test_the_encoder_is_handed_on(train, tmp_path, cache):
     train(train_mae, "a", "--epochs=0.2")
     path = tmp_path / "a" / "ckpt.pt"
-    flags = ["shapes", f"--init_from={path}", "--width=16", "--pool=mean"]
-    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, flags, "")
-    classifier, theirs = train_vit.build_model(c, 10), weights(path)
-    assert classifier.config.pool == "mean"
+    c, _ = common.parse(train_vit.Config, train_vit.PRESETS,
+                        ["cifar10", f"--init_from={path}", "--width=16"], "")
+    classifier, theirs = train_vit.build_model(c, 10, train_vit.load_start(c)), weights(path)
+    assert c.pool is None and classifier.config.pool == "mean"      # no loss on the class token
     for name, value in classifier.encoder.state_dict().items():
         assert torch.equal(value, theirs["encoder." + name]), name
     flags = ["knn", f"--ckpt={path}", f"--data_dir={cache}", "--features=mean", "--device=cpu"]

@@ -279,6 +279,31 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
     assert line["loss"] == pytest.approx(expected.item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("rate_of", ["student", "mean"])
+def test_whose_features_have_the_coding_rate(train, monkeypatch, rate_of):
+    """The student's, [B] Eq. (7.2.34); or their mean with the teacher's, which halves the gradient.
+    """
+    distance, rate, pairs = train_simdino.squared_distance, train_simdino.global_coding_rate, []
+
+    def squared_distance(s, t):
+        pairs.append((s, t))
+        return distance(s, t)
+
+    def global_coding_rate(Z, *args):
+        s, t = pairs[-1]
+        assert not t.requires_grad
+        expected, share = (s[:2], 1.0) if rate_of == "student" else ((s[:2] + t) / 2, 0.5)
+        torch.testing.assert_close(Z, expected, atol=1e-7, rtol=0)
+        slope, = torch.autograd.grad(Z.sum(), s, retain_graph=True)
+        assert (slope[:2] == share).all() and (slope[2:] == 0).all()
+        return rate(Z, *args)
+    monkeypatch.setattr(train_simdino, "squared_distance", squared_distance)
+    monkeypatch.setattr(train_simdino, "global_coding_rate", global_coding_rate)
+    train(train_simdino, "a", f"--rate_of={rate_of}", "--epochs=0.2", "--base_lr=0.02")
+    s, t = pairs[-1]
+    assert len(pairs) == 4 and (s[:2] - t).abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("method", ["simdino", "dino"])
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, method):
     seen, optimizers, calls, norms = [], [], [], []
@@ -351,7 +376,7 @@ def test_the_checkpoint_is_the_teacher(train, tmp_path, cache):
     assert (found["acc"], found["plain"], found["k"]) == (val["acc"], val["plain"], val["k"])
     flags = ["shapes", f"--init_from={path}", "--width=16", "--pool=class"]
     c, _ = common.parse(train_vit.Config, train_vit.PRESETS, flags, "")
-    classifier = train_vit.build_model(c, 10)
+    classifier = train_vit.build_model(c, 10, train_vit.load_start(c))
     assert isinstance(classifier, ImageClassifier) and classifier.encoder.config.final_norm
     ours = {f"encoder.{k}": v for k, v in classifier.encoder.state_dict().items()}
     assert same(ours, {k: v for k, v in teacher.items() if k.startswith("encoder.")})

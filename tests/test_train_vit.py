@@ -5,11 +5,13 @@ import torch
 import checkpoint
 import common
 import evaluate
+import train_mae
 import train_vit
-from data import images, prepare
-from helpers import losses, metrics, same, weights
+from data import augment, images, prepare
+from helpers import losses, metrics, same, weights, write_model
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
 from test_images import noise, write_parquet
+from test_published import official
 
 
 def config(*flags):
@@ -46,7 +48,8 @@ def test_it_stops_at_a_training_loss(train, tmp_path, cache):
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     train(train_vit, "a")
     c = config(f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16")
-    ours = train_vit.build_model(c, 5)
+    start = train_vit.load_start(c)
+    ours = train_vit.build_model(c, 5, start)
     theirs = checkpoint.load_model(tmp_path / "a" / "ckpt.pt").encoder
     old = theirs.state_dict()
     for name, value in ours.encoder.state_dict().items():
@@ -56,7 +59,64 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     assert ours.head[1].out_features == 5
     c.lambd = 0.7
     with pytest.raises(common.UserError, match="--lambd=0.7 contradicts"):
-        train_vit.build_model(c, 5)
+        train_vit.build_model(c, 5, start)
+
+
+@pytest.mark.parametrize("published", [False, True])
+def test_a_fine_tuned_encoder_sees_images_as_before(train, tmp_path, cache, monkeypatch, published):
+    """Normalized as in its pretraining (a published one by ImageNet's statistics): in training, in
+    validation, and by who reads the checkpoint."""
+    path, mean, std = tmp_path / "start.pt", (0.1, 0.2, 0.3), (0.4, 0.5, 0.6)
+    if published:
+        torch.save(official("crate"), path)
+        mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    else:
+        model = ImageClassifier(ImageConfig(width=16, heads=4, layers=2, image_size=12,
+                                            patch_size=4, classes=7))
+        meta = dict(name="cifar10", classes=list("abcdefg"), mean=list(mean), std=list(std),
+                    image_size=32)
+        write_model(path, model, "vit", meta)
+    seen, normalize = set(), augment.normalize
+    monkeypatch.setattr(augment, "normalize", lambda x, mean, std: (
+        seen.add((tuple(mean), tuple(std))) or normalize(x, mean, std)))
+    train_vit.main(["finetune-shapes", f"--init_from={path}", "--heads=4", "--image_size=12",
+                    "--batch_size=20", "--epochs=0.2", "--device=cpu", f"--data_dir={cache}",
+                    f"--out_dir={tmp_path / 'a'}"])
+    tuned, line = tmp_path / "a" / "ckpt.pt", metrics(tmp_path / "a", "val")[-1]
+    found = evaluate.main(["accuracy", f"--ckpt={tuned}", "--device=cpu", f"--data_dir={cache}"])
+    assert seen == {(mean, std)} and found["loss"] == pytest.approx(line["loss"], abs=1e-6)
+    kept = checkpoint.read_checkpoint(tuned)["data_meta"]
+    assert (kept["name"], kept["mean"], kept["std"]) == ("shapes", list(mean), list(std))
+
+
+def test_layer_decay(train, tmp_path):
+    """Layer l of L learns at lr decay^(L + 1 - l), the embedding (l = 0) slowest, the head at lr.
+
+    Lion's first step moves every weight by just its rate."""
+    train(train_vit, "a", "--layer_decay=0.7", "--optimizer=lion", "--lr=1e-3", "--layers=3",
+          "--weight_decay=0", "--epochs=0.05", "--arch=transformer")
+    content = checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")
+    before = dict(checkpoint.initial_model(content).named_parameters())
+    powers = {"encoder.embed": 4, "encoder.class_token": 4, "encoder.positions": 4,
+              "encoder.layers.0": 3, "encoder.layers.1": 2, "encoder.layers.2": 1,
+              "encoder.norm": 0, "head": 0}
+    for name, p in before.items():
+        power, = (power for prefix, power in powers.items() if name.startswith(prefix))
+        moved = (content["model"][name] - p.detach()).abs().max().item()
+        assert moved == pytest.approx(1e-3 * 0.7 ** power, rel=1e-3), name
+
+
+@pytest.mark.parametrize("preset", ["shapes", "finetune-shapes"])
+def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset):
+    """As the README has it: the head reads the tokens that were trained, and 30 steps on 50 images
+    go well below chance, ln 10 = 2.30."""
+    train(train_mae, "mae", "--width=32", "--heads=4", "--batch_size=50", "--epochs=3")
+    train_vit.main([preset, f"--init_from={tmp_path / 'mae' / 'ckpt.pt'}", "--train_images=50",
+                    "--epochs=30", "--crop=none", "--flip=false", "--eval_every=30",
+                    "--log_every=5", "--device=cpu", f"--data_dir={cache}",
+                    f"--out_dir={tmp_path / 'a'}"])
+    assert checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")["model_config"]["pool"] == "mean"
+    assert losses(tmp_path / "a")[-1] < 1.6
 
 
 def test_fine_tuning_on_another_set(train, tmp_path):
@@ -111,7 +171,7 @@ def test_srr_gradient_reaches_the_chosen_U_only():
 
 def test_srr_in_a_run(train, tmp_path):
     train(train_vit, "none")
-    train(train_vit, "zero", "--srr_weight=0", "--srr_layers=2")
+    train(train_vit, "zero", "--srr_weight=0")
     train(train_vit, "some", "--srr_weight=0.1", "--srr_layers=random")
     none, zero, some = (tmp_path / name for name in ("none", "zero", "some"))
     assert same(weights(none), weights(zero)) and not same(weights(none), weights(some))
