@@ -748,7 +748,8 @@ def curves(c):
     for split, name in (("train", "training"), ("val", "validation")):
         curves = [(Path(run["run"]).name, [step for step, _ in run[split]],
                    [value for _, value in run[split]]) for run in runs]
-        panels.append((curves, dict(xlabel="step", title=f"{name} {c.value}")))
+        if any(run[split] for run in runs):
+            panels.append((curves, dict(xlabel="step", title=f"{name} {c.value}")))
     figure(c, *panels)
     return dict(runs=runs)
 

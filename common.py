@@ -579,7 +579,8 @@ class MuonAdamW:
             part.load_state_dict(state[name])
 
 
-# Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train
+# Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and
+# released CRATE decays every parameter, vectors too
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 _HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings, classifiers
 

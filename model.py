@@ -35,7 +35,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -702,6 +701,8 @@ class BackboneConfig:
     def __post_init__(self):
         if self.arch not in ARCHS:
             raise ConfigError(f"arch {not_one_of(self.arch, ARCHS)}")
+        if self.heads < 1:
+            raise ConfigError(f"heads={self.heads} must be 1 or more")
         if self.head_dim is None:
             if self.width % self.heads:
                 fits = [h for h in range(1, 65) if self.width % h == 0]
@@ -717,7 +718,8 @@ class BackboneConfig:
                               f"{self.arch} learns its own (W)")
 
     def least_weights(self):
-        """A lower bound of the number of weights, before anything is built: here of the layers."""
+        """A lower bound of the number of weights, fixed positions included, before anything is
+        built: here of the layers."""
         operator = ARCHS[self.arch].sparsification
         atoms = {None: 0, MLP: self.expansion, ODL: self.expansion}.get(operator, 1)
         return self.layers * self.width * (self.heads * self.head_dim + atoms * self.width)
@@ -754,9 +756,9 @@ class Layer(nn.Module):
             self.residual = self.sparsification.residual
         self.drop_path = drop_path
         if c.layer_scale:
-            self.scale1 = nn.Parameter(torch.full((c.width,), c.layer_scale))
+            self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
             if self.residual:
-                self.scale2 = nn.Parameter(torch.full((c.width,), c.layer_scale))
+                self.scale2 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
 
     def _branch(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
@@ -972,7 +974,8 @@ class ImageEncoder(nn.Module):
         if row.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=row.init_std)
         if row.embed_kaiming:
-            nn.init.kaiming_uniform_(self.embed[0].weight)
+            linear, = (m for m in self.embed if isinstance(m, nn.Linear))
+            nn.init.kaiming_uniform_(linear.weight)
         nn.init.normal_(self.class_token, std=row.class_token_std)
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=row.init_std or 1.0)
@@ -1274,8 +1277,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable                    # the saved gradients have no history
     def backward(ctx, grad):
+        if torch.is_grad_enabled():             # create_graph=True; the saved gradients have none
+            raise RuntimeError("linear_cross_entropy has no second derivative")
         dZ, dW = ctx.saved_tensors
         return grad.to(dZ.dtype) * dZ, (grad * dW).to(dZ.dtype), None, None, None
 

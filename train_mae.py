@@ -46,7 +46,7 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
                                      choices=("before", "after"))
     normalize_targets: bool = option(False, "each patch to mean 0 and variance 1")
     # optimization
-    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
+    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
                             choices=("adamw", "muon", "lion"))
     base_lr: float = option(1.5e-4, "rate for a batch of 256; it grows in proportion", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)

@@ -65,7 +65,7 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     center_momentum: float = option(0.9, "DINO: of the centre of the teacher's logits", low=0,
                                     high=1)
     # optimization
-    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
+    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
                             choices=("adamw", "muon", "lion"))
     base_lr: float = option(5e-4, "rate for a batch of 256; it grows in proportion", above=0)
     min_lr: float = option(1e-6, "where the cosine ends", low=0)
@@ -90,8 +90,9 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,
-        # the released default, as gamma is: the gradient through the mean is half of the
-        # student's own, so with [B]'s Eq. (7.2.34), as in the presets below, gamma weighs double
+        # the released default, as gamma is: the gradient through the mean is about half of the
+        # student's own (half where teacher and student agree), so that in the presets below, which
+        # follow [B] Eq. (7.2.34), gamma weighs about double
         rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, rate and length are our choice

@@ -418,3 +418,19 @@ def test_mistakes_are_one_line(save, call, tmp_path):
         with pytest.raises((common.UserError, DataError), match=says) as error:
             call(*argv)
         assert "\n" not in str(error.value)
+
+
+def test_no_file_is_replaced_unasked(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "split": "val", "loss": 2.0}\n' * 2)
+    table, figure = tmp_path / "table.json", tmp_path / "figure.png"
+    argv = ["curves", f"--runs={tmp_path}", f"--json={table}", f"--out={tmp_path / 'figure'}"]
+    for mine in (table, figure):
+        mine.write_text("mine")
+        with pytest.raises(UserError, match=f"{mine.name} is there already; --overwrite replaces it"):
+            analyze.main(argv)
+        assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
+        mine.unlink()
+    analyze.main(argv)
+    figure.write_text("mine")
+    analyze.main([*argv, "--overwrite"])
+    assert json.loads(table.read_text())["runs"] and figure.read_bytes()[1:4] == b"PNG"

@@ -561,6 +561,18 @@ def test_train_flops(arch):
 # -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("stem", ["norm", "plain"])
+def test_every_arch_takes_either_stem(arch, stem):
+    """The one matrix of the patch embedding is drawn as its arch has it, LayerNorms around or not."""
+    config = ImageConfig(arch=arch, stem=stem, width=64, heads=2, layers=1, image_size=16,
+                         patch_size=8, classes=3)
+    linear, = (m for m in ImageClassifier(config).encoder.embed if isinstance(m, torch.nn.Linear))
+    row, bound = ARCHS[arch], (3 / linear.in_features) ** 0.5
+    std = 2 ** 0.5 * bound / 3 ** 0.5 if row.embed_kaiming else row.init_std or bound / 3
+    assert linear.weight.std().item() == pytest.approx(std, rel=0.1)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
     """Every parameter has a gradient; the trace holds what the layers compute."""
     net, x, trace = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8), []
