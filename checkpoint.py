@@ -456,6 +456,7 @@ def load_optimizer(optimizer, saved, path):
     A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
     each shape is checked, and the numbers are copied. Raises UserError."""
     def fitted(part, saved):
+        """The saved state of one optimizer as its own parameters need it."""
         def demand(value, like, name=""):
             _demand(path, value, like, "optimizer" + name, "does not fit this optimizer")
         own, state = part.state_dict()["param_groups"], {}

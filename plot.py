@@ -75,11 +75,11 @@ def draw_frame(draw, axes, settings, font):
     for x in ticks(*axes.x, axes.log, axes.whole):
         at = axes.at(x, axes.y[0])[0]
         draw.line([at, y0, at, y1], fill="#e4e4e4", width=FINE)
-        draw.text((at, y1 + 4 * FINE), f"{x:.4g}", "#333333", font, anchor="ma")
+        draw.text((at, y1 + 4 * FINE), f"{x:,.6g}", "#333333", font, anchor="ma")
     for y in ticks(*axes.y, axes.log):
         at = axes.at(axes.x[0], y)[1]
         draw.line([x0, at, x1, at], fill="#e4e4e4", width=FINE)
-        draw.text((x0 - 5 * FINE, at), f"{y:.4g}", "#333333", font, anchor="rm")
+        draw.text((x0 - 5 * FINE, at), f"{y:,.6g}", "#333333", font, anchor="rm")
     draw.rectangle(axes.box, outline="#999999", width=FINE)
     draw.text((x0, y0 - 8 * FINE), settings.get("title", ""), "black", font, anchor="ls")
     draw.text(((x0 + x1) / 2, y1 + 22 * FINE), settings.get("xlabel", ""), "black", font,

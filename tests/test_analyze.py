@@ -426,7 +426,7 @@ def test_no_file_is_replaced_unasked(tmp_path):
     argv = ["curves", f"--runs={tmp_path}", f"--json={table}", f"--out={tmp_path / 'figure'}"]
     for mine in (table, figure):
         mine.write_text("mine")
-        with pytest.raises(UserError, match=f"{mine.name} is there already; --overwrite replaces it"):
+        with pytest.raises(common.UserError, match=f"{mine.name} is there already; --overwrite"):
             analyze.main(argv)
         assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
         mine.unlink()
