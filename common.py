@@ -214,7 +214,10 @@ def _read_flags(argv, fields, hints):
             hint = f", did you mean --{close[0]}?" if close else ""
             raise UserError(f"unknown flag --{name}{hint} (--help lists all)")
         if not equals:
-            if _flag_type(hints[name])[0] is bool and (not argv or argv[0].startswith("--")):
+            bare = not argv or argv[0].startswith("--")
+            if "files" in fields:               # the next word may be a file
+                bare = bare or argv[0].lower() not in _TRUE + _FALSE
+            if _flag_type(hints[name])[0] is bool and bare:
                 text = "true"
             elif argv:
                 text = argv.pop(0)
@@ -613,7 +616,7 @@ def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
 def set_lr(optimizer, lr):
     """The learning rate of every group, times the group's own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("scale", 1.0)      # older checkpoints have none
+        group["lr"] = lr * group["scale"]
 
 
 def set_decay(optimizer, weight_decay):

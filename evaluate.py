@@ -247,8 +247,8 @@ class Probe(EncoderFlags):
     """How well the features of an encoder, trained or not, or the pixels separate classes."""
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
-        None, "class token, mean of the patch tokens, both, or the pixels; auto is what the head reads",
-        choices=("class", "mean", "both", "pixels"))
+        None, "class token, mean of the patch tokens, both, or the pixels; auto is what the head "
+        "reads", choices=("class", "mean", "both", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
     temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
 
@@ -335,7 +335,8 @@ class Predict(ImageFlags):
     layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both pasted."""
     files: tuple = option((), "pictures")
     top: int = option(5, "classes to print", low=1)
-    out: str = option("out/predict.png", "the PNG, a row for each picture")
+    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png")
+    overwrite: bool = option(False, "replace the file that --out names")
 
 
 @torch.no_grad()
@@ -343,6 +344,8 @@ def predict(c):
     """{picture: {class: probability}}, the likeliest first; {} without a classifier."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
+    common.check_new("out", c.out, c.overwrite)
+    out = c.out or str(common.ROOT / "out" / "predict.png")
     loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads)
     processes = common.Processes(c.device)
     config, model = loaded.encoder.config, loaded.model.to(processes.device)
@@ -354,17 +357,17 @@ def predict(c):
         pixels.append(read)
     pixels = torch.from_numpy(np.stack(pixels)).to(processes.device)
     data = statistics_of(loaded.meta)
-    Path(c.out).parent.mkdir(parents=True, exist_ok=True)
-    found = dict(wrote=c.out) | {file: {} for file in c.files}
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    found = dict(wrote=out) | {file: {} for file in c.files}
     if loaded.task == "mae":
-        write_reconstructions(c.out, model, pixels, data)
+        write_reconstructions(out, model, pixels, data)
         return found
 
     x, trace = model_input(pixels, data, config.image_size), []
     with processes.autocast(c.dtype):
         loaded.encoder(x, trace)
     maps = saliency(trace[-1].attention.float(), config.pool).mean(1, keepdim=True)
-    write_overlays(c.out, augment.to_float(pixels), maps, max(1, 256 // config.image_size))
+    write_overlays(out, augment.to_float(pixels), maps, max(1, 256 // config.image_size))
     if loaded.task == "vit":
         with processes.autocast(c.dtype):
             logits = model(x).float()

@@ -141,6 +141,7 @@ def test_initial_model(tmp_path):
     ("classes", 10 ** 9, "more weights"), ("channels", 10 ** 6, "channels=1000000"),
     ("arch", ["crate"], "arch=['crate']"), ("stem", "none", "stem 'none' is not one of"),
     ("dropout", 1.5, "dropout=1.5"), ("mm_eps", 0.0, "mm_eps=0.0"), ("eta", 10 ** 400, "eta=1000"),
+    ("layer_scale", 7, "layers.0.scale1 is missing in it"),
 ])
 def test_a_config_that_does_not_fit_is_refused(tmp_path, name, value, says):
     full = content()

@@ -36,7 +36,7 @@ def predict(tmp_path, pictures):
             p.data.normal_(std=0.3)
         write_model(tmp_path / "m.pt", model, task, meta)
         argv = ["predict", f"--ckpt={tmp_path / 'm.pt'}", pictures[0], "--device=cpu", *flags,
-                f"--out={tmp_path / 'new' / 'sheet.png'}", pictures[1]]
+                f"--out={tmp_path / 'new' / 'sheet.png'}", "--overwrite", pictures[1]]
         found = evaluate.main(argv)
         return found, np.asarray(Image.open(tmp_path / "new" / "sheet.png"))
     return run
