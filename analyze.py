@@ -141,13 +141,13 @@ def open_split(loaded, c, split):
 
 
 def open_images(c, count):
-    """(image encoder of c.ckpt, `count` images from number c.index on in [0, 1], the same
+    """(image encoder of c.ckpt, up to `count` images from number c.index on in [0, 1], the same
     normalized)."""
     loaded = open_model(words(c.ckpt, "ckpt")[0], c, c.random, ("vit", "mae", "simdino"))
     data, split = open_split(loaded, c, c.split)
-    if c.index + count > len(split):
+    if c.index >= len(split):
         raise UserError(f"--index: {data.name} has {len(split):,} {c.split} images, counted from 0")
-    batch, _ = split.batch(torch.arange(c.index, c.index + count))
+    batch, _ = split.batch(torch.arange(c.index, min(c.index + count, len(split))))
     size = loaded.encoder.config.image_size
     pixels = augment.at_size(augment.to_float(batch), size)
     return loaded.encoder, pixels, model_input(batch, data, size)

@@ -224,7 +224,7 @@ def find(path):
         return Path(path)
     names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
     if name not in names:
-        raise UserError(f"no pretrained model {name!r}; there are {', '.join(names)}")
+        raise UserError(f"pretrained model {common.not_one_of(name, names)}")
     return PRETRAINED / f"{name}.pt"
 
 

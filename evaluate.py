@@ -331,11 +331,13 @@ def knn(c):
 
 @dataclass(kw_only=True)
 class Predict(ImageFlags):
-    """Of each picture the likeliest classes, and a PNG: the picture beside the mean of the last
-    layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both pasted."""
+    """Of each picture's centre square the likeliest classes, and a PNG: the square beside the mean
+    of the last layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both
+    pasted."""
     files: tuple = option((), "pictures")
     top: int = option(5, "classes to print", low=1)
-    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png")
+    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png, "
+                             "replaced each time")
     overwrite: bool = option(False, "replace the file that --out names")
 
 

@@ -336,7 +336,8 @@ def main(argv):
             save(best)
         run.end_step(save)
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
-                    "python analyze.py saliency --ckpt={ckpt}")
+                    "python analyze.py saliency --ckpt={ckpt}",
+                    "python evaluate.py predict --ckpt={ckpt} PICTURE ...")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ def run(args):
         return f"{name}: {len(files)} files, {size:,} bytes, all as prepared"
 
     known = name in images.SETS or name in text.SETS
+    if args.source and not Path(args.source).exists():
+        raise store.DataError(f"--source {args.source} does not exist")
     own_pictures = not known and args.source and images.is_folder_of_pictures(args.source)
     if args.size and not own_pictures:
         raise store.DataError("--size is for a folder of your own pictures (--source)")
