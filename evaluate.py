@@ -343,7 +343,8 @@ class Predict(ImageFlags):
 
 @torch.no_grad()
 def predict(c):
-    """{picture: {class: probability}}, the likeliest first; {} without a classifier."""
+    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest first; {} for a picture
+    without a classifier."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
     common.check_new("out", c.out, c.overwrite)
@@ -360,7 +361,7 @@ def predict(c):
     pixels = torch.from_numpy(np.stack(pixels)).to(processes.device)
     data = statistics_of(loaded.meta)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    found = dict(wrote=out) | {file: {} for file in c.files}
+    found = dict(pictures={file: {} for file in c.files}, wrote=out)
     if loaded.task == "mae":
         write_reconstructions(out, model, pixels, data)
         return found
@@ -376,7 +377,8 @@ def predict(c):
         names = loaded.meta.get("classes") or [f"class {i}" for i in range(logits.shape[1])]
         best = logits.softmax(-1).topk(min(c.top, len(names)))
         for file, shares, labels in zip(c.files, best.values.tolist(), best.indices.tolist()):
-            found[file] = {names[i]: round(share, 4) for i, share in zip(labels, shares)}
+            shown = {names[i]: round(share, 4) for i, share in zip(labels, shares)}
+            found["pictures"][file] = shown
     return found
 
 

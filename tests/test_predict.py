@@ -57,8 +57,8 @@ def test_classes_and_saliency(predict, pictures, capsys):
         x, pixels = as_seen(path)
         shares = dict(zip(META["classes"], model(x).softmax(-1)[0].tolist()))
         wanted = sorted(shares, key=shares.get, reverse=True)[:2]
-        assert list(found[path]) == wanted
-        assert found[path] == pytest.approx({k: shares[k] for k in wanted}, abs=1e-4)
+        assert list(found["pictures"][path]) == wanted
+        assert found["pictures"][path] == pytest.approx({k: shares[k] for k in wanted}, abs=1e-4)
 
         shown = sheet[256 * row:256 * (row + 1)][8::16, 8::16]
         assert np.array_equal(shown[:, :16], pixels)
@@ -76,14 +76,14 @@ def test_other_checkpoints(predict, pictures):
     encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
     encoder.config = encoder["encoder"].config
     found, sheet = predict(encoder, "simdino")
-    assert found[pictures[0]] == found[pictures[1]] == {}
+    assert found["pictures"] == {path: {} for path in pictures}
     _, sheet = predict(MaskedAutoencoder(MAEConfig(**SIZE)), "mae")
     assert sheet.shape == (2 * 128, 4 * 128, 3)
     assert np.abs(sheet[4:128:8, 4:128:8].astype(int) - as_seen(pictures[0])[1]).max() <= 1
     model = ImageClassifier(ImageConfig(classes=3, **SIZE)).eval()
     found, _ = predict(model, "vit", meta=dict(name="imagenet"))
     x, _ = as_seen(pictures[0], images.IMAGENET_MEAN, images.IMAGENET_STD)
-    assert next(iter(found[pictures[0]])) == f"class {int(model(x).argmax())}"
+    assert next(iter(found["pictures"][pictures[0]])) == f"class {int(model(x).argmax())}"
 
 
 def test_mistakes(predict, pictures, tmp_path):
