@@ -863,7 +863,7 @@ def optimizer_models(cuda):
 def bench_optimizer(t, c):
     """Forward and backward, then the update alone with each optimizer, on the same gradients.
 
-    Muon's cost is its five Newton-Schulz steps, about 30 d^3 multiply-adds for a d x d matrix,
+    Muon's cost is its five Newton-Schulz steps, about 15 d^3 multiply-adds for a d x d matrix,
     whatever the batch: its share falls as the batch grows."""
     for title, (model, batch) in optimizer_models(t.cuda).items():
         variants = {"forward and backward": training_step(t, model, batch, optimize=False)}
