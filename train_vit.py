@@ -335,9 +335,11 @@ def main(argv):
                 best = run.evaluated(**classify(averaged or model, val, data, c, processes))
             save(best)
         run.end_step(save)
-    return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
-                    "python analyze.py saliency --ckpt={ckpt}",
-                    "python evaluate.py predict --ckpt={ckpt} PICTURE ...")
+    then = ["python analyze.py layers --ckpt={ckpt} --untrained",
+            "python evaluate.py predict --ckpt={ckpt} PICTURE ..."]
+    if model.config.pool == "class":        # the maps of a mean-pooled model are diffuse
+        then.append("python analyze.py saliency --ckpt={ckpt}")
+    return run.done(*then)
 
 
 if __name__ == "__main__":
