@@ -514,6 +514,17 @@ def warmup_cosine(base, total, warmup=0, final=0.0):
     return rise + [final + (base - final) * share for share in fall]
 
 
+def trapezoid(base, total, warmup=0, final=0.0):
+    """As warmup_cosine, but at `base` until a straight line to `final` over the last 40 %."""
+    warmup, down = min(warmup, total // 2), round(0.4 * total)
+    rise = warmup_cosine(base, total, warmup)[:warmup]
+    fall = [final + (base - final) * (1 - i / down) for i in range(down)]
+    return rise + [base] * (total - warmup - down) + fall
+
+
+SCHEDULES = dict(cosine=warmup_cosine, trapezoid=trapezoid)
+
+
 class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023), the optimizer of [N] B.1.2, for all tensors at once.
 

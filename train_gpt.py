@@ -44,7 +44,9 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
-    min_lr: float = option(6e-5, "where the cosine ends", low=0)
+    min_lr: float = option(6e-5, "where the schedule ends", low=0)
+    schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
+                           "last 40 %", choices=tuple(common.SCHEDULES))
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
@@ -152,7 +154,7 @@ def main(argv):
 
     # ---- optimizer
     optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = common.warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
+    schedule = common.SCHEDULES[c.schedule](c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
     run = common.Run(c, "gpt", preset, processes)

@@ -54,7 +54,9 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's rate to the next one's; the head has lr",
                                 above=0, high=1)
-    min_lr: float = option(0.0, "where the cosine ends", low=0)
+    min_lr: float = option(0.0, "where the schedule ends", low=0)
+    schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
+                           "last 40 %", choices=tuple(common.SCHEDULES))
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.99, "second average", low=0, high=0.9999)
@@ -261,7 +263,7 @@ def main(argv):
     scale = partial(rate_scale, L=model.config.layers, decay=c.layer_decay)
     optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay,
                                       (c.beta1, c.beta2), scale)
-    schedule = common.warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
+    schedule = common.SCHEDULES[c.schedule](c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
 
     # ---- run
     run = common.Run(c, "vit", preset, processes)

@@ -165,6 +165,14 @@ def test_warmup_cosine():
     assert common.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
 
 
+def test_trapezoid():
+    s = common.trapezoid(2.0, 100, 10, final=0.5)
+    assert s[:10] == common.warmup_cosine(2.0, 100, 10)[:10] and s[10:61] == [2.0] * 51
+    assert s[80] == pytest.approx(1.25) and s[99] == pytest.approx(0.5 + 1.5 / 40)
+    for total in range(1, 12):
+        assert len(common.trapezoid(1.0, total, 100)) == total
+
+
 def test_lion_is_its_definition():
     p = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
     w, m = p.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
