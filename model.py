@@ -225,7 +225,8 @@ class Attention(nn.Module):
     Each answers: build(config, causal, context), bases() U_k or what stands for them, values(Z) the
     projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n),
     and forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
-    sequences whose past is in the state."""
+    sequences whose past is in the state. read=m: the output of the first m tokens alone, (B, m, d);
+    they attend to all n."""
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
@@ -235,24 +236,25 @@ class Attention(nn.Module):
     def attend(self, q, k, v):
         """softmax(scale q k^*) v, heads side by side: (B, n, K p)."""
         n = q.shape[2]
-        past = k.shape[2] - n               # in generation, q belongs to the last n tokens of k
+        past = k.shape[2] - n               # in generation, q are the last n tokens of k
         mask = None
-        if past and n > 1:
+        if self.causal and past and n > 1:
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-        options = dict(scale=self.scale, attn_mask=mask, is_causal=self.causal and not past,
-                       dropout_p=self.dropout if self.training else 0.0)
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-            # the fused kernel's backward in bfloat16 takes three times as long as in float32 there
-            with torch.autocast("cpu", enabled=False):
-                out = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options)
-            out = out.to(q.dtype)
+        causal = self.causal and not past
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
+            # PyTorch's fused kernel takes two to four times as long there
+            weights = attention_map(q, k, self.scale, causal)
+            out = F.dropout(weights, self.dropout, self.training) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v, **options)
+            dropout = self.dropout if self.training else 0.0
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
-    def multiply_adds(self, n):
-        """Of a forward pass, per token among n: every weight once, and the two n x n products."""
-        return _weights(self) + 2 * n * self.heads * self.p
+    def multiply_adds(self, n, read=None):
+        """Of a forward pass over n tokens: every weight once a token, and the two n x n products;
+        W and the products for `read` tokens alone, if given."""
+        out = _weights(self.W)
+        return n * (_weights(self) - out) + (read or n) * (out + 2 * n * self.heads * self.p)
 
 
 def _weights(module):
@@ -294,9 +296,9 @@ class MSSA(Attention):
         assert output in ("learned", "subspace", "negative", "transpose")
         self.output, self.step = output, step
         self.U = nn.Linear(d, heads * self.p, bias=False)   # weight = [U_1 .. U_K]^*
-        if output == "learned":
-            single = heads == 1 and self.p == d
-            self.W = nn.Identity() if single else nn.Linear(heads * self.p, d, bias=bias)
+        self.W = nn.Identity()
+        if output == "learned" and not (heads == 1 and self.p == d):
+            self.W = nn.Linear(heads * self.p, d, bias=bias)
 
     @classmethod
     def build(cls, c, causal, context):
@@ -318,16 +320,16 @@ class MSSA(Attention):
         w = self.project(Z)
         return attention_map(w, w, self.scale, self.causal)
 
-    def multiply_adds(self, n):
+    def multiply_adds(self, n, read=None):
         back = 0 if self.output == "learned" else self.U.weight.numel()     # U maps there and back
-        return super().multiply_adds(n) + back
+        return super().multiply_adds(n, read) + (read or n) * back
 
-    def forward(self, Z, state=None):
+    def forward(self, Z, state=None, read=None):
         w = self.project(Z)
         past = w
         if state is not None:
             past, = _cached(state, w=w)
-        ssa = self.attend(w, past, past)
+        ssa = self.attend(w[:, :, :read], past, past)
         if self.output == "learned":
             out = self.W(ssa)
         else:
@@ -370,11 +372,11 @@ class MHSA(Attention):
         q, k, _ = self.project(Z)
         return attention_map(q, k, self.scale, self.causal)
 
-    def forward(self, Z, state=None):
+    def forward(self, Z, state=None, read=None):
         q, k, v = self.project(Z)
         if state is not None:
             k, v = _cached(state, k=k, v=v)
-        return F.dropout(self.W(self.attend(q, k, v)), self.dropout, self.training)
+        return F.dropout(self.W(self.attend(q[:, :, :read], k, v)), self.dropout, self.training)
 
 
 class TSSA(Attention):
@@ -443,13 +445,15 @@ class TSSA(Attention):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self._statistics(self.project(Z), None)[0]
 
-    def multiply_adds(self, n):
-        return _weights(self)                               # nothing depends on n
+    def multiply_adds(self, n, read=None):
+        """As Attention's, but there are no n x n products."""
+        return n * _weights(self.U) + (read or n) * _weights(self.W)
 
-    def forward(self, Z, state=None):
+    def forward(self, Z, state=None, read=None):
         w = self.project(Z)
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self._statistics(w, state)
+            Pi, w = Pi[:, :, :read], w[:, :, :read]
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
         out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
@@ -512,7 +516,7 @@ class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
-    step. In a text model n is the context, whatever number of tokens has been read so far."""
+    step. In a model n is its context, whatever number of tokens is there."""
     residual = False
 
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
@@ -769,9 +773,9 @@ class Layer(nn.Module):
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
         return out
 
-    def compress(self, Z, state=None):
-        """Z^l -> Z^{l+1/2}."""
-        return Z + self._branch(self.attention(self.norm1(Z), state), self.scale1)
+    def compress(self, Z, state=None, read=None):
+        """Z^l -> Z^{l+1/2}, of the first `read` tokens alone, if given."""
+        return Z[:, :read] + self._branch(self.attention(self.norm1(Z), state, read), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
@@ -780,18 +784,20 @@ class Layer(nn.Module):
         out = self.sparsification(self.norm2(Z))
         return Z + self._branch(out, self.scale2) if self.residual else out
 
-    def forward(self, Z, state=None):
-        return self.sparsify(self.compress(Z, state))
+    def forward(self, Z, state=None, read=None):
+        return self.sparsify(self.compress(Z, state, read))
 
     def trace(self, Z):
         """forward, as a LayerTrace."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
-    def multiply_adds(self, n):
-        """Of a forward pass, per token in a sequence of n."""
-        total = self.attention.multiply_adds(n)
-        return total if self.sparsification is None else total + self.sparsification.multiply_adds()
+    def multiply_adds(self, n, read=None):
+        """Of a forward pass over a sequence of n tokens, of which `read` are computed (all)."""
+        total = self.attention.multiply_adds(n, read)
+        if self.sparsification is not None:
+            total += (read or n) * self.sparsification.multiply_adds()
+        return total
 
 
 def make_layers(config, causal=False, context=None):
@@ -809,11 +815,15 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def run_layers(layers, Z, trace=None, outputs=None):
-    """Z^1 -> Z^{L+1}. Lists `trace` and `outputs` receive each layer's LayerTrace and Z^{l+1}."""
-    for layer in layers:
+def run_layers(layers, Z, trace=None, outputs=None, read=None):
+    """Z^1 -> Z^{L+1}. Lists `trace` and `outputs` receive each layer's LayerTrace and Z^{l+1}.
+
+    read=m: who calls reads the first m tokens alone, so the last layer computes no others, unless
+    they go into a list."""
+    for l, layer in enumerate(layers):
         if trace is None:
-            Z = layer(Z)
+            alone = read and outputs is None and l == len(layers) - 1
+            Z = layer(Z, read=read) if alone else layer(Z)
         else:
             trace.append(layer.trace(Z))
             Z = trace[-1].out
@@ -822,10 +832,12 @@ def run_layers(layers, Z, trace=None, outputs=None):
     return Z
 
 
-def train_flops_per_token(layers, n):
-    """Operations of forward and backward per token in a sequence of n: 6 N + 12 L n d."""
+def train_flops(layers, n, read=None):
+    """Operations of forward and backward over a sequence of n: n (6 N + 12 L n d), less what the
+    last layer leaves out if only `read` tokens are read."""
     # a multiply-add is two operations, done once forward and twice backward
-    return 6 * sum(layer.multiply_adds(n) for layer in layers)
+    *before, last = layers
+    return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, read))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -946,7 +958,8 @@ class ImageEncoder(nn.Module):
 
     encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). H and W may differ from
     config.image_size if the patch divides them: learned positions are then interpolated
-    (fine-tuning, multi-crop). `trace` and `outputs` as in run_layers."""
+    (fine-tuning, multi-crop). `trace`, `outputs` and `read` as in run_layers; read=1 is the class
+    token."""
 
     def __init__(self, config):
         super().__init__()
@@ -962,7 +975,7 @@ class ImageEncoder(nn.Module):
         else:
             side = c.image_size // c.patch_size
             self.register_buffer("positions", sincos_positions(c.width, side))
-        self.layers = make_layers(c)
+        self.layers = make_layers(c, context=1 + c.patches())
         # 1e-6 is ViT's eps; the masked autoencoder has it behind CRATE layers too
         self.norm = nn.LayerNorm(c.width, 1e-6) if c.final_norm else nn.Identity()
         self.init_weights()
@@ -1003,8 +1016,8 @@ class ImageEncoder(nn.Module):
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, x, trace=None, outputs=None):
-        return self.norm(run_layers(self.layers, self.tokens(x), trace, outputs))
+    def forward(self, x, trace=None, outputs=None, read=None):
+        return self.norm(run_layers(self.layers, self.tokens(x), trace, outputs, read))
 
 
 class ImageClassifier(nn.Module):
@@ -1028,14 +1041,16 @@ class ImageClassifier(nn.Module):
 
     def forward(self, x, trace=None, outputs=False):
         kept = [] if outputs else None
-        logits = self.head(self.pool(self.encoder(x, trace, kept)))
+        read = 1 if self.config.pool == "class" else None
+        logits = self.head(self.pool(self.encoder(x, trace, kept, read)))
         return (logits, kept) if outputs else logits
 
     def train_flops(self):
         """Floating-point operations of forward and backward for one image."""
         c, n = self.config, 1 + self.config.patches()
         patches = 6 * (n - 1) * c.channels * c.patch_size ** 2 * c.width
-        return n * train_flops_per_token(self.encoder.layers, n) + patches + 6 * c.width * c.classes
+        layers = train_flops(self.encoder.layers, n, read=1 if c.pool == "class" else None)
+        return layers + patches + 6 * c.width * c.classes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1125,8 +1140,8 @@ class DecoderLayer(nn.Module):
         Y = self.norm1(Z) @ self.D.mT
         return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
-    def multiply_adds(self, n):
-        return self.D.numel() + self.attention.multiply_adds(n)
+    def multiply_adds(self, n, read=None):
+        return n * self.D.numel() + self.attention.multiply_adds(n, read)
 
 
 class MaskedAutoencoder(nn.Module):
@@ -1212,8 +1227,8 @@ class MaskedAutoencoder(nn.Module):
         if c.mask_tokens == "after":
             m = n - c.masked()
             total += 6 * m * c.width * c.decoder_width      # decoder_embed
-        total += m * train_flops_per_token(self.encoder.layers, m)
-        total += n * train_flops_per_token(self.decoder, n)
+        total += train_flops(self.encoder.layers, m)
+        total += train_flops(self.decoder, n)
         return total + 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
 
 
@@ -1345,8 +1360,8 @@ class LanguageModel(nn.Module):
 
     def train_flops(self):
         """Floating-point operations of forward and backward per token at full context."""
-        layers = train_flops_per_token(self.layers, self.config.context)
-        return layers + 6 * self.embed.weight.numel()
+        n = self.config.context
+        return train_flops(self.layers, n) / n + 6 * self.embed.weight.numel()
 
     # ---- generation
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import (ARCHS, ConfigError, LanguageModel, TextConfig, choose, linear_cross_entropy,
-                   text_config, train_flops_per_token)
+                   text_config, train_flops)
 from test_model import assert_near, float64, randomize                  # noqa: F401 (a fixture)
 
 V, CONTEXT = 23, 12
@@ -46,7 +46,7 @@ def test_published_parameter_counts(arch, size, millions, count):
     assert net.count() == count == sum(p.numel() for p in net.parameters()) - net.positions.numel()
     assert round(count / 1e6) == millions
     head = 6 * 50304 * net.config.width                     # reading the embedding costs nothing
-    assert net.train_flops() == train_flops_per_token(net.layers, 1024) + head
+    assert net.train_flops() == train_flops(net.layers, 1024) / 1024 + head
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
