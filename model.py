@@ -36,6 +36,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class ConfigError(ValueError):
@@ -431,7 +432,12 @@ class TSSA(Attention):
         if start:
             energy = state["energy"] + energy
         share = square / energy.clamp_min(1e-12)            # the released causal code's guard
-        Pi = (eta * (share + self.b[:, start:end]).sum(-1)).softmax(-2)
+        likeness = share.sum(-1)
+        if not start:
+            # to itself a first token has ratio 1, a constant. Below the guard it is not, and its
+            # slope of up to 10^6 would drown every other gradient
+            likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
+        Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
         moment = (Pi.unsqueeze(-1) * square).cumsum(-2)
         mass = Pi.cumsum(-1)
         if start:
@@ -1264,6 +1270,24 @@ def text_config(size, arch="crate", **overrides):
     return make_config(TextConfig, dict(arch=arch) | overrides, size)
 
 
+def _summed_cross_entropy(Z, W, targets, needs_grad):
+    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W."""
+    wide = torch.promote_types(Z.dtype, torch.float32)
+    valid, index = targets >= 0, targets.clamp_min(0)
+    p = (Z @ W.mT).to(wide)
+    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
+    logit = p.gather(-1, index)
+    norm = p.exp_().sum(-1, keepdim=True)
+    losses = torch.where(valid, norm.log() - logit, 0.0)
+    if not needs_grad:
+        return losses.sum(), None, None
+    # d loss / d logits = softmax - one-hot; 0 without a target. Rounded before p - 1 is written
+    # into it: the other way round, a compiler stores it in float32 first
+    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
+    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
+    return losses.sum(), p @ W, p.mT @ Z
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """linear_cross_entropy and its gradients in one pass."""
 
@@ -1271,32 +1295,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, Z, W, targets, block, needs_grad):
         """Z (N, d), W (V, d), targets (N,) -> the loss. Gradients, if needed, wait for backward."""
         wide = torch.promote_types(Z.dtype, torch.float32)
-        count = (targets >= 0).sum().clamp_min(1)
         total = Z.new_zeros((), dtype=wide)
         dZ = dW = None
         if needs_grad:
             dZ = torch.empty_like(Z)
             dW = torch.zeros(W.shape, dtype=wide, device=W.device)
         for start in range(0, len(Z), block):
-            z, y = Z[start:start + block], targets[start:start + block]
-            valid, index = y >= 0, y.clamp_min(0)[:, None]
-            logits = (z @ W.mT).to(wide)
-            norm = logits.logsumexp(-1, keepdim=True)
-            total = total + ((norm - logits.gather(-1, index))[:, 0] * valid).sum()
-            if needs_grad:                  # d loss / d logits = (softmax - one-hot) / count
-                slope = logits.sub_(norm).exp_().scatter_add_(-1, index, -torch.ones_like(norm))
-                slope = slope.mul_((valid.to(wide) / count)[:, None]).to(Z.dtype)
-                dZ[start:start + block] = slope @ W
-                dW += slope.mT @ z
-        ctx.save_for_backward(*(t for t in (dZ, dW) if t is not None))
+            rows = slice(start, start + block)
+            loss, dz, dw = _summed_cross_entropy(Z[rows], W, targets[rows, None], needs_grad)
+            total = total + loss
+            if needs_grad:
+                dZ[rows] = dz
+                dW += dw
+        # divided by in backward: slopes that share a number are compiled into one kernel, and then
+        # all blocks live at once
+        count = (targets >= 0).sum().clamp_min(1)
+        ctx.save_for_backward(*(t for t in (dZ, dW, count) if t is not None))
         return total / count
 
     @staticmethod
     def backward(ctx, grad):
         if torch.is_grad_enabled():             # create_graph=True; the saved gradients have none
             raise RuntimeError("linear_cross_entropy has no second derivative")
-        dZ, dW = ctx.saved_tensors
-        return grad.to(dZ.dtype) * dZ, (grad * dW).to(dZ.dtype), None, None, None
+        dZ, dW, count = ctx.saved_tensors
+        scale = grad / count
+        scaled = scale * dZ.to(scale.dtype)     # a product in bf16 would round the scale
+        return scaled.to(dZ.dtype), (scale * dW).to(dZ.dtype), None, None, None
 
 
 def linear_cross_entropy(Z, W, targets, block=4096):
@@ -1311,6 +1335,10 @@ def linear_cross_entropy(Z, W, targets, block=4096):
     needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
     with torch.autocast(Z.device.type, enabled=False):
         return _LinearCrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
+
+
+# The kernels to generate with: cuDNN's, the first choice on Hopper, plans anew for every length
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class LanguageModel(nn.Module):
@@ -1406,7 +1434,8 @@ class LanguageModel(nn.Module):
 
     def generate(self, ids, n, **options):
         """The prompts `ids` (B, m) with up to n tokens behind them; options as in `stream`."""
-        return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
+        with sdpa_kernel(FOR_ANY_LENGTH):
+            return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
 
 
 def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

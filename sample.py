@@ -19,11 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
 import common
 from checkpoint import load_model
 from common import DeviceFlags, UserError, needed, option
 from data import text
+from model import FOR_ANY_LENGTH
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 
@@ -87,11 +89,11 @@ def write(model, tokenizer, ids, c, processes):
     generator = torch.Generator(processes.device).manual_seed(common.derive_seed(c.seed, "sample"))
     start = torch.tensor([ids] * c.samples, device=processes.device)
     written, pending = [], []
-    with processes.autocast(c.dtype):
+    with processes.autocast(c.dtype), sdpa_kernel(FOR_ANY_LENGTH):
         for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator):
             written.append(new)
-            if c.samples == 1 and int(new) != stop:
-                pending.append(int(new))
+            if c.samples == 1 and (token := int(new)) != stop:
+                pending.append(token)
                 piece = decode(tokenizer, pending)
                 if not piece.endswith(UNKNOWN):     # a character may take several tokens
                     print(piece, end="", flush=True)

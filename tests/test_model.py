@@ -3,6 +3,7 @@ model.py against the papers' equations, written here once more with tokens as co
 in float64.
 """
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -297,8 +298,9 @@ def test_mhsa(causal):
     assert_near(op.values(Z), Z[:, None] @ op.bases() + op.QKV.bias[2 * K * p:].view(K, 1, p))
 
 
-def tssa(Z, op):
-    """Token by token: its squares normalised over the tokens seen, memberships, moments, output."""
+def tssa(Z, op, constant=False):
+    """Token by token: its squares normalised over the tokens seen, memberships, moments, output.
+    constant: the first token's normalised squares, 1 above the guard, have no slope."""
     K, p, n = op.heads, op.p, Z.shape[1]
     bias = 0 if op.U.bias is None else op.U.bias[:, None]
     w = (op.U.weight @ Z + bias).view(K, p, n)
@@ -308,8 +310,11 @@ def tssa(Z, op):
     energy = torch.zeros(K, n)
     for k in range(K):
         for i in range(n):
-            norm = w[k, :, seen[i]].norm(dim=1).clamp_min(1e-12)
-            energy[k, i] = op.eta[k] * ((w[k, :, i] / norm) ** 2 + b[k, i]).sum()
+            norm = w[k, :, seen[i]].norm(dim=1).clamp_min(1e-6 if op.causal else 1e-12)
+            ratio = (w[k, :, i] / norm) ** 2
+            if constant and i == 0:
+                ratio = ratio.detach()
+            energy[k, i] = op.eta[k] * (ratio + b[k, i]).sum()
     Pi, out = energy.softmax(0), torch.zeros(K, p, n)
     for k in range(K):
         for i in range(n):
@@ -348,13 +353,26 @@ def test_tssa_drops_its_statistics(causal):
         assert (zero == zero[:, :1]).all() and 0 < zero[:, 0].double().mean() < 2 * rate
 
 
+@pytest.mark.parametrize("causal, guard", [(False, 1e-12), (True, 1e-6)])
 @torch.no_grad()
-def test_tssa_of_vanishing_tokens():
-    """As small as the guard under the norm, and zero."""
-    op, Z = randomize(TSSA(12, 3, bias=False)), torch.randn(2, 7, 12)
+def test_tssa_of_vanishing_tokens(causal, guard):
+    """As small as the released guard under the norm, and zero."""
+    op, Z = randomize(TSSA(12, 3, causal=causal, context=7, bias=False)), torch.randn(2, 7, 12)
     op.W.bias.zero_()
-    assert_near(1e12 * op(1e-12 * Z), 1e12 * by_column(lambda z: tssa(z, op), 1e-12 * Z), 1e-6)
+    literal = by_column(lambda z: tssa(z, op), guard * Z)
+    assert_near(op(guard * Z) / guard, literal / guard, 1e-6)
     assert not op(0 * Z).any()
+
+
+@pytest.mark.parametrize("size", [1.0, 7e-7])
+def test_a_first_token_has_a_constant_ratio_to_itself(size):
+    """So the gradient is the literal's, without the slope of 10^6 that a guard has beneath it."""
+    op, Z = randomize(TSSA(12, 3, causal=True, context=7, bias=False)), torch.randn(2, 7, 12)
+    Z[:, 0] *= size
+    inputs = [Z.requires_grad_(), *op.parameters()]
+    literal = partial(tssa, op=op, constant=size < 1)
+    assert_near(torch.autograd.grad(op(Z).square().sum(), inputs),
+                torch.autograd.grad(by_column(literal, Z).square().sum(), inputs), 1e-8)
 
 
 ATTENTION = {

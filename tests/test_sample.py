@@ -51,6 +51,22 @@ def test_the_prompt_comes_from_flag_file_or_stdin(checkpoint, tmp_path, monkeypa
     assert len(write(path, "--tokens=7")[0]) == 7       # a new document: nothing in front
 
 
+def test_attention_makes_no_plan_for_each_length(checkpoint, monkeypatch):
+    """cuDNN's is off while tokens are drawn, the others are on: nothing changes without CUDA."""
+    path, _ = checkpoint()
+    backends = torch.backends.cuda
+    enabled = (backends.flash_sdp_enabled, backends.mem_efficient_sdp_enabled,
+               backends.math_sdp_enabled, backends.cudnn_sdp_enabled)
+    seen = []
+
+    def stream(self, ids, *rest):
+        seen.extend(f() for f in enabled)
+        yield ids[:, -1]
+    monkeypatch.setattr(LanguageModel, "stream", stream)
+    write(path, "--prompt=a")
+    assert seen == [True, True, True, False] and all(f() for f in enabled)
+
+
 def test_seeds(checkpoint):
     path, _ = checkpoint()
     first = write(path, "--prompt=a")
