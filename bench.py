@@ -15,6 +15,7 @@ Speed and memory, side by side: the fast paths, the literal forms they replace, 
     python bench.py loop        each script's own steps against bare forward, backward, optimizer
     python bench.py optimizer   AdamW, Lion and Muon: the update alone, its share of a step
     python bench.py scale       the papers' settings on 1, 8, 64 GPUs, computed; --check measures
+    python bench.py gpu         a new GPU: every script for a few steps, then throughput and MFU
 
 All variants of a table run in one process, in turn, so that a disturbance meets all of them; times
 are medians. The first six tables add: the ratio to the literal form; the FLOP/s that the
@@ -33,12 +34,17 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,8 +111,9 @@ def literal(model):
 
 
 def torch_vit(config):
-    """Our ViT with PyTorch's own TransformerEncoderLayer in the place of our layers."""
-    model = ImageClassifier(config)
+    """Our ViT with PyTorch's own TransformerEncoderLayer in the place of our layers. These give
+    every token, so all are read."""
+    model = ImageClassifier(replace(config, pool="mean"))
     model.train_flops = partial(int, model.train_flops())       # PyTorch's layers have no count
     for l in range(config.layers):
         model.encoder.layers[l] = nn.TransformerEncoderLayer(
@@ -205,7 +212,7 @@ FORMATS = dict(
     tflop="{:6,.0f} TFLOP a step", sent_mb="{:6,.0f} MB sent", compute_ms="compute {:8,.1f} ms",
     exchange_ms="exchange {:5.1f} ms", exposed_ms="{:6.2f} ms of it exposed",
     efficiency="efficiency {:6.1%}", predicted_ms="predicted {:8.1f} ms",
-    measured_ms="measured {:8.1f} ms")
+    measured_ms="measured {:8.1f} ms", mfu="mfu {:6.1%}", seconds="{:8.1f} s", outcome="{}")
 
 
 class Table:
@@ -214,6 +221,7 @@ class Table:
     def __init__(self, c, processes, matmul_flops=1.0):
         self.processes, self.device = processes, processes.device
         self.cuda = self.device.type == "cuda"
+        self.larger = 8 if self.cuda else 1     # on a CPU's batches a GPU waits for its launches
         self.matmul_flops = matmul_flops
         self.autocast = partial(processes.autocast, c.dtype)
         self.compile = hasattr(c, "compile") and common.wants_compile(c, self.device)
@@ -289,11 +297,15 @@ def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=No
     return step
 
 
-def training_step(t, model, batch, optimize=True, clip=None):
-    """`timed_step` of a model's loss on one random batch, with AdamW."""
+def training_step(t, model, batch, optimize=True, clip=None, feed=None):
+    """`timed_step` of a model's loss on one random batch, with AdamW; `feed`, if given, makes new
+    images for each step."""
     inputs = batch_for(model.to(t.device).config, batch, t.device)
-    return timed_step(partial(loss_of, inputs, model), model.parameters(), t.autocast,
+    if t.compile:
+        model.compile()
+    step = timed_step(partial(loss_of, inputs, model), model.parameters(), t.autocast,
                       optimizer=adamw(model) if optimize else None, clip=clip)
+    return (lambda: (inputs[0].copy_(next(feed)), step())) if feed else step
 
 
 def loss_of(inputs, model):
@@ -322,12 +334,12 @@ def preset(script, name, **fields):
     return script.Config(**script.PRESETS[name] | fields)
 
 
-# title, fields of the config, batch
+# title, fields of the config, batch; on CUDA Table.larger times as many, here and below
 IMAGE_MODELS = [
-    ("CRATE-Tiny, 224 px, batch 16", ARCHS["crate"].image_sizes["tiny"], 16),
-    ("cifar10 preset, 32 px, batch 64",
+    ("CRATE-Tiny, 224 px", ARCHS["crate"].image_sizes["tiny"], 16),
+    ("cifar10 preset, 32 px",
      common.set_fields(ImageConfig, preset(train_vit, "cifar10"), classes=10), 64)]
-AUTOENCODER = ("cifar10 preset, 32 px, batch 64",
+AUTOENCODER = ("cifar10 preset, 32 px",
                common.set_fields(MAEConfig, preset(train_mae, "cifar10")), 64)
 
 
@@ -340,19 +352,21 @@ def equal_vit(fields):
 def bench_vit(t, c):
     """Fast, literal, a ViT of equal parameters, and PyTorch's own layer at equal width."""
     for title, fields, batch in IMAGE_MODELS:
+        batch *= t.larger
         fast = ImageClassifier(ImageConfig(**fields))
         models = {"fast": fast, "literal (released code)": literal(fast),
                   "transformer, equal params": ImageClassifier(ImageConfig(**equal_vit(fields))),
                   "torch layer, equal width":
                       torch_vit(ImageConfig(**fields | dict(arch="transformer")))}
         inputs = batch_for(fast.config, batch, t.device)
-        t.compare(title, "images", batch, models, partial(loss_of, inputs))
+        t.compare(f"{title}, batch {batch}", "images", batch, models, partial(loss_of, inputs))
 
 
 def bench_mae(t, c):
     """Mask tokens before and after the encoder, for CRATE-MAE and a ViT-MAE of equal parameters.
     The literal form is that of `before`."""
     title, fields, batch = AUTOENCODER
+    batch *= t.larger
     fast = MaskedAutoencoder(MAEConfig(**fields))
     models = {"fast, before": fast, "literal (released code)": literal(fast)}
     models["fast, after"] = MaskedAutoencoder(MAEConfig(**fields, mask_tokens="after"))
@@ -360,7 +374,7 @@ def bench_mae(t, c):
         vit = MAEConfig(**equal_vit(fields), mask_tokens=when)
         models[f"transformer, {when}"] = MaskedAutoencoder(vit)
     inputs = batch_for(fast.config, batch, t.device)
-    t.compare(title, "images", batch, models, partial(loss_of, inputs))
+    t.compare(f"{title}, batch {batch}", "images", batch, models, partial(loss_of, inputs))
 
 
 def bench_gpt(t, c):
@@ -376,20 +390,20 @@ def bench_gpt(t, c):
               inputs[0].numel(), models, partial(loss_of, inputs), optimize=True)
 
 
-# title, B, n, d, K: CRATE-Tiny and CRATE-Base at 224 px, the cifar10 preset
-SHAPES = [("16 x 197 x 384, 6 heads", 16, 197, 384, 6),
-          ("16 x 197 x 768, 12 heads", 16, 197, 768, 12),
-          ("64 x 65 x 384, 6 heads", 64, 65, 384, 6)]
+# B, n, d, K: CRATE-Tiny and CRATE-Base at 224 px, the cifar10 preset
+SHAPES = [(16, 197, 384, 6), (16, 197, 768, 12), (64, 65, 384, 6)]
 
 
 def bench_operator(t, c, make):
     """Fast against literal for one operator: make(d, K, n) returns it and its multiply-adds."""
-    for title, B, n, d, K in SHAPES:
+    for B, n, d, K in SHAPES:
+        B *= t.larger
         module, multiply_adds = make(d, K, n)
         Z = torch.randn(B, n, d, device=t.device, requires_grad=True)
         calls = {"fast": module, "literal (released code)": literal(module)}
-        t.compare(title, "tokens", B * n, calls, lambda operator: operator(Z), [Z],
-                  torch.randn_like(Z), flops=lambda operator: 6 * multiply_adds)
+        t.compare(f"{B} x {n} x {d}, {K} heads", "tokens", B * n, calls,
+                  lambda operator: operator(Z), [Z], torch.randn_like(Z),
+                  flops=lambda operator: 6 * multiply_adds)
 
 
 def bench_ista(t, c):
@@ -399,7 +413,7 @@ def bench_ista(t, c):
 
 def bench_attention(t, c):
     """Fused attention against an explicit softmax."""
-    bench_operator(t, c, lambda d, K, n: (MSSA(d, K), MSSA(d, K).multiply_adds(n)))
+    bench_operator(t, c, lambda d, K, n: (MSSA(d, K), MSSA(d, K).multiply_adds(n) / n))
 
 
 def bench_head(t, c):
@@ -418,16 +432,20 @@ def bench_head(t, c):
 PIXELS = dict(mean=[0.5] * 3, std=[0.25] * 3)
 
 
-def simdino_views(pixels, c, step):
-    """The views of uint8 images as train_simdino.py makes them."""
+def simdino_views(t, c, pixels):
+    """views(step): those of uint8 images as train_simdino.py makes them."""
+    make = partial(train_simdino.make_views, c=c, data=SimpleNamespace(**PIXELS))
+    if t.compile:
+        make = augment.compiled(make, t.device)
     rows = slice(0, len(pixels))
-    return train_simdino.make_views(pixels, c, SimpleNamespace(**PIXELS), step, rows, pixels.device)
+    return lambda step: make(pixels, *train_simdino.random_numbers(c, step, rows, t.device))
 
 
 def simdino_step(t, c):
     """learn(views): the rest of a SimDINO step: teacher, student, loss, AdamW, moving average."""
     student = train_simdino.build_model(c).to(t.device)
-    teacher = copy.deepcopy(student).requires_grad_(False)
+    teacher = copy.deepcopy(student).eval().requires_grad_(False)
+    params, averages = list(student.parameters()), list(teacher.parameters())
     optimizer = adamw(student)
     gamma = train_simdino.simdino_gamma(c.output, c.batch_size)
     if t.compile:
@@ -444,7 +462,7 @@ def simdino_step(t, c):
         (distance - gamma * rate).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        common.ema_update(teacher, student, c.momentum)
+        common.ema_update(averages, params, c.momentum)
     return learn
 
 
@@ -453,11 +471,8 @@ def bench_simdino(t, c):
     sizes = ("arch", "width", "heads", "layers", "local_views", "batch_size")
     config = preset(train_simdino, "cifar10", drop_path=0.0, **{k: getattr(c, k) for k in sizes})
     pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
-    learn, counter = simdino_step(t, config), itertools.count()
-
-    def views():
-        return simdino_views(pixels, config, next(counter))
-    times = t.seconds({"whole step": lambda: learn(views()), "the views": views})
+    learn, views = simdino_step(t, config), map(simdino_views(t, config, pixels), itertools.count())
+    times = t.seconds({"whole step": lambda: learn(next(views)), "the views": lambda: next(views)})
     for name, seconds in times.items():
         t.add(f"{c.arch}, {c.batch_size} images", name, ms=1e3 * seconds,
               share=seconds / times["whole step"], images_per_s=c.batch_size / seconds)
@@ -702,13 +717,17 @@ def windows_one_by_one(tokens, batch, context):
                          for i in starts]) for shift in (0, 1)]
 
 
-def batched(pixels, batch, c, device, workers=0, resident=None):
+def batched(t, pixels, c, batch=None, workers=0, resident=None):
     """Endless: batches as train_vit.py makes them with the config c."""
+    batch = batch or c.batch_size
     data = SimpleNamespace(image_size=pixels.shape[1], **PIXELS)
-    source = images.Images(pixels, np.zeros(len(pixels), np.int64), device, resident)
+    source = images.Images(pixels, np.zeros(len(pixels), np.int64), t.device, resident)
+    augmentation = partial(train_vit.augmented, c=c, data=data)
+    if t.compile:
+        augmentation = augment.compiled(augmentation, t.device)
     index = images.index_batches(len(pixels), batch, 0)
     for step, (found, _) in enumerate(source.batches(index, workers)):
-        yield train_vit.augmented(found, augment.BatchRandom(step, batch, device=device), c, data)
+        yield augmentation(found, augment.BatchRandom(step, batch, device=t.device))
 
 
 def compare_feeds(t, title, step, feeds, ahead=1):
@@ -735,28 +754,31 @@ def bench_data(t, c):
     area = preset(train_mae, "cifar10").crop_area
 
     _, fields, batch = IMAGE_MODELS[1]
+    batch *= t.larger
     step = training_step(t, ImageClassifier(ImageConfig(**fields)), batch)
     compare_feeds(t, f"vit, {batch} of 32 px", step, {
-        "batched: crop, flip, RandAugment": batched(small, batch, vit, device),
-        "batched: crop, flip": batched(small, batch, crop, device),
+        "batched: crop, flip, RandAugment": batched(t, small, vit, batch),
+        "batched: crop, flip": batched(t, small, crop, batch),
         "one by one: crop, flip": one_by_one(small, [partial(window, 32, 4)], batch, device)})
 
     _, fields, batch = AUTOENCODER
+    batch *= t.larger
     step = training_step(t, MaskedAutoencoder(MAEConfig(**fields)), batch)
     compare_feeds(t, f"mae, {batch} of 32 px", step, {
         "batched: resized crop, flip":
-            batched(small, batch, replace(crop, crop="resized", crop_area=area), device),
+            batched(t, small, replace(crop, crop="resized", crop_area=area), batch),
         "one by one: resized crop, flip":
             one_by_one(small, [partial(resized, 32, (area, 1))], batch, device)})
 
     config = preset(train_simdino, "cifar10", width=128, heads=4, layers=4, drop_path=0.0,
-                    local_views=4, batch_size=64)
-    pixels = torch.from_numpy(small[:64]).to(device)
+                    local_views=4, batch_size=64 * t.larger)
+    batch = config.batch_size
+    pixels = torch.from_numpy(small[:batch]).to(device)
     step = bare_step(t, train_simdino, config)
     crops = [partial(resized, 32, (0.4, 1))] * 2 + [partial(resized, 16, (0.1, 0.4))] * 4
-    compare_feeds(t, "simdino, 64 x (2 + 4) views", step, {
-        "batched: views with colours": (simdino_views(pixels, config, i) for i in counter),
-        "one by one: resized crop, flip": one_by_one(small, crops, 64, device)})
+    compare_feeds(t, f"simdino, {batch} x (2 + 4) views", step, {
+        "batched: views with colours": map(simdino_views(t, config, pixels), counter),
+        "one by one: resized crop, flip": one_by_one(small, crops, batch, device)})
 
     size, batch = ("base", 128) if t.cuda else ("tiny", 16)
     large = np.random.default_rng(0).integers(256, size=(c.pictures, 256, 256, 3), dtype=np.uint8)
@@ -766,7 +788,7 @@ def bench_data(t, c):
         np.save(f"{folder}/large.npy", large)
         large = np.load(f"{folder}/large.npy", mmap_mode="r")
         compare_feeds(t, f"vit, {batch} of 256 px, {c.workers} workers", step, {
-            "batched: crop, flip": batched(large, batch, vit, device, c.workers, resident=False),
+            "batched: crop, flip": batched(t, large, vit, batch, c.workers, resident=False),
             "one by one: crop, flip": one_by_one(large, [crop], batch, device, c.workers)},
             ahead=max(1, 4 * c.workers))
 
@@ -794,16 +816,13 @@ def bare_step(t, script, c):
     with its moving average."""
     if script is train_simdino:
         pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
-        return partial(simdino_step(t, c), simdino_views(pixels, c, 0))
+        return partial(simdino_step(t, c), simdino_views(t, c, pixels)(0))
     about = []
     if script is train_vit:
         about = [len(images.SHAPES)]
     if script is train_gpt:
         about = [text.load(c.data, c.data_dir).tokenizer]
-    model = script.build_model(c, *about)
-    if t.compile:
-        model.compile()
-    return training_step(t, model, c.batch_size)
+    return training_step(t, script.build_model(c, *about), c.batch_size)
 
 
 def bench_loop(t, c):
@@ -905,6 +924,18 @@ def predicted_step(flops, parameters, gpus, nodes, passes, c):
                 efficiency=compute / (compute + exposed))
 
 
+def simdino_flops(c):
+    """Operations of a step of SimDINO for one image."""
+    with torch.device("meta"):
+        student = train_simdino.build_model(c)
+        config = student.encoder.config
+        large = ImageClassifier(config).train_flops()
+        small = ImageClassifier(replace(config, image_size=c.local_size)).train_flops()
+    projector = 6 * sum(p.numel() for p in student.projector.parameters() if p.ndim == 2)
+    # the student sees every view; the teacher, whose forward is a third of a step, the global two
+    return (2 + 2 / 3) * (large + projector) + c.local_views * (small + projector)
+
+
 def papers_settings():
     """(name, FLOPs of an item, parameters, items a step, unit, micro-batches on n GPUs) of the
     presets that have the papers' sizes."""
@@ -913,18 +944,12 @@ def papers_settings():
     with torch.device("meta"):
         classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)
         student, language = train_simdino.build_model(dino), LanguageModel(text_config(gpt.size))
-        encoder = student.encoder.config
-        large = ImageClassifier(encoder).train_flops()
-        small = ImageClassifier(replace(encoder, image_size=dino.local_size)).train_flops()
-    projector = 6 * sum(p.numel() for p in student.projector.parameters() if p.ndim == 2)
-    # the student sees every view; the teacher, whose forward is a third of a step, the global two
-    views = (2 + 2 / 3) * (large + projector) + dino.local_views * (small + projector)
     return [("train_vit imagenet", classifier.train_flops(), common.count(classifier),
              vit.batch_size, "images", lambda n: vit.accumulate),
             ("train_mae imagenet", autoencoder.train_flops(), common.count(autoencoder),
              mae.batch_size, "images", lambda n: mae.accumulate),
-            ("train_simdino imagenet", views, common.count(student), dino.batch_size, "images",
-             lambda n: 1),
+            ("train_simdino imagenet", simdino_flops(dino), common.count(student), dino.batch_size,
+             "images", lambda n: 1),
             ("train_gpt openwebtext", gpt.context * language.train_flops(), common.count(language),
              gpt.batch_size, "sequences",
              lambda n: math.ceil(gpt.batch_size / n / gpt.micro_batch))]
@@ -999,6 +1024,130 @@ def one_of_two(rank, folder, fields, repeats, batch=8):
 
 
 # -------------------------------------------------------------------------------------------------
+# A new GPU: does everything run, and how fast
+# -------------------------------------------------------------------------------------------------
+
+# Short runs on generated data, and what reads their checkpoints; {} is the folder of the runs
+SHORT = dict(
+    vit="train_vit.py shapes --epochs=1",
+    mae="train_mae.py shapes --epochs=1",
+    simdino="train_simdino.py shapes --epochs=1",
+    dino="train_simdino.py shapes --epochs=1 --method=dino",
+    gpt="train_gpt.py pydoc --steps=8 --sample=20",
+    masked="train_gpt.py pydoc --steps=8 --objective=masked")
+READERS = dict(
+    accuracy="evaluate.py accuracy --ckpt={}/vit-crate-eager/best.pt",
+    linear="evaluate.py linear --ckpt={}/mae-crate-eager/best.pt",
+    knn="evaluate.py knn --ckpt={}/simdino-crate-eager/best.pt",
+    lm="evaluate.py lm --ckpt={}/gpt-crate-eager/best.pt",
+    layers="analyze.py layers --ckpt={}/vit-crate-eager/best.pt --samples=20 --out={}/layers",
+    sample="sample.py --ckpt={}/gpt-crate-eager/best.pt --tokens=20",
+    fill="sample.py --ckpt={}/masked-crate-eager/best.pt --fill=a___b")
+
+
+def trials(cuda):
+    """Two stages of {name: words}: training runs; some of them resumed, and READERS. On CUDA all
+    archs, eager and compiled, and each script once in float32."""
+    archs, forms = ("crate", "tost"), dict(eager="--compile=false")
+    if cuda:
+        archs = ARCHS
+        forms |= dict(compiled="--compile=true", float32="--compile=true --dtype=float32")
+    runs, resumed = {}, {}
+    for name, words in SHORT.items():
+        for arch, form in itertools.product(archs if name in ("vit", "gpt") else ["crate"], forms):
+            run = f"{name}-{arch}-{form}"
+            if form != "float32" or arch == "crate":
+                runs[run] = (f"{words} --arch={arch} --width=128 --heads=2 --layers=2 "
+                             f"{forms[form]} --out_dir={{}}/{run}")
+        last = f"{name}-crate-{'compiled' if cuda else 'eager'}"
+        longer = "--steps=16" if "--steps" in words else "--epochs=2"
+        resumed[f"{last}-resumed"] = f"{runs[last]} {longer} --resume"
+    return runs, resumed | READERS
+
+
+def attempt(c, device, folder, trial):
+    """(trial, how it went) of one (name, words), in a process of its own."""
+    name, words = trial
+    command = [sys.executable, *(word.format(folder) for word in words.split()),
+               f"--device={device.type}", f"--data_dir={folder}"]
+    threads = str(max(1, os.cpu_count() // c.jobs))
+    environment = dict(OMP_NUM_THREADS=threads, TORCHINDUCTOR_COMPILE_THREADS=threads) | os.environ
+    path, start = Path(folder, f"{name}.log"), time.perf_counter()
+    with path.open("w") as log:
+        try:
+            status = subprocess.run(command, cwd=common.ROOT, env=environment, timeout=c.limit,
+                                    stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {c.limit} s"
+    end = told(status, path.read_text(errors="replace")) if status else dict(outcome="ok")
+    return trial, dict(seconds=time.perf_counter() - start) | end
+
+
+def told(status, output):
+    """The outcome of a failure, with the last error of the output, whose end goes to --json."""
+    lines = [line for line in output.splitlines() if line.strip()] or ["no output"]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Unsupported)\b", line)]
+    return dict(outcome=f"FAILED ({status}) {(errors or lines)[-1]}", output=output[-8000:])
+
+
+def whole_steps(t):
+    """{title: (unit, items a step, FLOPs of one, function that makes the step)}; tiny on a CPU."""
+    small, few, n = dict(width=64, heads=2, layers=1), dict(batch_size=4), 32
+    if t.cuda:
+        small, few, n = {}, {}, 1024
+    vit, mae, dino = (preset(script, "cifar10", **small, **few)
+                      for script in (train_vit, train_mae, train_simdino))
+    pixels, _, _ = images.draw_shapes(2 * vit.batch_size, 0)
+    crate, gpt2 = (LanguageModel(text_config("base", arch, context=n, **small))
+                   for arch in ("crate", "transformer"))
+    models = {
+        "train_vit cifar10, augmented": (train_vit.build_model(vit, 10), vit.batch_size,
+                                         batched(t, pixels, vit)),
+        "CRATE-B at 224 px": (ImageClassifier(image_config("base", **small)),
+                              few.get("batch_size", 256)),
+        "train_mae cifar10": (train_mae.build_model(mae), mae.batch_size),
+        "causal CRATE-Base": (crate, 16),
+        "GPT-2 as nanoGPT has it": (literal(gpt2), 16)}     # all logits, then their cross-entropy
+    steps = {}
+    for title, (model, batch, *feed) in models.items():
+        unit, length = ("tokens", n) if isinstance(model, LanguageModel) else ("images", 1)
+        steps[title] = (unit, batch * length, model.train_flops(),
+                        partial(training_step, t, model, batch, True, None, *feed))
+    return steps | {"train_simdino cifar10": ("images", dino.batch_size, simdino_flops(dino),
+                                              partial(bare_step, t, train_simdino, dino))}
+
+
+def bench_gpu(t, c):
+    """Every script for a few steps on generated data, then throughput and MFU of whole steps. What
+    fails is listed, the rest goes on, and the exit status is 1.
+
+    First all archs, eager and compiled, resumed, evaluated, sampled, each in a process of its own.
+    Then forward, backward and optimizer, several steps at a time: the host may run ahead as in
+    training. On a CPU both are a few tiny models."""
+    with tempfile.TemporaryDirectory() as folder:
+        images.prepare_shapes(folder, 400, 100)
+        text.load("pydoc", folder)
+        for stage in trials(t.cuda):
+            with ThreadPool(c.jobs) as pool:
+                ends = pool.imap_unordered(partial(attempt, c, t.device, folder), stage.items())
+                for (name, words), end in ends:
+                    t.add(name, words.split()[0], **end, command=words)
+    n, peak = 10 if t.cuda else 1, common.peak_flops(t.device)
+    for title, (unit, items, flops, make) in whole_steps(t).items():
+        torch._dynamo.reset()           # else it compiles one forward only so many times
+        try:
+            step = make()
+            seconds = t.seconds({title: lambda: [step() for _ in range(n)]})[title] / n
+            rate = items / seconds
+            end = {"ms": 1e3 * seconds, f"{unit}_per_s": rate,
+                   "mfu": peak and rate * flops / peak, "outcome": "ok"}
+        except Exception as error:
+            end = told(type(error).__name__, traceback.format_exc())
+        form = "compiled" if t.compile else "eager"
+        t.add(title, f"{items:,} {unit} a step, {form}", **end)
+
+
+# -------------------------------------------------------------------------------------------------
 # The commands and their flags
 # -------------------------------------------------------------------------------------------------
 
@@ -1006,6 +1155,8 @@ COUNT, ABOVE, SHARE = dict(low=1), dict(above=0), dict(above=0, high=1)
 # type, help, range
 FLAGS = dict(
     repeats=(int, "turns of every variant", COUNT),
+    jobs=(int, "commands at once", COUNT),
+    limit=(int, "seconds that a command may take", COUNT),
     compile=(bool | None, "torch.compile: a row more, or all models; auto is cuda only", {}),
     arch=(str, "a row of model.py's table", dict(choices=tuple(ARCHS))),
     width=(int, "d", COUNT),
@@ -1071,7 +1222,7 @@ COMMANDS = dict(
     attention=command(bench_attention, **COMPARED),
     head=command(bench_head, repeats=5, compile=None, width=(768, 256), tokens=(16_384, 4096),
                  vocab_size=50304),
-    simdino=command(bench_simdino, repeats=9, arch="crate", width=(384, 128), heads=4,
+    simdino=command(bench_simdino, repeats=9, compile=None, arch="crate", width=(384, 128), heads=4,
                     layers=(12, 4), local_views=4, batch_size=(512, 64)),
     length=command(bench_length, repeats=3, lengths="1024,2048,4096,8192,16384", width=256, heads=4,
                    batch_size=(16, 1)),     # 16, so that a GPU has work
@@ -1081,11 +1232,12 @@ COMMANDS = dict(
     longrange=command(bench_longrange, task="pixels", width=128, layers=4, length=512,
                       examples=None, held_out=2000, steps=500, batch_size=16, lr=1e-3,
                       weight_decay=0.05, seed=0, compile=None),
-    data=command(bench_data, repeats=9, pictures=1024, workers=2),
+    data=command(bench_data, repeats=9, compile=None, pictures=1024, workers=2),
     loop=command(bench_loop, repeats=3, steps=20, compile=None),
-    optimizer=command(bench_optimizer, repeats=9),
+    optimizer=command(bench_optimizer, repeats=9, compile=None),
     scale=command(bench_scale, repeats=5, peak=989.0, mfu=0.4, nvlink=450.0, network=50.0,
-                  link_share=0.8, bucket=25.0, check=False))
+                  link_share=0.8, bucket=25.0, check=False),
+    gpu=command(bench_gpu, repeats=5, compile=None, jobs=(8, 2), limit=240))
 
 
 def main(argv):
@@ -1102,7 +1254,7 @@ def main(argv):
         report = open(c.json, "a") if c.json else None      # before the measurement, not after
     except OSError as error:
         raise common.UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
-    half = c.dtype == "bfloat16" or (c.dtype == "auto" and device.type == "cuda")
+    half = c.dtype == "bfloat16" or (c.dtype == "auto" and common.multiplies_bfloat16(device))
     matmul_flops = matmul_peak(device, torch.bfloat16 if half else torch.float32)
     machine = dict(device=common.device_name(device), torch=torch.__version__,
                    matmul_gflops_per_s=matmul_flops / 1e9)
@@ -1113,6 +1265,11 @@ def main(argv):
         report.truncate(0)
         json.dump(dict(command=name, **machine, rows=table.lines), report, indent=1)
         report.close()
+    failed = [line for line in table.lines if line.get("outcome", "ok") != "ok"]
+    for line in failed:
+        print("{row}: {outcome}".format(**line))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(table.lines)} failed")
     return table.lines
 
 

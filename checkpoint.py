@@ -10,12 +10,14 @@ extra["student"] holds the weights being trained where they differ. An image enc
 `encoder.*`.
 """
 import contextlib
+import copy
 import dataclasses
 import hashlib
 import math
 import os
 import reprlib
 import sys
+import time
 import typing
 import warnings
 from dataclasses import dataclass
@@ -384,28 +386,41 @@ def load_resized(encoder, loaded, path):
 # -------------------------------------------------------------------------------------------------
 
 def saver(run, content):
-    """The function save(best=False) of a run: writes ckpt.pt, and best.pt if `best`.
+    """The function save(best=False, now=False) of a run: writes ckpt.pt, and best.pt if `best`.
 
-    content() returns {model, model_config, data_meta, optimizer, extra}. A failed write keeps the
-    previous checkpoint: a warning in mid-run, an error where it was the last chance."""
-    def save(best=False):
-        """Writes the checkpoint of the step just done."""
-        run.mean_loss()             # Diverged: a checkpoint of NaN would replace a good one
+    content() returns {model, model_config, data_meta, optimizer, extra}. Unless `now` or at the
+    end, writing may take 2 % of the time; the best weights wait in memory meanwhile. A failed write
+    keeps the previous checkpoint: a warning in mid-run, an error where it was the last chance."""
+    waiting, ended, took = None, 0.0, 0.0       # the next best.pt; the last write's end and seconds
+
+    def full():
         flags = dict(preset=run.preset) | vars(run.config)
-        full = dict(task=run.task, step=run.step, best=run.best, run_config=flags) | content()
+        return dict(task=run.task, step=run.step, best=run.best, run_config=flags) | content()
 
-        def write():
-            if best:                # first: a run killed between the two evaluates this step again
-                path = run.dir / "best.pt"
-                write_checkpoint(path, full | dict(optimizer={}), keep_previous=False)
-            write_checkpoint(run.dir / "ckpt.pt", full)
+    def write():
+        nonlocal waiting, ended, took
+        began = time.perf_counter()
+        if waiting:                 # first: a run killed between the two evaluates that step again
+            write_checkpoint(run.dir / "best.pt", waiting, keep_previous=False)
+            waiting = None
+        write_checkpoint(run.dir / "ckpt.pt", full())
+        ended = time.perf_counter()
+        took = ended - began
+
+    def save(best=False, now=False):
+        """Takes the step just done for a checkpoint, and `best` for best.pt."""
+        nonlocal waiting
+        run.mean_loss()             # Diverged: a checkpoint of NaN would replace a good one
+        if best and run.is_main:
+            waiting = copy.deepcopy(full() | dict(optimizer={}))
+        due = now or run.step == run.total
+        if not (due or run.processes.main_only(lambda: time.perf_counter() - ended > 50 * took)):
+            return
         run.saved_step = run.step
         try:
             with run.untimed():
                 run.processes.main_only(write)
         except UserError as error:
-            if best:
-                run.best = run.best_before          # best.pt is still the one before
             if run.step == run.total or run.stopping:
                 raise
             run.say(f"warning: {error}; the run goes on and keeps the checkpoint before")

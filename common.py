@@ -125,8 +125,8 @@ class DeviceFlags:
     """Where and in what precision to compute, and where data lies."""
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda, float32 elsewhere",
-                        choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda and on a CPU with "
+                        "instructions, else float32", choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
     workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
@@ -141,7 +141,8 @@ class RunFlags(DeviceFlags):
     compile: bool | None = option(None, "torch.compile the model; auto is cuda only")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, 1000 steps of text", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: at each evaluation", low=0)
+    save_every: int = option(0, "steps between checkpoints; 0: at evaluations, in 2 % of the time",
+                             low=0)
 
 
 def _flag_type(hint):
@@ -275,8 +276,9 @@ def _help(fields, hints, presets, doc, default, first):
             lines.append(_wrapped(f"  {name}{mark}: " + " ".join(
                 f"{k}={v}" for k, v in values.items()), 6))
         lines.append("")
-    chosen = presets.get(first if first in presets else default, {})
-    often = "flags, as the preset has them" if chosen else "flags"
+    preset = first if first in presets else default
+    chosen = presets.get(preset, {})
+    often = f"flags, as preset {preset} has them" if chosen else "flags"
     parts = {often: [name for name in _OFTEN if name in fields],
              "flags that one seldom changes": [name for name in fields if name not in _OFTEN]}
     for title, names in parts.items():
@@ -422,7 +424,7 @@ class Processes:
 
     def autocast(self, dtype):
         """The autocast context of --dtype."""
-        if dtype == "bfloat16" or (dtype == "auto" and self.device.type == "cuda"):
+        if dtype == "bfloat16" or (dtype == "auto" and multiplies_bfloat16(self.device)):
             return torch.autocast(self.device.type, torch.bfloat16)
         return contextlib.nullcontext()
 
@@ -466,6 +468,14 @@ def wants_compile(config, device):
     return device.type == "cuda" if config.compile is None else config.compile
 
 
+def multiplies_bfloat16(device):
+    """Whether a device has instructions for bfloat16: cuda, and a CPU with AMX or AVX512-BF16."""
+    if device.type == "cpu":
+        can = torch.cpu.get_capabilities()
+        return can.get("amx_bf16", False) or can.get("avx512_bf16", False)
+    return device.type == "cuda"
+
+
 def device_name(device):
     """For the reader of a log."""
     if device.type == "cuda":
@@ -474,7 +484,7 @@ def device_name(device):
 
 
 # Dense bf16 FLOP/s of the data sheets, without sparsity
-_PEAK = dict(H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
+_PEAK = dict(GH200=989e12, H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
 _PEAK |= {"4090": 165e12, "3090": 71e12}
 
 
@@ -482,8 +492,8 @@ def peak_flops(device):
     """The bf16 FLOP/s of a GPU known by name, for MFU; None otherwise."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in _PEAK.items() if key in name), None)
+    words = re.split(r"\W", torch.cuda.get_device_name(device))      # an A1000 is no A100
+    return next((peak for key, peak in _PEAK.items() if key in words), None)
 
 
 def count(model):
@@ -638,11 +648,9 @@ def set_decay(optimizer, weight_decay):
 
 
 @torch.no_grad()
-def ema_update(average, model, momentum):
-    """average = momentum average + (1 - momentum) model; buffers are copied."""
-    torch._foreach_lerp_(list(average.parameters()), list(model.parameters()), 1 - momentum)
-    for a, b in zip(average.buffers(), model.buffers()):
-        a.copy_(b)
+def ema_update(average, params, momentum):
+    """average = momentum average + (1 - momentum) params, two lists of parameters."""
+    torch._foreach_lerp_(average, params, 1 - momentum)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -665,7 +673,7 @@ class Run:
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{preset}")
         self.is_main = processes.rank == 0
         self.step = 0                       # steps done
-        self.best = self.best_before = None
+        self.best = None
         self.best_name = ""
         self.signal = 0                     # received by this process
         self.stopping = 0                   # received by any, as all of them know
@@ -731,7 +739,6 @@ class Run:
         unit: "images" or "tokens"; per_step of them a step; `flops` each, for MFU."""
         self.total, self.unit, self.per_step, self.flops = total, unit, per_step, flops
         self.eval_every = self.config.eval_every or eval_every
-        self.save_every = self.config.save_every or self.eval_every
         self.rate_name = f"{'tokens' if unit == 'tokens' else 'examples'}_per_s"
         self.start = self.saved_step = self.step
         if 0 < self.start < total:
@@ -746,7 +753,7 @@ class Run:
                 signal.signal(number, self._on_signal)
         self.began = self.lap = time.perf_counter()
         self.timed, self.timed_steps, self.lap_steps, self.first_step_s = 0.0, 0, 0, None
-        self.loss_sum, self.loss_n, self.bad_step = 0.0, 0, None
+        self.losses = []                    # of the steps since mean_loss, on the device
 
     def _start_files(self):
         flags = dict(task=self.task, preset=self.preset) | vars(self.config)
@@ -778,21 +785,21 @@ class Run:
 
     def steps(self, model):
         """The numbers of the steps to come. Before each one: training mode, and a seed for dropout
-        and drop path that is a function of (seed, step, rank)."""
+        and drop path, if there are any, that is a function of (seed, step, rank)."""
         seed, rank = self.config.seed, self.processes.rank
+        draws = any(getattr(self.config, name, 0) for name in ("dropout", "drop_path"))
         while self.step < self.total:
-            torch.manual_seed(derive_seed(seed, self.step, "dropout", rank))
-            model.train()
+            if draws:
+                torch.manual_seed(derive_seed(seed, self.step, "dropout", rank))
+            if not model.training:      # after an evaluation: visiting every module takes 0.2 ms
+                model.train()
             yield self.step
 
     def log_step(self, loss, lr, **values):
         """Counts an optimizer step, and every log_every steps writes a line. `loss` and `values`
         may be tensors; they stay on the device until then."""
         self.step += 1
-        loss = loss.detach()
-        bad = torch.where(torch.isfinite(loss), math.inf, float(self.step))
-        self.bad_step = bad if self.bad_step is None else torch.minimum(self.bad_step, bad)
-        self.loss_sum, self.loss_n = self.loss_sum + loss, self.loss_n + 1
+        self.losses.append(loss.detach())
         self.lap_steps += 1
         if self.first_step_s is None:                       # compilation and warm-up: timed apart
             loss.item()
@@ -817,15 +824,16 @@ class Run:
         return self.step % self.eval_every == 0 or self.step == self.total
 
     def end_step(self, save):
-        """Saves if it is time, and leaves, with a checkpoint, if a signal asked for that."""
+        """Saves every --save_every steps, and leaves, with a checkpoint, after a signal."""
         self.stopping = self.processes.largest(int(self.signal))
         if self.stopping and self.step < self.total:
-            save()
+            save(now=True)
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
             self.close()
             raise Stopped(self.stopping)
-        if self.step % self.save_every == 0 and self.saved_step != self.step:
-            save()
+        every = self.config.save_every
+        if every and self.step % every == 0 and self.saved_step != self.step:
+            save(now=True)
 
     def _on_signal(self, number, frame):
         if self.signal:                                     # the second one does not wait
@@ -837,21 +845,18 @@ class Run:
         """The mean loss since it was last asked for, over all processes; None without a step.
 
         Raises Diverged if one was not finite."""
-        if not self.loss_n:
+        if not self.losses:
             return None
-        mean, bad = (self.loss_sum / self.loss_n).float(), self.bad_step.clone()
-        if self.processes.world > 1:
-            mean = self.processes.sum(mean) / self.processes.world
-            dist.all_reduce(bad, dist.ReduceOp.MIN)
-        mean, bad = torch.stack([mean, bad]).tolist()
-        self.loss_sum, self.loss_n = 0.0, 0
-        if bad < math.inf:
+        sums = self.processes.sum(torch.stack(self.losses).float())     # NaN and infinity survive
+        losses, self.losses = (sums / self.processes.world).tolist(), []
+        bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
+        if bad:
             last, kept = self.dir / "ckpt.pt", "no checkpoint was written yet"
             if last.exists():
                 kept = f"the last good checkpoint is {last}"
             self.close()
-            raise Diverged(f"the loss is not finite at step {int(bad)}; {kept}")
-        return mean
+            raise Diverged(f"the loss is not finite at step {bad[-1]}; {kept}")
+        return sum(losses) / len(losses)
 
     # ---- clock
 
@@ -941,7 +946,7 @@ class Run:
         improved = self.best is None or better(value, self.best) == value != self.best
         improved = improved and math.isfinite(value)
         if improved:
-            self.best, self.best_before = value, self.best
+            self.best = value
         return improved
 
     def describe(self, text):

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -70,9 +71,11 @@ PRESETS = {
         data="cifar10", width=192, heads=6, layers=6,
         patch_size=4,       # 64 patches, of which 16 are seen
         lambd=0.5,          # the encoder's, as in the released code
-        base_lr=2e-3, epochs=100, warmup_epochs=5),
+        base_lr=2e-3, epochs=100, warmup_epochs=5,
+        eval_every=780),    # four epochs
     "cifar10-small": dict(  # a quarter of an hour on two CPU cores
-        data="cifar10", width=128, heads=4, layers=4, patch_size=4, lambd=0.5, base_lr=4e-3,
+        data="cifar10", width=128, heads=4, layers=4, patch_size=4, lambd=0.5,
+        optimizer="muon", base_lr=8e-3,     # loss 0.312; AdamW with base_lr=4e-3 0.365
         batch_size=128, epochs=6, warmup_epochs=1),
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4, lambd=0.5,
@@ -80,6 +83,19 @@ PRESETS = {
         batch_size=100, epochs=12, warmup_epochs=1,
         crop_area=0.6),     # smaller crops lose the one object
 }
+
+
+# -------------------------------------------------------------------------------------------------
+# Data
+# -------------------------------------------------------------------------------------------------
+
+def augmented(pixels, rng, c, data):
+    """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
+    x = augment.to_float(pixels)
+    x = augment.random_resized_crop(x, c.image_size, rng, scale=(c.crop_area, 1.0))
+    if c.flip:
+        x = augment.flip(x, rng)
+    return augment.normalize(x, data.mean, data.std)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -139,8 +155,10 @@ def main(argv):
     checkpoint.restore(run, model.config, optimizer, model)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
+    augmentation = partial(augmented, c=c, data=data)
     if common.wants_compile(c, device):
         model.compile()
+        augmentation = augment.compiled(augmentation, device)
     parallel = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
@@ -160,11 +178,7 @@ def main(argv):
         pixels, _ = next(batches)
         rng = augment.BatchRandom(common.derive_seed(c.seed, step, "augment"), c.batch_size, rows,
                                   device)
-        x = augment.to_float(pixels)
-        x = augment.random_resized_crop(x, c.image_size, rng, scale=(c.crop_area, 1.0))
-        if c.flip:
-            x = augment.flip(x, rng)
-        x = augment.normalize(x, data.mean, data.std)
+        x = augmentation(pixels, rng)
         rng = augment.BatchRandom(common.derive_seed(c.seed, step, "mask"), c.batch_size, rows,
                                   device)
         noise = rng.uniform(model.config.patches())         # the largest are hidden

@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import copy
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -102,7 +103,8 @@ PRESETS = {
         # a run 100 times shorter than ImageNet's: the teacher has to follow faster
         momentum=0.99,
         base_lr=1e-3, epochs=100, batch_size=512, hidden=1024, prototypes=4096,
-        warmup_temp_epochs=10, local_area=0.1),
+        warmup_temp_epochs=10, local_area=0.1,
+        eval_every=485),    # five epochs
     "cifar10-small": dict(  # a quarter of an hour on one CPU core
         data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0, base_lr=1e-3,
         momentum=0.98, epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
@@ -121,21 +123,23 @@ PRESETS = {
 # Views
 # -------------------------------------------------------------------------------------------------
 
-def make_views(pixels, c, data, step, rows, device):
-    """The views of uint8 images (b, H, W, 3) as [(2, b, 3, S, S), (local_views, b, 3, s, s)],
-    normalized.
+def random_numbers(c, step, rows, device):
+    """A BatchRandom for the global views of a step, and one for the local ones if there are any."""
+    return [augment.BatchRandom(common.derive_seed(c.seed, step, kind), c.batch_size * n,
+                                slice(rows.start * n, rows.stop * n), device)
+            for kind, n in (("global", 2), ("local", c.local_views)) if n]
 
-    A function of seed and step. Blur has p 1.0 on the first global view, 0.1 on the second, 0.5 on
-    local ones; the second global view is solarized with p 0.2 (released code)."""
+
+def make_views(pixels, *rngs, c, data):
+    """The views of uint8 images (b, H, W, 3) as [(2, b, 3, S, S), (local_views, b, 3, s, s)],
+    normalized, by `random_numbers`.
+
+    Blur has p 1.0 on the first global view, 0.1 on the second, 0.5 on local ones; the second global
+    view is solarized with p 0.2 (released code)."""
     x, views = augment.to_float(pixels), []
-    kinds = (("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
-             ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
-    for kind, n, size, area, blur, solarize in kinds:
-        if n == 0:
-            continue
-        seed = common.derive_seed(c.seed, step, kind)
-        mine = slice(rows.start * n, rows.stop * n)
-        rng = augment.BatchRandom(seed, c.batch_size * n, mine, device)
+    kinds = ((2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
+             (c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
+    for rng, (n, size, area, blur, solarize) in zip(rngs, kinds):
         v = augment.views(x, n, size, rng, area, blur if c.blur else (0.0,), solarize, c.blur)
         v = augment.normalize(v.flatten(0, 1), data.mean, data.std)
         views.append(v.unflatten(0, (n, -1)))
@@ -171,7 +175,8 @@ class Branch(nn.Module):
 
     def forward(self, views):
         """One pass through the encoder for each size, one through the projector for all."""
-        tokens = [self.encoder(v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in views]
+        tokens = [self.encoder(v.flatten(0, 1), read=1)[:, 0].unflatten(0, v.shape[:2])
+                  for v in views]
         Z = F.normalize(self.projector(torch.cat(tokens)).float(), dim=-1)
         if self.prototypes is None:
             return Z, None
@@ -240,8 +245,8 @@ def clip_each(params, limit):
     """Scales each parameter's gradient by itself to a norm of at most `limit`, without waiting for
     the device."""
     grads = [p.grad for p in params if p.grad is not None]
-    scales = [(limit / (norm + 1e-6)).clamp(max=1) for norm in torch._foreach_norm(grads)]
-    torch._foreach_mul_(grads, scales)
+    norms = torch.stack(torch._foreach_norm(grads))
+    torch._foreach_mul_(grads, (limit / (norms + 1e-6)).clamp(max=1).unbind())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -288,7 +293,7 @@ def write_saliency(encoder, val, data, path, n=8):
     pixels, _ = val.batch(torch.arange(min(n, len(val))))
     x = augment.at_size(augment.to_float(pixels), encoder.config.image_size)
     trace = []
-    encoder(augment.normalize(x, data.mean, data.std), trace=trace)
+    encoder.forward(augment.normalize(x, data.mean, data.std), trace=trace)     # not compiled
     maps = saliency(trace[-1].attention.float())
     write_overlays(path, x, torch.cat([maps.mean(1, keepdim=True), maps], 1))
 
@@ -311,6 +316,7 @@ def main(argv):
     torch.manual_seed(common.derive_seed(c.seed, "weights"))
     student = build_model(c).to(device)
     teacher = copy.deepcopy(student).eval().requires_grad_(False)
+    params, averages = list(student.parameters()), list(teacher.parameters())
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
     # ---- optimizer, and everything that changes over the run ([B] 7.2)
@@ -332,9 +338,12 @@ def main(argv):
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
+    augmentation = partial(make_views, c=c, data=data)
     if common.wants_compile(c, device):
         student.compile()
         teacher.compile()
+        teacher.encoder.compile()           # the part of it that is evaluated
+        augmentation = augment.compiled(augmentation, device)
     parallel = processes.wrap(student)
     run.begin(total, epoch, "images", c.batch_size)
     encoder_count = common.count(student.encoder)
@@ -356,7 +365,7 @@ def main(argv):
     for step in run.steps(student):
         # batch
         pixels, _ = next(batches)
-        views = make_views(pixels, c, data, step, rows, device)
+        views = augmentation(pixels, *random_numbers(c, step, rows, device))
 
         # forward
         with torch.no_grad(), processes.autocast(c.dtype):
@@ -380,7 +389,7 @@ def main(argv):
         # backward and clip
         loss.backward()
         if c.clip:
-            clip_each(student.parameters(), c.clip)
+            clip_each(params, c.clip)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
 
@@ -389,7 +398,7 @@ def main(argv):
         common.set_decay(optimizer, decays[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        common.ema_update(teacher, student, momenta[step])
+        common.ema_update(averages, params, momenta[step])
 
         # log; during warm-up random features look collapsed, which is no news
         seen = {}

@@ -1,10 +1,10 @@
 """Image augmentation in batch, on whatever device the images are on.
 
 Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
-parameters. Nothing loops over samples and nothing waits for the device: what has to be known on the
-host (which operation a sample goes through) is drawn there. Each operation is the one that
-torchvision and Pillow define, so that published recipes carry over. Call these outside autocast:
-resampling is a matrix product, and bfloat16 has no more bits than a pixel.
+parameters. Nothing loops over samples, nothing copies to a GPU or waits for it, and there no shape
+depends on a draw: `compiled` makes one graph of a whole augmentation. Each operation is the one
+that torchvision and Pillow define, so that published recipes carry over. Call these outside
+autocast: resampling is a matrix product, and bfloat16 has no more bits than a pixel.
 """
 
 import functools
@@ -28,40 +28,68 @@ class BatchRandom:
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
         self.batch, self.rows, self.device = batch, rows, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        # Another seed: on a CPU the two would otherwise repeat each other's numbers.
-        self.host = torch.Generator().manual_seed(seed ^ 0x9E3779B9)
+        self.requests = []  # the arguments of `draw` so far
+
+    def draw(self, function, shape):
+        """(b, *shape): torch.rand, or torch.randint with its bounds, for the batch, cut to rows."""
+        self.requests.append((function, shape))
+        shape = (self.batch, *shape)
+        return function(shape, generator=self.generator, device=self.device)[self.rows]
 
     def uniform(self, *shape, low=0.0, high=1.0):
         """(b, *shape) float32, uniform in [low, high)."""
-        draw = torch.rand(self.batch, *shape, generator=self.generator, device=self.device)
-        return low + (high - low) * draw[self.rows]
+        return low + (high - low) * self.draw(torch.rand, shape)
 
     def integers(self, low, high, *shape):
         """(b, *shape) int64, uniform in {low, ..., high - 1}."""
-        shape = (self.batch, *shape)
-        draw = torch.randint(low, high, shape, generator=self.generator, device=self.device)
-        return draw[self.rows]
+        return self.draw(functools.partial(torch.randint, low, high), shape)
 
     def bernoulli(self, p, *shape):
         """(b, *shape) bool, true with probability p, a number or one for each of the b."""
         return self.uniform(*shape) < p
 
-    def host_integers(self, low, high, *shape):
-        """As `integers`, on the CPU."""
-        return torch.randint(low, high, (self.batch, *shape), generator=self.host)[self.rows]
-
-    def host_bernoulli(self, p, *shape):
-        """As `bernoulli`, on the CPU."""
-        return torch.rand(self.batch, *shape, generator=self.host)[self.rows] < p
-
-    def host_permutations(self, k):
-        """(b, k) int64 on the CPU, each row a permutation of 0 ... k - 1."""
-        return torch.rand(self.batch, k, generator=self.host).argsort(1)[self.rows]
+    def permutations(self, k):
+        """(b, k) int64, each row a permutation of 0 ... k - 1."""
+        return self.uniform(k).argsort(1)
 
 
-@functools.lru_cache  # a copy to the device waits for it: one copy, not one a call
+class _Drawn(BatchRandom):
+    """Hands out what was drawn before, in the order of the requests."""
+
+    def __init__(self, numbers):
+        self.numbers = iter(numbers)
+
+    def draw(self, function, shape):
+        return next(self.numbers)
+
+
+def compiled(function, device):
+    """function(pixels, *rngs) as one graph. On a CPU the function itself: a graph gains little.
+
+    A graph holds no generator: what the function asks of each BatchRandom, found by a first call,
+    is drawn before the graph and handed in. The numbers are those of the uncompiled function."""
+    if device.type == "cpu":
+        return function
+    exact = {"eager_numerics.division_rounding": True}  # else floor() may see 254.99998 for 255
+    graph = torch.compile(lambda x, *numbers: function(x, *map(_Drawn, numbers)),
+                          fullgraph=True, dynamic=False, options=exact)
+    requests = []
+
+    def call(x, *rngs):
+        if not requests:
+            first = [BatchRandom(0, rng.batch, rng.rows, rng.device) for rng in rngs]
+            function(x, *first)
+            requests.extend(rng.requests for rng in first)
+        return graph(x, *([rng.draw(*request) for request in asked]
+                          for rng, asked in zip(rngs, requests)))
+    return call
+
+
 def _constant(values, device):
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    """float32 (n,). On a GPU filled in there: a copy from the host would wait for it."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=torch.float32)
+    return torch.stack([torch.full((), v, dtype=torch.float32, device=device) for v in values])
 
 
 def _column(v):
@@ -69,15 +97,25 @@ def _column(v):
 
 
 def _through(ops, choice, x, *params):
-    """Sample i through ops[choice[i]], an op taking its group of samples and their rows of params.
+    """Sample i through ops[choice[i]], an op taking samples and their rows of params."""
+    return (_by_groups if x.device.type == "cpu" else _by_masks)(ops, choice, x, *params)
 
-    choice is on the CPU: sorted by operation there, the groups are slices on the device, and all of
-    it costs about one pass over x."""
+
+def _by_groups(ops, choice, x, *params):
+    """Each operation on its own samples: in all about one pass over x. Reads their counts."""
     counts = choice.bincount(minlength=len(ops)).tolist()
-    order = choice.argsort().to(x.device, non_blocking=x.is_cuda)
+    order = choice.argsort()
     groups = zip(*(t[order].split(counts) for t in (x, *params)))
     done = [op(*group) for op, group, count in zip(ops, groups, counts) if count]
     return torch.empty_like(x).index_copy_(0, order, torch.cat(done))
+
+
+def _by_masks(ops, choice, x, *params):
+    """Each operation on all samples, for a compiler to fuse: nothing is read, no shape varies."""
+    out = x
+    for i, op in enumerate(ops):
+        out = torch.where(_column(choice == i), op(x, *params), out)
+    return out
 
 
 def _keep(x, *_, **__):
@@ -91,13 +129,13 @@ def _keep(x, *_, **__):
 def to_float(images):
     """uint8 (B, H, W, 3) -> float32 (B, 3, H, W) in [0, 1]."""
     x = images.permute(0, 3, 1, 2)
-    return x.to(torch.float32, memory_format=torch.contiguous_format) / 255
+    return x.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
 
 
 def normalize(x, mean, std):
     """(x - mean) / std, mean and std a number per channel."""
-    mean, std = (_constant(tuple(v), x.device).view(3, 1, 1) for v in (mean, std))
-    return (x - mean) / std
+    mean, std = (_constant(v, x.device).view(3, 1, 1) for v in (mean, std))
+    return (x - mean).div_(std)
 
 
 def luma(x):
@@ -167,7 +205,7 @@ def resize(x, size):
     zero = torch.zeros(1, device=x.device)
     rows, columns = (_resampling(zero, zero + n, n, size * n // shorter)[0]
                      for n in (height, width))
-    return (rows @ (x @ columns.mT)).clamp(0, 1)  # bicubic overshoots
+    return (rows @ (x @ columns.mT)).clamp_(0, 1)  # bicubic overshoots
 
 
 def at_size(x, size):
@@ -184,7 +222,7 @@ def resized_crop(x, boxes, size):
     height, width = x.shape[2:]
     rows = _resampling(boxes[:, 0], boxes[:, 2], height, size)  # (B, size, H)
     columns = _resampling(boxes[:, 1], boxes[:, 3], width, size)  # (B, size, W)
-    return _resample(x, rows, columns).clamp(0, 1)  # bicubic overshoots
+    return _resample(x, rows, columns).clamp_(0, 1)  # bicubic overshoots
 
 
 def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
@@ -255,14 +293,14 @@ def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
     high = _constant((*(1.0 + s for s in strengths[:3]), hue), x.device)
     factors = low + (high - low) * rng.uniform(4)
     changes = (
-        lambda x, f: (f * x).clamp(0, 1),
+        lambda x, f: (f * x).clamp_(0, 1),
         lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f).clamp_(0, 1),
         lambda x, f: _blend(x, luma(x), f).clamp_(0, 1),
         _hue)
     ops = [(lambda x, f, i=i: changes[i](x, _column(f[:, i]))) if strengths[i] else _keep
            for i in range(4)]
     ops.append(_keep)  # operation 4 is for the samples that stay as they are
-    order = rng.host_permutations(4).masked_fill(~rng.host_bernoulli(p, 1), 4)
+    order = rng.permutations(4).masked_fill(~rng.bernoulli(p, 1), 4)
     for i in range(4):
         x = _through(ops, order[:, i], x, factors)
     return x
@@ -287,8 +325,8 @@ def _blur_matrix(sigma, size, reach):
 
 
 def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
-    """With probability p (a number, or one a sample on the CPU), a Gaussian of standard deviation
-    uniform in `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
+    """With probability p, a number or one a sample, a Gaussian of standard deviation uniform in
+    `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
     reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
@@ -296,7 +334,7 @@ def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
         rows = _blur_matrix(sigma, height, reach)
         return _resample(x, rows, rows if width == height else _blur_matrix(sigma, width, reach))
 
-    choice = rng.host_bernoulli(p).long()
+    choice = rng.bernoulli(p).long()
     return _through([_keep, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
 
 
@@ -313,14 +351,16 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
     with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
     each view in turn, repeated if there are more views. `rng` draws for count samples an image."""
     B = len(x)
-    chance = torch.tensor([[p[v % len(p)] for v in range(count)] for p in (blur, solar)])
-    chance = chance.repeat(1, B)
+
+    def chance(p):
+        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(B)
+
     v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
     if max(blur) > 0:
-        v = gaussian_blur(v, rng, chance[0], (min(0.1, sigma), sigma))
+        v = gaussian_blur(v, rng, chance(blur), (min(0.1, sigma), sigma))
     if max(solar) > 0:
-        v = solarize(v, rng, chance[1].to(x.device, non_blocking=True))
+        v = solarize(v, rng, chance(solar))
     return v.unflatten(0, (B, count)).transpose(0, 1)
 
 
@@ -337,10 +377,12 @@ def _affine(x, a, b, c, d, e, f, fill):
     u = torch.arange(width, device=x.device)
     v = torch.arange(height, device=x.device).view(-1, 1)
 
+    def fixed(t):
+        t = t * 65536 + 0.5
+        return t.floor().long() if isinstance(t, torch.Tensor) else math.floor(t)
+
     def source(a, b, c):
-        c = c + (a + b) / 2
-        a, b, c = ((torch.as_tensor(t) * 65536 + 0.5).floor().long() for t in (a, b, c))
-        return a * u + b * v + c >> 16
+        return fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2) >> 16
 
     column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))  # (B, 1, H, W)
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
@@ -426,9 +468,9 @@ def rand_augment(x, rng, n=2, m=9, fill=0.0):
     is rounded to multiples of 1/255. DataError if m is out of range."""
     if not 0 <= m <= 30:
         raise DataError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
-    levels = (x * 255).round()
+    levels = (x * 255).round_()
     ops = [functools.partial(op, m=m, fill=255 * fill) for op in RAND_AUGMENT.values()]
     for _ in range(n):
         sign = _column(1 - 2 * rng.integers(0, 2))
-        levels = _through(ops, rng.host_integers(0, len(ops)), levels, sign)
+        levels = _through(ops, rng.integers(0, len(ops)), levels, sign)
     return levels / 255

@@ -191,10 +191,15 @@ class Images:
     def batch(self, index):
         """Images `index` (int64, array or tensor), uint8 (b, H, W, 3), and their labels (b,)."""
         if self.resident:
-            index = torch.as_tensor(index).to(self.device)
+            index = self._to_device(torch.as_tensor(index))
             return self.images[index], self.labels[index]
-        images, labels = _Gather(self.images, self.labels)[index]
-        return images.to(self.device), labels.to(self.device)
+        return tuple(map(self._to_device, _Gather(self.images, self.labels)[index]))
+
+    def _to_device(self, t):
+        """A copy from memory that is not pinned would wait for a GPU to finish what it has."""
+        if self.device.type == "cuda":
+            return t.pin_memory().to(self.device, non_blocking=True)
+        return t.to(self.device)
 
     def batches(self, index_batches, workers=0):
         """Yields `batch(index)` for each index array of an iterable, which may be endless.
@@ -210,8 +215,7 @@ class Images:
             worker_init_fn=_leave_signals_to_parent,
             generator=torch.Generator())  # else the global one's state would depend on `workers`
         for images, labels in loader:
-            images = images.to(self.device, non_blocking=True)
-            yield images, labels.to(self.device, non_blocking=True)
+            yield self._to_device(images), self._to_device(labels)
 
 
 class _Gather(torch.utils.data.Dataset):

@@ -8,6 +8,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+torch.cpu.get_capabilities = dict       # --dtype=auto is float32, whatever the CPU has
 
 
 def pytest_addoption(parser):

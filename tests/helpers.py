@@ -5,11 +5,13 @@ import os
 import signal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import common
 
-_MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu"]
+_MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu",
+          "--dtype=float32"]                    # auto is not the same on every CPU
 IMAGES = ["shapes", *_MODEL, "--patch_size=8", "--batch_size=20", "--epochs=1"]
 VIEWS = [*IMAGES, "--local_views=2", "--hidden=32", "--output=16", "--prototypes=24"]
 TEXT = ["pydoc", "--data=tiny", *_MODEL, "--context=16", "--batch_size=8", "--micro_batch=8",
@@ -46,6 +48,22 @@ def weights(path):
             tensors = {name: torch.as_tensor(t) for name, t in state.items()}
             found |= {f"optimizer.{part}{number}.{name}": t for name, t in tensors.items()}
     return found
+
+
+class Launches(TorchDispatchMode):
+    """Around some code: the names of the operators that it calls. `waits`: of each that would wait
+    for a GPU, what `now()` was."""
+
+    def __init__(self, now=lambda: None):
+        super().__init__()
+        self.names, self.waits, self.now = [], [], now
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        self.names.append(name)
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique2"):
+            self.waits.append(self.now())
+        return function(*args, **kwargs or {})
 
 
 def same(a, b):

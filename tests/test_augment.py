@@ -2,6 +2,7 @@
 
 import colorsys
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -46,9 +47,7 @@ RANDOM = {  # what draws numbers: the functions on pictures first
     "uniform": lambda x, rng: rng.uniform(5, low=-1, high=3),
     "integers": lambda x, rng: rng.integers(-5, 1000, 4),
     "bernoulli": lambda x, rng: rng.bernoulli(0.5, 20),
-    "host_integers": lambda x, rng: rng.host_integers(0, 1000, 4),
-    "host_bernoulli": lambda x, rng: rng.host_bernoulli(0.5, 20),
-    "host_permutations": lambda x, rng: rng.host_permutations(7),
+    "permutations": lambda x, rng: rng.permutations(7),
 }
 ON_PICTURES = list(RANDOM)[:9]
 
@@ -72,29 +71,44 @@ def test_draws_have_their_distributions():
     rng = BatchRandom(0, 20000)
     u = rng.uniform(low=2.0, high=5.0)
     assert u.min() >= 2 and u.max() < 5 and abs(u.mean() - 3.5) < 0.03
-    for draw in (rng.integers(3, 7), rng.host_integers(3, 7)):
-        assert ((draw[:, None] == torch.arange(3, 7)).float().mean(0) - 0.25).abs().max() < 0.015
-    for draw in (rng.bernoulli(0.3), rng.host_bernoulli(0.3)):
-        assert draw.dtype == torch.bool and abs(draw.float().mean() - 0.3) < 0.015
-    order = rng.host_permutations(4)
+    draw = rng.integers(3, 7)
+    assert ((draw[:, None] == torch.arange(3, 7)).float().mean(0) - 0.25).abs().max() < 0.015
+    draw = rng.bernoulli(0.3)
+    assert draw.dtype == torch.bool and abs(draw.float().mean() - 0.3) < 0.015
+    order = rng.permutations(4)
     assert torch.equal(order.sort(1).values, torch.arange(4).expand(20000, 4))
     assert len(order.unique(dim=0)) == math.factorial(4)
     assert (order.float().mean(0) - 1.5).abs().max() < 0.03
-    # which operation and how strongly are independent, though both come from one seed
-    rng = BatchRandom(0, 20000)
-    pair = torch.stack([rng.uniform(), rng.host_integers(0, 1000).float()])
-    assert abs(torch.corrcoef(pair)[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("name", ON_PICTURES)
-def test_nothing_waits_for_the_device(name):
-    """Tensors on the meta device have no values: to ask for one (.item(), a mask) would raise."""
-    rng = BatchRandom(0, 8)
-    for method in ("uniform", "integers", "bernoulli"):
-        setattr(rng, method, lambda *a, draw=getattr(rng, method), **k: draw(*a, **k).to("meta"))
-    expected = RANDOM[name](augment.to_float(pictures(8)), BatchRandom(0, 8))
-    x = torch.empty(8, 3, HEIGHT, WIDTH, device="meta")
-    assert RANDOM[name](x, rng).shape == expected.shape
+# ---- On a GPU: every operation on all samples, in one graph
+
+@pytest.mark.parametrize("name", augment.RAND_AUGMENT)
+def test_masks_select_what_groups_do(name):
+    """Bit for bit, with one operation that half of the samples go through."""
+    x, rng = augment.to_float(pictures(8)) * 255, BatchRandom(0, 8)
+    sign, choice = 1 - 2 * rng.integers(0, 2, 1, 1, 1), torch.arange(8) % 2
+    ops = [lambda x, s: -x, partial(augment.RAND_AUGMENT[name], m=14, fill=51)]
+    by_groups = augment._by_groups(ops, choice, x, sign)
+    assert torch.equal(by_groups[0], -x[0]) and (by_groups[1] >= 0).all()
+    assert torch.equal(augment._by_masks(ops, choice, x, sign), by_groups)
+
+
+@pytest.mark.parametrize("name", ["pad_crop", "rand_augment", "views"])  # views has the others
+def test_one_graph_with_the_same_numbers(name, monkeypatch):
+    """What a GPU runs, compiled without Inductor, has the bits of what a CPU runs; each call draws
+    anew. Grouping would break the graph."""
+    x, rngs = augment.to_float(pictures(16)), partial(BatchRandom, batch=20, rows=slice(3, 19))
+    expected = [RANDOM[name](x, rngs(seed)) for seed in (0, 1)]
+    monkeypatch.setattr(augment, "_by_groups", augment._by_masks)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    compiled = augment.compiled(RANDOM[name], torch.device("cuda"))
+    assert all(torch.equal(compiled(x, rngs(seed)), expected[seed]) for seed in (0, 1))
+
+
+def test_on_a_cpu_nothing_is_compiled():
+    assert augment.compiled(augment.flip, torch.device("cpu")) is augment.flip
 
 
 # ---- Pixels, crops, sizes
@@ -224,7 +238,8 @@ def test_jitter_orders_and_rate():
     same = (jittered == x).flatten(1).all(1)
     assert abs(same.float().mean() - 0.2) < 0.06
     rng = BatchRandom(0, 400)  # one factor for all, so that only the order can make a difference
-    rng.uniform = lambda *shape: torch.full((400, *shape), 0.9)
+    order = rng.permutations(4)
+    rng.permutations, rng.uniform = lambda k: order, lambda *shape: torch.full((400, *shape), 0.9)
     jittered = augment.color_jitter(x, rng, 0.9, 0.9, 0.9, 0.3)
     assert len(jittered.flatten(1).unique(dim=0)) > 12
 

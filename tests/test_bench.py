@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+import analyze
 import bench
 import common
+import evaluate
+import sample
 from data import images, text
 from model import (ARCHS, ISTA, MSSA, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
@@ -35,7 +38,7 @@ def run(monkeypatch):
     large = dict(IMAGE, image_size=32)
     monkeypatch.setattr(bench, "IMAGE_MODELS", [("a", IMAGE, 2), ("b", large, 4)])
     monkeypatch.setattr(bench, "AUTOENCODER", ("mae", dict(MAE, image_size=32), 2))
-    monkeypatch.setattr(bench, "SHAPES", [("small", 2, 9, 16, 2), ("large", 2, 5, 32, 4)])
+    monkeypatch.setattr(bench, "SHAPES", [(2, 9, 16, 2), (2, 5, 32, 4)])
     return lambda *argv: bench.main([*argv, "--device=cpu"])
 
 
@@ -268,6 +271,7 @@ def test_flops_of_simdino_by_hand():
 
     def view(n):
         layers = n * L * (6 * 12 * d * d + 12 * n * d)
+        layers -= (n - 1) * (6 * 9 * d * d + 12 * n * d)    # the last one: of these only Q, K, V
         return layers + 6 * (n - 1) * 768 * d + 6 * (768 * 2048 + 2048 * 2048 + 2048 * 256)
     settings = {row[0]: row[1:] for row in bench.papers_settings()}
     by_hand = (2 + 2 / 3) * view(197) + 10 * view(37)
@@ -289,6 +293,103 @@ def test_check_predicts_from_other_measurements(run, monkeypatch):
     found = [(line["predicted_ms"], line["measured_ms"]) for line in lines]
     assert found == [pytest.approx(pair) for pair in
                      [(3000 * b / a, 7000), (400, 300), (2000 + 400 * 25 / 40, 2300)]]
+
+
+# -------------------------------------------------------------------------------------------------
+# A new GPU
+# -------------------------------------------------------------------------------------------------
+
+TRAINED = {f"{script.__name__}.py": script for script in bench.SCRIPTS}
+COMMANDS = {"evaluate.py": evaluate.COMMANDS, "analyze.py": analyze.COMMANDS}
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_trials(cuda):
+    """Flags that the scripts take; on CUDA all archs, eager and compiled; what is read is there."""
+    runs, after = bench.trials(cuda)
+    written, forms = set(), set()
+    for name, words in (runs | after).items():
+        script, *flags = [word.format("folder") for word in words.split()]
+        if script in TRAINED:
+            c, _ = common.parse(TRAINED[script].Config, TRAINED[script].PRESETS, flags, "")
+            assert c.resume == (c.out_dir in written)
+            written.add(c.out_dir)
+            forms.add((script, c.arch, c.compile, c.dtype))
+        elif script == "sample.py":
+            c, _ = common.parse(sample.Sample, {"": {}}, flags, "", default="")
+        else:
+            flags_of = {name: command[0] for name, command in COMMANDS[script].items()}
+            _, c = common.parse_command(flags_of, flags, "")
+        if script not in TRAINED:
+            assert c.ckpt.removesuffix("/best.pt") in written
+    archs, compiled = (ARCHS, (False, True)) if cuda else (("crate", "tost"), (False,))
+    assert {(script, arch, form, "auto") for script in ("train_vit.py", "train_gpt.py")
+            for arch in archs for form in compiled} <= forms
+    assert cuda == all((script, "crate", True, "float32") in forms for script in TRAINED)
+    assert {words.split()[0] for words in (runs | after).values()} == {*TRAINED, *COMMANDS,
+                                                                      "sample.py"}
+
+
+def test_gpu_goes_on_after_failures(run, monkeypatch, capsys, tmp_path):
+    short = "train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=1"
+    stages = ({"vit": f"{short} --out_dir={{}}/a", "missing": "no_such.py"},
+              {"read": "-c open('{}/a/best.pt')", "wrong": "-c raise(KeyError(1))"})
+
+    def bare_step(*arguments):
+        raise ValueError("this one fails\nfor a reason")
+    monkeypatch.setattr(bench, "trials", lambda cuda: stages)
+    monkeypatch.setattr(bench, "bare_step", bare_step)
+    monkeypatch.setattr(bench.text, "load", lambda *arguments: None)
+    monkeypatch.setattr(common, "peak_flops", lambda device: 1e12)
+    path = tmp_path / "gpu.json"
+    with pytest.raises(SystemExit, match="3 of 10 failed") as stopped:      # a message: status 1
+        run("gpu", "--repeats=1", f"--json={path}")
+    assert isinstance(stopped.value.code, str)
+    rows = {line["row"]: line for line in json.loads(path.read_text())["rows"]}
+    failed = {name: line["outcome"] for name, line in rows.items() if line["outcome"] != "ok"}
+    assert failed.keys() == {"missing", "wrong", "train_simdino cifar10"}
+    assert failed["wrong"] == "FAILED (1) KeyError: 1"
+    assert failed["train_simdino cifar10"] == "FAILED (ValueError) ValueError: this one fails"
+    assert "for a reason" in rows["train_simdino cifar10"]["output"]
+    assert failed["missing"].startswith("FAILED (2)") and "no_such.py" in failed["missing"]
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-3:] == [f"{name}: {outcome}" for name, outcome in failed.items()]
+    flops = LanguageModel(TextConfig(width=64, heads=2, layers=1, context=32)).train_flops()
+    line = rows["causal CRATE-Base"]
+    assert line["mfu"] == pytest.approx(line["tokens_per_s"] * flops / 1e12)
+    assert line["tokens_per_s"] == pytest.approx(16 * 32 * 1e3 / line["ms"])
+
+
+def test_a_command_that_hangs_is_stopped(tmp_path):
+    _, c = table("gpu", limit=1, jobs=1)
+    trial = ("endless", "-c while(1):pass")
+    again, end = bench.attempt(c, CPU, tmp_path, trial)
+    assert again == trial and 1 <= end["seconds"] < 20
+    assert end["outcome"] == "FAILED (stopped after 1 s) no output"
+
+
+def test_the_error_is_found_before_what_follows_it():
+    output = ("Traceback (most recent call last):\n  raise Error: no\n"
+              "torch._inductor.exc.InductorError: RuntimeError: no kernel\n\nSet TORCH_LOGS=...")
+    assert bench.told(1, output)["outcome"] == (
+        "FAILED (1) torch._inductor.exc.InductorError: RuntimeError: no kernel")
+    assert bench.told(2, "a note\nbench.py: a mistake\n\n")["outcome"] == (
+        "FAILED (2) bench.py: a mistake")
+
+
+def test_a_gpu_takes_larger_batches(monkeypatch):
+    _, c = table("vit")
+    device = torch.device("cuda")
+    assert bench.Table(c, SimpleNamespace(device=device, autocast=print)).larger > 1
+    t, c = table("vit")
+    sizes, t.larger = {}, 3
+    t.compare = lambda title, unit, items, *rest, **flops: sizes.update({title: items})
+    monkeypatch.setattr(bench, "IMAGE_MODELS", [("a", IMAGE, 2)])
+    monkeypatch.setattr(bench, "AUTOENCODER", ("b", dict(MAE, image_size=32), 4))
+    monkeypatch.setattr(bench, "SHAPES", [(2, 9, 16, 2)])
+    for measure in (bench.bench_vit, bench.bench_mae, bench.bench_ista):
+        measure(t, c)
+    assert sizes == {"a, batch 6": 6, "b, batch 12": 12, "6 x 9 x 16, 2 heads": 54}
 
 
 # -------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ Damage of every kind is in test_survive.py, whole runs are in test_scripts.py.""
 import math
 import signal
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -302,8 +303,7 @@ def test_an_optimizer_state_has_to_fit_its_parameters(tmp_path, name):
 
 
 def test_a_save_that_fails(tmp_path, capsys, monkeypatch):
-    """In mid-run a warning, after a signal an error; what was not saved as the best does not count
-    as reached."""
+    """In mid-run a warning, after a signal an error; the best weights wait for the next write."""
     run, model, optimizer, save = start(tmp_path, total=3)
     write = checkpoint.write_sealed
 
@@ -313,11 +313,42 @@ def test_a_save_that_fails(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(checkpoint, "write_sealed", write if number == 1 else full)
         step(run, model, optimizer)
         assert run.evaluated(acc=number / 10)
-        save(best=True)
-        assert run.best == 0.1
+        save(best=True, now=True)
     assert capsys.readouterr().out.count("warning: cannot write") == 1
     run.signal = signal.SIGTERM
     with pytest.raises(UserError, match="cannot write"):
         run.end_step(save)
     assert checkpoint.read_checkpoint(tmp_path / "best.pt")["best"] == 0.1
+    monkeypatch.setattr(checkpoint, "write_sealed", write)
+    step(run, model, optimizer)
+    save()
+    best = checkpoint.read_checkpoint(tmp_path / "best.pt")
+    assert (best["best"], best["step"]) == (0.2, 2)
+    run.close()
+
+
+def test_saving_takes_a_fiftieth_of_the_time(tmp_path, monkeypatch):
+    """By a clock on which a step takes a second and a file half of one. The best weights are those
+    of their step, however late they are written, and the end is written always."""
+    now, written, write = [0.0], [], checkpoint.write_sealed
+
+    def slowly(path, content):
+        now[0] += 0.5
+        written.append((path.name, run.step))
+        write(path, content)
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(checkpoint, "write_sealed", slowly)
+    run, model, optimizer, save = start(tmp_path, total=100)
+    for number in range(1, 101):
+        step(run, model, optimizer)
+        now[0] += 1
+        better = number in (1, 30)
+        if better:
+            kept = {name: t.clone() for name, t in model.state_dict().items()}
+        save(best=better)
+        run.end_step(save)
+    assert written == [("best.pt", 1), ("ckpt.pt", 1), ("best.pt", 52), ("ckpt.pt", 52),
+                       ("ckpt.pt", 100)]
+    best = checkpoint.read_checkpoint(tmp_path / "best.pt")
+    assert best["step"] == 30 and same(best["model"], kept)
     run.close()

@@ -9,6 +9,7 @@ import torch
 
 import common
 from common import UserError, option
+from helpers import Launches
 from model import ConfigError, ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 
@@ -68,6 +69,7 @@ def test_help_names_every_flag(capsys):
         parse("large", "--help")
     text = capsys.readouterr().out
     assert exit.value.code in (0, None) and "--width=64" in text and "tiny (default)" in text
+    assert "\nflags, as preset large has them:\n" in text
     assert all(f"--{name}=" in text for name in Config.__dataclass_fields__)
     assert all(len(line) <= 100 for line in text.splitlines())
     often, seldom = text.split("flags that one seldom changes:")
@@ -208,12 +210,30 @@ def test_only_matrices_are_decayed(name, kind):
 
 
 def test_ema():
-    a, b = torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
-    b.weight.data.fill_(3.0)
-    b.running_mean.fill_(5.0)
-    common.ema_update(a, b, 0.75)
-    torch.testing.assert_close(a.weight.detach(), torch.full((3,), 1.5))
-    torch.testing.assert_close(a.running_mean, b.running_mean)
+    a, b = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    average, params = list(a.parameters()), list(b.parameters())
+    expected = [0.75 * p.detach() + 0.25 * q.detach() for p, q in zip(average, params)]
+    common.ema_update(average, params, 0.75)
+    torch.testing.assert_close([p.detach() for p in a.parameters()], expected)
+
+
+@pytest.mark.parametrize("instructions", [{}, dict(amx_bf16=True), dict(avx512_bf16=True)])
+def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instructions):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    Z, found = torch.ones(2, 2), {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        with common.Processes("cpu").autocast(dtype):
+            found[dtype] = (Z @ Z).dtype
+    auto = torch.bfloat16 if instructions else torch.float32
+    assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
+
+
+def test_a_gpu_is_known_by_whole_words(monkeypatch):
+    for name, peak in (("A100-SXM4-80GB", 312e12), ("A10", 125e12), ("H100 80GB HBM3", 989e12),
+                       ("GH200 480GB", 989e12), ("GeForce RTX 4090", 165e12), ("A10G", None),
+                       ("RTX A1000", None), ("RTX A1000 Laptop GPU", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
+        assert common.peak_flops(torch.device("cuda")) == peak, name
 
 
 def test_seeds_depend_on_everything():
@@ -321,10 +341,11 @@ def do(run, total, seen):
     """A training loop of which only what `run` decides is recorded."""
     model = torch.nn.Linear(1, 1)
 
-    def save(best=False):
+    def save(best=False, now=False):
         seen.append(("save", run.step))
         run.saved_step = run.step
     run.begin(total, 100, "images", 10)
+    run.config.dropout = 0.1
     for step in run.steps(model.eval()):
         assert model.training
         seen.append((step, torch.rand(()).item()))
@@ -351,6 +372,30 @@ def test_when_a_run_evaluates_and_saves(tmp_path, capsys):
     seen.clear()
     do(again, 10, seen)
     assert [event for event in seen if not isinstance(event[0], str)] == drawn[6:]
+
+
+def test_what_is_done_between_steps(tmp_path, monkeypatch):
+    """No seed where nothing draws; training mode only after an evaluation; no loss is looked at
+    before the log."""
+    run = common.Run(Config(out_dir=str(tmp_path), log_every=4), "vit", "tiny",
+                     common.Processes("cpu"))
+    run.begin(8, 100, "images", 1)
+    model, seeds, modes = torch.nn.Linear(1, 1), [], []
+    train = torch.nn.Module.train
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    monkeypatch.setattr(torch.nn.Module, "train", lambda module, mode=True:
+                        modes.append(mode) or train(module, mode))
+    losses = [torch.tensor(loss) for loss in (1.0, 2.0, 3.0, 4.0, 5.0, math.nan, 7.0, math.inf)]
+    with pytest.raises(common.Diverged, match="not finite at step 6;"):
+        for step in run.steps(model):
+            with Launches() as launched:
+                run.log_step(losses[step], 0.1)
+            assert step in (0, 3) or set(launched.names) <= {"detach"}, step
+            if step == 2:
+                model.eval()
+    assert seeds == [] and modes == [False, True] and step == 7
+    line, = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] == 2.5
 
 
 def test_which_evaluation_is_the_best(tmp_path):

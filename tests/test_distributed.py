@@ -30,7 +30,7 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
     "mae-after": ("train_mae", "--epochs=0.5", "--accumulate=2", "--mask_tokens=after"),
     "simdino": (*SIMDINO, "--method=simdino"), "dino": (*SIMDINO, "--method=dino"),
     "gpt": (*GPT, "--arch=crate-alpha", "--optimizer=adamw", "--lr=1e-3"),
-    "gpt-muon": (*GPT, "--optimizer=muon", "--lr=1e-2"),
+    "gpt-muon": (*GPT, "--optimizer=muon", "--lr=3e-3"),
     "bert": (*GPT, "--objective=masked", "--arch=transformer"),
 }
 LONG = ["--batch_size=10", "--epochs=1.9", "--save_every=30", "--eval_every=1000", "--dropout=0.1",

@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -14,8 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from data import images, prepare, store
+import common
+import train_mae
+import train_simdino
+import train_vit
+from data import augment, images, prepare, store
 from data.store import DataError
 
 NAMES = [f"class {i}" for i in range(100)]
@@ -345,6 +352,53 @@ def test_streaming_equals_resident(prepared, workers):
     assert torch.equal(torch.get_rng_state(), state)
     for index in (np.array([3, 0]), torch.tensor([3, 0])):
         assert torch.equal(streaming.batch(index)[0], resident.batch(index)[0])
+
+
+class OneDevice(TorchDispatchMode):
+    """Raises at an operation between tensors of two devices: it copies one of them, or all."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+        assert len({t.device for t in tensors}) < 2, func
+        return out
+
+
+@pytest.mark.parametrize("script, flags", [(train_vit, []), (train_vit, ["--crop=resized"]),
+                                           (train_mae, []), (train_simdino, ["--blur=2"])])
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatch):
+    """The meta device stands for it: tensors there have no values, so to ask for one (.item(), a
+    mask, a count) raises, and only a pinned copy gets there."""
+    def to_gpu(t, target, **how):
+        if target != torch.device("cuda"):
+            return to(t, target, **how)
+        assert t.pinned and how == dict(non_blocking=True)
+        return torch.empty(t.shape, dtype=t.dtype, device="meta")
+
+    def pin(t):
+        t.pinned = True
+        return t
+
+    c, _ = common.parse(script.Config, script.PRESETS, ["cifar10", "--batch_size=8", *flags], "")
+    data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
+    pixels, labels = np.zeros((40, 32, 32, 3), np.uint8), np.zeros(40, np.int64)
+    source = images.Images(pixels, labels, "meta", resident)
+    source.device, to = torch.device("cuda"), torch.Tensor.to
+    if script is train_simdino:
+        augmented = script.make_views
+        rngs = script.random_numbers(c, 0, slice(0, 8), "cpu")
+    else:
+        augmented, rngs = script.augmented, [augment.BatchRandom(0, 8)]
+    monkeypatch.setattr(augment.BatchRandom, "draw", lambda rng, function, shape: function(
+        (rng.batch, *shape), device="meta")[rng.rows])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "to", to_gpu)
+    monkeypatch.setattr(torch, "tensor", None)      # on a GPU a copy that waits
+    with OneDevice():
+        batch, labels = next(source.batches(images.index_batches(40, 8, 0)))
+        views = augmented(batch, *rngs, c=c, data=data)
+    assert labels.shape == (8,) and views[0].is_meta and views[0].shape[-3:] == (3, 32, 32)
 
 
 def test_a_spawned_worker_gets_the_address_of_the_images(prepared):

@@ -12,7 +12,7 @@ import train_mae
 import train_simdino
 import train_vit
 from data.store import DataError
-from helpers import interrupt, losses, metrics, same, weights
+from helpers import Launches, interrupt, losses, metrics, same, weights
 from model import ConfigError
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
@@ -78,6 +78,17 @@ def test_the_defaults_are_the_papers_settings():
     assert c.rate_of == "mean"
 
 
+def test_evaluating_takes_a_fiftieth_of_a_long_run():
+    """In forward passes of an image of CIFAR-10; of a training step three, of SimDINO's 11: two
+    global views and four local ones, a quarter of their tokens, and the teacher's two."""
+    for script, name, evaluated, trained in (
+            (train_vit, "cifar10", 10_000, 3), (train_vit, "finetune-cifar10", 10_000, 3),
+            (train_mae, "cifar10", 10_000, 3), (train_simdino, "cifar10", 60_000, 11)):
+        c, _ = common.parse(script.Config, script.PRESETS, [name], "")
+        steps = c.eval_every or 50_000 // c.batch_size
+        assert 0.01 < evaluated / (trained * steps * c.batch_size) < 0.025, (script, name)
+
+
 # -------------------------------------------------------------------------------------------------
 # Runs
 # -------------------------------------------------------------------------------------------------
@@ -93,6 +104,44 @@ def test_same_seed_same_run(train, tmp_path, script):
     if script is train_gpt:
         samples = [[line["sample"] for line in metrics(folder, "val")] for folder in (a, c)]
         assert samples[0] != samples[1] and [len(words) for words in samples[0]] == [20, 20]
+
+
+STEADY = {"vit": (train_vit, *KEEP_ALL, "--epochs=0.5"), "mae": (train_mae, "--epochs=0.5"),
+          "simdino": (train_simdino, "--epochs=0.5"), "gpt": (train_gpt, "--steps=10"),
+          "dino": (train_simdino, "--method=dino", "--epochs=0.5"),
+          "muon": (train_gpt, "--steps=10", "--optimizer=muon", "--lr=1e-2")}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
+    """The first does, which is timed apart, and those that log or evaluate may."""
+    script, *flags = STEADY[name]
+    steps, now = common.Run.steps, [None]
+
+    def counted(run, model):
+        for step in steps(run, model):
+            now[0] = step + 1
+            yield step
+        now[0] = None
+    monkeypatch.setattr(common.Run, "steps", counted)
+    with Launches(lambda: now[0]) as launched:
+        train(script, "a", *flags, "--log_every=4")
+    assert 1 in launched.waits and {*launched.waits} <= {None, 1, 4, 8, 10}
+
+
+EVALUATED = {"vit": (train_vit, "classify"), "ema": (train_vit, "classify", "--ema=0.9"),
+             "simdino": (train_simdino, "features")}
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_what_is_evaluated_is_compiled(train, monkeypatch, name):
+    script, function, *flags = EVALUATED[name]
+    compiled, evaluated, evaluate = [], [], getattr(script, function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(script, function, lambda model, *args, **options:
+                        evaluated.append(model) or evaluate(model, *args, **options))
+    train(script, "a", "--compile=true", "--epochs=0.1", *flags)
+    assert evaluated and {*map(id, evaluated)} <= {*map(id, compiled)}
 
 
 RESUMED = {

@@ -12,7 +12,7 @@ import evaluate
 import train_simdino
 import train_vit
 from data import augment, images
-from helpers import VIEWS, metrics, same
+from helpers import VIEWS, Launches, metrics, same
 from model import ImageClassifier, ImageEncoder, coding_rate
 
 ONE = common.Processes("cpu")
@@ -113,6 +113,18 @@ def test_each_gradient_is_clipped_by_itself():
     assert params[3].grad is None
 
 
+def test_clipping_calls_a_few_operators_however_many_parameters():
+    """And gives the numbers of the definition, bit for bit."""
+    params = [nn.Parameter(torch.randn(5, 3)) for _ in range(50)]
+    for p in params:
+        p.grad = 2 * torch.randn(5, 3)
+    expected = [p.grad * (3.0 / (p.grad.norm() + 1e-6)).clamp(max=1) for p in params]
+    with Launches() as launched:
+        train_simdino.clip_each(params, 3.0)
+    assert len(launched.names) < 10
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, expected))
+
+
 # -------------------------------------------------------------------------------------------------
 # Views and model
 # -------------------------------------------------------------------------------------------------
@@ -122,10 +134,14 @@ def shapes(cache):
     return images.load("shapes", cache=cache)
 
 
+def make_views(pixels, c, data, step=0):
+    rngs = train_simdino.random_numbers(c, step, slice(0, len(pixels)), "cpu")
+    return train_simdino.make_views(pixels, *rngs, c=c, data=data)
+
+
 def views_of(data, c, step=3):
-    rows = slice(0, c.batch_size)
-    pixels = torch.from_numpy(np.array(data.train_images[rows]))
-    return train_simdino.make_views(pixels, c, data, step, rows, torch.device("cpu"))
+    pixels = torch.from_numpy(np.array(data.train_images[:c.batch_size]))
+    return make_views(pixels, c, data, step)
 
 
 def test_views_depend_on_seed_and_step(shapes):
@@ -146,7 +162,7 @@ def test_views_belong_to_their_image(shapes, monkeypatch):
     plain = levels.view(20, 1, 1, 1).expand(20, 32, 32, 3)
     monkeypatch.setattr(augment, "color_jitter", lambda x, *_, **__: x)
     c, std = config("--local_views=3", "--blur=1"), torch.tensor(shapes.std).view(3, 1, 1)
-    for v in train_simdino.make_views(plain, c, shapes, 0, slice(0, 20), torch.device("cpu")):
+    for v in make_views(plain, c, shapes):
         grey = 255 * (v * std + torch.tensor(shapes.mean).view(3, 1, 1))
         expected = levels.float().view(1, 20, 1, 1, 1).expand_as(v)
         torch.testing.assert_close(grey, expected, atol=0.01, rtol=0)
@@ -264,7 +280,7 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
     branch = train_simdino.build_model(c)
     index = next(images.index_batches(400, 20, 4))
     pixels = torch.from_numpy(np.array(shapes.train_images))[index]
-    views = train_simdino.make_views(pixels, c, shapes, 0, slice(0, 20), torch.device("cpu"))
+    views = make_views(pixels, c, shapes)
     with torch.no_grad():
         Z, logits = branch(views)
     line, Z = metrics(tmp_path / "a")[0], Z.double()
@@ -308,6 +324,7 @@ def test_whose_features_have_the_coding_rate(train, monkeypatch, rate_of):
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, method):
     seen, optimizers, calls, norms = [], [], [], []
     make, update, loss = common.make_optimizer, common.ema_update, train_simdino.dino_loss
+    forward = train_simdino.Branch.forward
 
     def gradient_norms(optimizer, *_):
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -318,16 +335,18 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, meth
         optimizers[-1].register_step_pre_hook(gradient_norms)
         return optimizers[-1]
 
+    def checked(branch, views):
+        assert branch.training == torch.is_grad_enabled()               # the teacher drops nothing
+        return forward(branch, views)
+
     def ema_update(teacher, student, momentum):
-        assert not teacher.training
-        assert all(p.grad is None and not p.requires_grad for p in teacher.parameters())
-        both = zip(teacher.parameters(), student.parameters())
-        expected = [momentum * t + (1 - momentum) * s for t, s in both]
+        assert all(p.grad is None and not p.requires_grad for p in teacher)
+        expected = [momentum * t + (1 - momentum) * s for t, s in zip(teacher, student)]
         update(teacher, student, momentum)
-        for t, w in zip(teacher.parameters(), expected, strict=True):
+        for t, w in zip(teacher, expected, strict=True):
             torch.testing.assert_close(t.detach(), w, atol=1e-6, rtol=0)
         decayed, rest = optimizers[0].param_groups
-        prototypes = None if method == "simdino" else student.prototypes.detach().clone()
+        prototypes = [p.detach().clone() for p in student if p.shape == (24, 16)]
         seen.append(dict(momentum=momentum, lr=decayed["lr"], lr_rest=rest["lr"],
                          decay=decayed["weight_decay"], decay_rest=rest["weight_decay"],
                          prototypes=prototypes))
@@ -337,6 +356,7 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, meth
         return loss(student, teacher, center, *temps)
     monkeypatch.setattr(common, "make_optimizer", make_optimizer)
     monkeypatch.setattr(common, "ema_update", ema_update)
+    monkeypatch.setattr(train_simdino.Branch, "forward", checked)
     monkeypatch.setattr(train_simdino, "dino_loss", dino_loss)
     train(train_simdino, "a", f"--method={method}", "--epochs=2", "--base_lr=0.0128",
           "--clip=0.001", "--min_lr=1e-5", "--warmup_epochs=0.5", "--momentum=0.9",
@@ -361,7 +381,7 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, meth
         center = 0.9 * center + 0.1 * now["teacher"].mean((0, 1))
         assert now["temps"] == pytest.approx((0.1, 0.04 + 0.03 * min(i / 20, 1)))
     assert len(calls) == 40 and center.abs().max() > 0.01
-    prototypes = [now["prototypes"] for now in seen]
+    prototypes = [now["prototypes"][0] for now in seen]
     assert all(torch.equal(P, prototypes[0]) for P in prototypes[:10])
     assert all(not torch.equal(a, b) for a, b in zip(prototypes[9:], prototypes[10:]))
 
