@@ -14,6 +14,7 @@ Speed and memory, side by side: the fast paths, the literal forms they replace, 
     python bench.py data        what it costs to feed each script, against one item at a time
     python bench.py loop        each script's own steps against bare forward, backward, optimizer
     python bench.py optimizer   AdamW, Lion and Muon: the update alone, its share of a step
+    python bench.py profile     where the time of a training step goes, by kind of operator
     python bench.py scale       the papers' settings on 1, 8, 64 GPUs, computed; --check measures
     python bench.py gpu         a new GPU: every script for a few steps, then throughput and MFU
 
@@ -898,6 +899,30 @@ def bench_optimizer(t, c):
             t.add(title, name, ms=1e3 * seconds, share=seconds / (rest + seconds))
 
 
+# PyTorch's operators by what they are for; what no pattern names is elementwise
+KINDS = {"matmuls": r"mm|addmm", "attention": r"bmm|_softmax|_softmax_backward_data|.*attention.*",
+         "LayerNorm": r".*layer_norm.*", "casts and copies": r"copy_|cat|fill_|zero_",
+         "optimizer": r"_fused_.*|Optimizer.*"}
+
+
+def bench_profile(t, c):
+    """Where the time of a training step goes: forward, backward, AdamW. The profiler's own cost is
+    part of each operator's time, so only the shares mean something."""
+    for title, (model, batch) in optimizer_models(t.cuda).items():
+        step = training_step(t, model, batch)
+        step()
+        with torch.profiler.profile() as profile:
+            for _ in range(c.repeats):
+                step()
+        times = dict.fromkeys([*KINDS, "elementwise, other"], 0.0)
+        for event in profile.key_averages():
+            name = event.key.removeprefix("aten::")
+            kind = next((k for k, names in KINDS.items() if re.fullmatch(names, name)), [*times][-1])
+            times[kind] += event.self_device_time_total if t.cuda else event.self_cpu_time_total
+        for kind, us in times.items():
+            t.add(title, kind, ms=us / 1e3 / c.repeats, share=us / sum(times.values()))
+
+
 # -------------------------------------------------------------------------------------------------
 # Scale: steps on many GPUs, computed
 # -------------------------------------------------------------------------------------------------
@@ -1235,6 +1260,7 @@ COMMANDS = dict(
     data=command(bench_data, repeats=9, compile=None, pictures=1024, workers=2),
     loop=command(bench_loop, repeats=3, steps=20, compile=None),
     optimizer=command(bench_optimizer, repeats=9, compile=None),
+    profile=command(bench_profile, repeats=3, compile=None),
     scale=command(bench_scale, repeats=5, peak=989.0, mfu=0.4, nvlink=450.0, network=50.0,
                   link_share=0.8, bucket=25.0, check=False),
     gpu=command(bench_gpu, repeats=5, compile=None, jobs=(8, 2), limit=240))

@@ -106,7 +106,8 @@ PRESETS = {
         warmup_temp_epochs=10, local_area=0.1,
         eval_every=485),    # five epochs
     "cifar10-small": dict(  # a quarter of an hour on one CPU core
-        data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0, base_lr=1e-3,
+        data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0,
+        optimizer="muon", base_lr=2e-3,     # 20-NN 36.2 %; AdamW with base_lr=1e-3 33.9
         momentum=0.98, epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
         drop_path=0.0, local_area=0.1,
         # in runs this short DINO collapses unless its prototypes stay fixed and its teacher is cold

@@ -232,6 +232,23 @@ def test_optimizer_shares(run, monkeypatch):
         assert bare or line["share"] == pytest.approx(0.25)
 
 
+def test_every_operator_of_a_step_is_of_one_kind(run, monkeypatch):
+    """The parts are the whole, and the operators that a step surely calls are where they belong."""
+    event = SimpleNamespace
+    events = [event(key=key, self_cpu_time_total=us) for key, us in (
+        ("aten::mm", 100), ("aten::addmm", 100), ("aten::bmm", 50), ("aten::_softmax", 50),
+        ("aten::native_layer_norm_backward", 40), ("aten::copy_", 30), ("aten::_fused_adamw_", 20),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", 100), ("aten::relu", 10))]
+    profile = lambda: contextlib.nullcontext(event(key_averages=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    monkeypatch.setattr(bench, "training_step", lambda *_: lambda: None)
+    monkeypatch.setattr(bench, "optimizer_models", lambda cuda: {"a": (None, 2)})
+    found = {line["variant"]: line["share"] for line in run("profile", "--repeats=2")}
+    assert found == pytest.approx({"matmuls": 0.4, "attention": 0.4, "LayerNorm": 0.08,
+                                   "casts and copies": 0.06, "optimizer": 0.04,
+                                   "elementwise, other": 0.02})
+
+
 # -------------------------------------------------------------------------------------------------
 # Scale
 # -------------------------------------------------------------------------------------------------
