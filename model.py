@@ -181,7 +181,9 @@ def gaussian_mixture_denoise(z, U, sigma):
 # -------------------------------------------------------------------------------------------------
 
 def attention_map(q, k, scale, causal=False):
-    """The row softmax of scale q k^*: (..., n, p) twice -> (..., n, n). causal: columns <= row."""
+    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n).
+
+    causal, for m = n: columns <= row."""
     gram = scale * (q @ k.mT)
     if causal:
         future = torch.ones(gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
@@ -197,9 +199,9 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     with W:     W stack_k SSA(Z | U_k) + bias, as implemented            [J] Eq. (37), [N] Eq. (115)
 
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
-    [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in [N], [J] and [S], p^-1/2
-    in [B] Eq. (7.2.16), (7.3.5) and the released code. The module MSSA follows the latter, so it
-    equals this function with scale=p**-0.5."""
+    [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in the equations of [N], [J] and
+    [S], p^-1/2 in [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5) and the released code. The module MSSA
+    follows the latter, so it equals this function with scale=p**-0.5."""
     w = _project(Z, U)                                                  # (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
@@ -209,8 +211,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 
 def saliency(attention, query="class"):
-    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, [B] (7.2.41): (B, K,
-    n).
+    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, below [B]
+    Eq. (7.2.41): (B, K, n).
 
     query="class": the row of the class token, without itself. query="mean": the mean of the
     patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows but
@@ -224,10 +226,10 @@ class Attention(nn.Module):
     """What MSSA, MHSA and TSSA share. K heads of dimension p; w (B, K, n, p) are a head's tokens.
 
     Each answers: build(config, causal, context), bases() U_k or what stands for them, values(Z) the
-    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n),
-    and forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
-    sequences whose past is in the state. read=m: the output of the first m tokens alone, (B, m, d);
-    they attend to all n."""
+    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n,
+    read), and forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next
+    tokens of sequences whose past is in the state. read=m (not causal): the output of the first m
+    tokens alone, (B, m, d); they attend to all n."""
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
@@ -243,7 +245,8 @@ class Attention(nn.Module):
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
         causal = self.causal and not past
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
-            # PyTorch's fused kernel takes two to four times as long there
+            # PyTorch's fused kernel takes two to four times as long there; it would keep the Gram
+            # matrix in float32, which is rounded here
             weights = attention_map(q, k, self.scale, causal)
             out = F.dropout(weights, self.dropout, self.training) @ v
         else:
@@ -366,6 +369,7 @@ class MHSA(Attention):
         return self.project(Z)[1]
 
     def values(self, Z):
+        """With their bias, if they have one."""
         return self.project(Z)[2]
 
     def map(self, Z):
@@ -434,8 +438,8 @@ class TSSA(Attention):
         share = square / energy.clamp_min(1e-12)            # the released causal code's guard
         likeness = share.sum(-1)
         if not start:
-            # to itself a first token has ratio 1, a constant. Below the guard it is not, and its
-            # slope of up to 10^6 would drown every other gradient
+            # a first token has ratio 1 to itself, a constant. Below the guard it is not, with a
+            # slope of up to 2e6 that would drown every other gradient: so it is cut
             likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
         Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
         moment = (Pi.unsqueeze(-1) * square).cumsum(-2)
@@ -512,7 +516,7 @@ class ISTA(Sparsification):
         return cls(c.width, c.eta, c.lambd)
 
     def forward(self, Z):
-        if Z.numel() < self.D.numel():      # fewer tokens than d (generation): G would cost more
+        if Z.numel() < self.D.numel():      # fewer than d (generation, class tokens): G costs more
             return ista(Z, self.D, self.eta, self.lambd)
         G = self.eta * (self.D - self.D.mT @ self.D)
         return F.relu(Z + Z @ G - self.eta * self.lambd)
@@ -623,7 +627,7 @@ class Arch:
     output: str = "learned"             # of MSSA
     # image models
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # residual streams grow; behind ISTA tokens are bounded
+    final_norm: bool = True             # residual streams grow; not behind ISTA
     norm_eps: float = 1e-6
     qkv_bias: bool = False              # on MHSA's and TSSA's projections; MSSA's U never has one
     out_bias: bool = True               # on the attention's output map
@@ -655,7 +659,7 @@ ARCHS = {
     "tost": Arch(                                                   # [B] Eq. (7.5.6)-(7.5.7)
         # Released ToST has LayerScale 1e-5 in text too. But then the last LN sees little except the
         # embedding, whose logit for its own token is 0.014 d with a tied head: the first loss is
-        # 7 % above ln V at d = 768. With 1 it is ln V.
+        # 7 % above ln V at d = 768. With 1 it is 2 % above.
         TSSA, MLP, qkv_bias=True, layer_scale=1.0, deep_layer_scale=1e-5,
         image_sizes=dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
                          medium=_size(512, 8, 24)),
@@ -711,8 +715,9 @@ class BackboneConfig:
     def __post_init__(self):
         if self.arch not in ARCHS:
             raise ConfigError(f"arch {not_one_of(self.arch, ARCHS)}")
-        if self.heads < 1:
-            raise ConfigError(f"heads={self.heads} must be 1 or more")
+        for name in ("heads", "layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
         if self.head_dim is None:
             if self.width % self.heads:
                 fits = [h for h in range(1, 65) if self.width % h == 0]
@@ -746,12 +751,13 @@ class Layer(nn.Module):
     """One layer of any arch, pre-norm. Z^l (B, n, d) -> Z^{l+1}:
 
         Z^{l+1/2} = Z^l + attention(LN(Z^l))
-        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate*: [J] Eq. (45)
-        Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost, transformer: [B] 7.5
+        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t: [J] Eq. (45)
+        Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost: [B] 7.5;
+                                                            transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop
-    path act on the residual branches only."""
+    crate-mm has MMProx in ISTA's place. The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45)
+    itself has none. LayerScale and drop path act on the residual branches only."""
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()
@@ -799,7 +805,7 @@ class Layer(nn.Module):
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
     def multiply_adds(self, n, read=None):
-        """Of a forward pass over a sequence of n tokens, of which `read` are computed (all)."""
+        """Of a forward pass over n tokens, of which the first `read` are computed (None: all)."""
         total = self.attention.multiply_adds(n, read)
         if self.sparsification is not None:
             total += (read or n) * self.sparsification.multiply_adds()
@@ -824,8 +830,8 @@ def init_linears(module, init, **options):
 def run_layers(layers, Z, trace=None, outputs=None, read=None):
     """Z^1 -> Z^{L+1}. Lists `trace` and `outputs` receive each layer's LayerTrace and Z^{l+1}.
 
-    read=m: who calls reads the first m tokens alone, so the last layer computes no others, unless
-    they go into a list."""
+    read=m: only the first m tokens are needed, so the last layer computes no others; all of them
+    if a list is given."""
     for l, layer in enumerate(layers):
         if trace is None:
             alone = read and outputs is None and l == len(layers) - 1
@@ -839,8 +845,9 @@ def run_layers(layers, Z, trace=None, outputs=None, read=None):
 
 
 def train_flops(layers, n, read=None):
-    """Operations of forward and backward over a sequence of n: n (6 N + 12 L n d), less what the
-    last layer leaves out if only `read` tokens are read."""
+    """Operations of forward and backward over a sequence of n: for a transformer n (6 N + 12 L n d)
+    with N weights in its layers, a causal map counted in full; less what the last layer leaves out
+    if only `read` tokens are needed."""
     # a multiply-add is two operations, done once forward and twice backward
     *before, last = layers
     return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, read))
@@ -963,8 +970,8 @@ class ImageEncoder(nn.Module):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
     encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). H and W may differ from
-    config.image_size if the patch divides them: learned positions are then interpolated
-    (fine-tuning, multi-crop). `trace`, `outputs` and `read` as in run_layers; read=1 is the class
+    config.image_size if the patch divides them: positions are then interpolated (fine-tuning,
+    multi-crop). `trace`, `outputs` and `read` as in run_layers; read=1 is the class
     token."""
 
     def __init__(self, config):
@@ -1042,7 +1049,7 @@ class ImageClassifier(nn.Module):
             init_linears(self.head, nn.init.trunc_normal_, std=ARCHS[c.arch].init_std)
 
     def pool(self, Z):
-        """The class token, [B] Eq. (7.2.23), or the mean of the patch tokens: (B, d)."""
+        """The class token, [B] Section 7.3.2, or the mean of the patch tokens: (B, d)."""
         return Z[:, 0] if self.config.pool == "class" else Z[:, 1:].mean(1)
 
     def forward(self, x, trace=None, outputs=False):
@@ -1082,6 +1089,8 @@ class MAEConfig(ImageConfig):
         for name in ("layers", "width", "heads"):
             if getattr(self, f"decoder_{name}") is None:
                 setattr(self, f"decoder_{name}", getattr(self, name))
+            if getattr(self, f"decoder_{name}") < 1:
+                raise ConfigError(f"decoder_{name} must be 1 or more")
         d, K = self.decoder_width, self.decoder_heads
         _check_words(self, mask_tokens=("before", "after"))
         if not 1 <= self.masked() < self.patches():
@@ -1106,8 +1115,8 @@ class MAEConfig(ImageConfig):
 
     def masked(self):
         """How many patches are hidden; the rest is rounded down, as in the released code."""
-        # 1e-9: 100 * (1 - 0.9) is a little below 10 in floating point, where the released code
-        # keeps 9 patches
+        # 1e-9, unlike there: 100 * (1 - 0.9) is a little below 10 in floating point, and 9 patches
+        # would be kept
         return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
 
 
@@ -1209,7 +1218,7 @@ class MaskedAutoencoder(nn.Module):
         return self.predict(self.decoder_norm(run_layers(self.decoder, Z, trace)))[:, 1:]
 
     def targets(self, x):
-        """The patches (B, n, P^2 C), each normalised by its own unbiased variance if asked for."""
+        """The patches (B, n, P^2 C), each to mean 0 and unbiased variance 1 if asked for."""
         patches = patchify(x, self.config.patch_size)
         if not self.config.normalize_targets:
             return patches
@@ -1281,8 +1290,8 @@ def _summed_cross_entropy(Z, W, targets, needs_grad):
     losses = torch.where(valid, norm.log() - logit, 0.0)
     if not needs_grad:
         return losses.sum(), None, None
-    # d loss / d logits = softmax - one-hot; 0 without a target. Rounded before p - 1 is written
-    # into it: the other way round, a compiler stores it in float32 first
+    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
+    # entry p - 1 is written: the other way round a compiler would store all of it in float32
     p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
     p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
     return losses.sum(), p @ W, p.mT @ Z
@@ -1307,8 +1316,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 dZ[rows] = dz
                 dW += dw
-        # divided by in backward: slopes that share a number are compiled into one kernel, and then
-        # all blocks live at once
+        # count divides in backward alone: gradients that share a number would be compiled into one
+        # kernel, and the logits of all blocks live at once
         count = (targets >= 0).sum().clamp_min(1)
         ctx.save_for_backward(*(t for t in (dZ, dW, count) if t is not None))
         return total / count
@@ -1358,8 +1367,8 @@ class LanguageModel(nn.Module):
 
     def init_weights(self):
         """nanoGPT's: N(0, 0.02), and 0.02 / sqrt(2 L) for the maps that end a residual branch, so
-        that the sum over layers has the same size at any depth. With a tied head, 0.02 makes the
-        first loss ln V. D and D_hat keep the initialization of their modules."""
+        that the sum over layers has the same size at any depth. With a tied head, 0.02 starts
+        the loss near ln V. D and D_hat keep the initialization of their modules."""
         for name, module in self.named_modules():
             ends_branch = name.endswith((".attention.W", ".sparsification.down"))
             std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
