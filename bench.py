@@ -86,6 +86,13 @@ class ReleasedISTA(ISTA):
         return F.relu(Z + self.eta * (descent - ascent) - self.eta * self.lambd)
 
 
+class ReleasedClassifier(ImageClassifier):
+    """A classifier whose last layer computes every token, though one is read."""
+
+    def forward(self, x):
+        return self.head(self.pool(self.encoder(x)))
+
+
 class ReleasedLanguageModel(LanguageModel):
     """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
 
@@ -100,7 +107,8 @@ def cross_entropy_at_once(Z, W, targets):
     return F.cross_entropy((Z @ W.mT).flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
-RELEASED = {MSSA: ReleasedMSSA, ISTA: ReleasedISTA, LanguageModel: ReleasedLanguageModel}
+RELEASED = {MSSA: ReleasedMSSA, ISTA: ReleasedISTA, ImageClassifier: ReleasedClassifier,
+            LanguageModel: ReleasedLanguageModel}
 
 
 def literal(model):
