@@ -263,7 +263,7 @@ class Table:
             leaves = list(inputs)
             if isinstance(call, nn.Module):
                 leaves += call.to(self.device).parameters()
-            optimizer = adamw(call) if optimize else None
+            optimizer = make_optimizer(call) if optimize else None
             forms = {name: call}
             if self.compile:
                 forms[f"{name}, compiled"] = torch.compile(call)
@@ -282,8 +282,8 @@ class Table:
                      peak_mb=memory[name], **{f"{unit}_per_s": items / seconds})
 
 
-def adamw(model):
-    return common.make_optimizer(model, "adamw", 1e-4, 0.1, (0.9, 0.95))
+def make_optimizer(model, name="adamw"):
+    return common.make_optimizer(model, name, 1e-4, 0.1, (0.9, 0.95))
 
 
 def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=None):
@@ -306,14 +306,14 @@ def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=No
     return step
 
 
-def training_step(t, model, batch, optimize=True, clip=None, feed=None):
-    """`timed_step` of a model's loss on one random batch, with AdamW; `feed`, if given, makes new
-    images for each step."""
+def training_step(t, model, batch, optimizer="adamw", clip=None, feed=None):
+    """`timed_step` of a model's loss on one random batch; `feed`, if given, makes new images for
+    each step."""
     inputs = batch_for(model.to(t.device).config, batch, t.device)
     if t.compile:
         model.compile()
     step = timed_step(partial(loss_of, inputs, model), model.parameters(), t.autocast,
-                      optimizer=adamw(model) if optimize else None, clip=clip)
+                      optimizer=optimizer and make_optimizer(model, optimizer), clip=clip)
     return (lambda: (inputs[0].copy_(next(feed)), step())) if feed else step
 
 
@@ -451,11 +451,11 @@ def simdino_views(t, c, pixels):
 
 
 def simdino_step(t, c):
-    """learn(views): the rest of a SimDINO step: teacher, student, loss, AdamW, moving average."""
+    """learn(views): the rest of a SimDINO step: teacher, student, loss, update, moving average."""
     student = train_simdino.build_model(c).to(t.device)
     teacher = copy.deepcopy(student).eval().requires_grad_(False)
     params, averages = list(student.parameters()), list(teacher.parameters())
-    optimizer = adamw(student)
+    optimizer = make_optimizer(student, c.optimizer)
     gamma = train_simdino.simdino_gamma(c.output, c.batch_size)
     if t.compile:
         student.compile()
@@ -821,8 +821,8 @@ SCRIPTS = {train_vit: (("cifar10", 512), ("cifar10-small", 128)),
 
 
 def bare_step(t, script, c):
-    """Forward, loss, backward and AdamW of a script's model on one batch, over and over; of SimDINO
-    with its moving average."""
+    """Forward, loss, backward and update of a script's model on one batch, over and over; of
+    SimDINO with its moving average."""
     if script is train_simdino:
         pixels = torch.randint(256, (c.batch_size, 32, 32, 3), dtype=torch.uint8, device=t.device)
         return partial(simdino_step(t, c), simdino_views(t, c, pixels)(0))
@@ -831,7 +831,7 @@ def bare_step(t, script, c):
         about = [len(images.SHAPES)]
     if script is train_gpt:
         about = [text.load(c.data, c.data_dir).tokenizer]
-    return training_step(t, script.build_model(c, *about), c.batch_size)
+    return training_step(t, script.build_model(c, *about), c.batch_size, c.optimizer)
 
 
 def bench_loop(t, c):
@@ -894,7 +894,7 @@ def bench_optimizer(t, c):
     Muon's cost is its five Newton-Schulz steps, about 15 d^3 multiply-adds for a d x d matrix,
     whatever the batch: its share falls as the batch grows."""
     for title, (model, batch) in optimizer_models(t.cuda).items():
-        variants = {"forward and backward": training_step(t, model, batch, optimize=False)}
+        variants = {"forward and backward": training_step(t, model, batch, optimizer=None)}
         for name in ("adamw", "lion", "muon"):
             trained = copy.deepcopy(model)
             loss_of(batch_for(trained.config, 2, t.device), trained).backward()
@@ -1015,7 +1015,7 @@ def check_predictions(t, c):
     steps, flops = {}, []
     for title, fields, batch in IMAGE_MODELS:
         model = ImageClassifier(ImageConfig(**fields))
-        steps[title] = training_step(t, model, batch, optimize=False)
+        steps[title] = training_step(t, model, batch, optimizer=None)
         flops.append(batch * model.train_flops())
     (known, seconds), (other, measured) = t.seconds(steps).items()
     add(f"{other}, from {known}", seconds * flops[1] / flops[0], measured)
@@ -1046,8 +1046,8 @@ def one_of_two(rank, folder, fields, repeats, batch=8):
     parallel.config, n = model.config, common.count(model)
     gradients, large = torch.zeros(n), torch.zeros(2 ** 25)
     seconds = alternate({
-        "alone": training_step(t, model, batch, optimize=False),
-        "together": training_step(t, parallel, batch, optimize=False),
+        "alone": training_step(t, model, batch, optimizer=None),
+        "together": training_step(t, parallel, batch, optimizer=None),
         "gradients": partial(distributed.all_reduce, gradients),
         "large": partial(distributed.all_reduce, large)}, t.device, repeats)
     if rank == 0:
@@ -1145,7 +1145,7 @@ def whole_steps(t):
     for title, (model, batch, *feed) in models.items():
         unit, length = ("tokens", n) if isinstance(model, LanguageModel) else ("images", 1)
         steps[title] = (unit, batch * length, model.train_flops(),
-                        partial(training_step, t, model, batch, True, None, *feed))
+                        partial(training_step, t, model, batch, "adamw", None, *feed))
     return steps | {"train_simdino cifar10": ("images", dino.batch_size, simdino_flops(dino),
                                               partial(bare_step, t, train_simdino, dino))}
 

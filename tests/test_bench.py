@@ -124,7 +124,7 @@ def test_timed_step_clips_and_steps():
     for p, q in zip(model.parameters(), expected):
         torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-6)        # clipping adds 1e-6
         assert p.grad is None
-    memory = bench.peak_mb(lambda: None, CPU, model, bench.adamw(model))
+    memory = bench.peak_mb(lambda: None, CPU, model, bench.make_optimizer(model))
     assert memory is None or memory >= 8 * common.count(model) / 1e6
 
 
