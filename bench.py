@@ -1176,7 +1176,7 @@ def bench_gpu(t, c):
                    "mfu": peak and rate * flops / peak, "outcome": "ok"}
         except Exception as error:
             end = told(type(error).__name__, traceback.format_exc())
-        form = "compiled" if t.compile else "eager"
+        form = f"{'compiled' if t.compile else 'eager'}{'' if t.cuda else ', tiny'}"
         t.add(title, f"{items:,} {unit} a step, {form}", **end)
 
 

@@ -950,9 +950,11 @@ class Run:
         return improved
 
     def describe(self, text):
-        """Says what is trained; the report repeats it."""
-        self.about = text
-        self.say(text)
+        """Says what is trained, and in what precision; the report repeats it."""
+        with self.processes.autocast(self.config.dtype):
+            half = torch.is_autocast_enabled(self.processes.device.type)
+        self.about = f"{text}, {'bfloat16' if half else 'float32'}"
+        self.say(self.about)
 
     def done(self, *then):
         """The last line of metrics.jsonl and of the terminal, and report.md; returns the line.

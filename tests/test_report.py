@@ -39,7 +39,7 @@ def test_report_of_a_run(tmp_path, monkeypatch, capsys):
     run.done("python sample.py --ckpt={ckpt}")
     text = (tmp_path / "run" / "report.md").read_text()
     assert text.startswith("# run\n\n    python train_gpt.py pydoc --lr=1e-2 '--data=a b'\n")
-    assert "| run | a small model |" in text and "| result | done: 0 steps" in text
+    assert "| run | a small model, float32 |" in text and "| result | done: 0 steps" in text
     assert "| training loss | 3 `█▄▁` 1 |" in text or "| training loss | 3 `█▅▁` 1 |" in text
     assert "    second\n    line" in text and "first" not in text
     assert "![the last evaluation](step10.png)" in text
