@@ -791,7 +791,7 @@ class Run:
         while self.step < self.total:
             if draws:
                 torch.manual_seed(derive_seed(seed, self.step, "dropout", rank))
-            if not model.training:      # after an evaluation: visiting every module takes 0.2 ms
+            if not model.training:      # after an evaluation; it visits every module
                 model.train()
             yield self.step
 

@@ -245,7 +245,7 @@ class Attention(nn.Module):
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
         causal = self.causal and not past
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
-            # PyTorch's fused kernel takes two to four times as long there; it would keep the Gram
+            # PyTorch's fused kernel is slower in bfloat16 there; it would keep the Gram
             # matrix in float32, which is rounded here
             weights = attention_map(q, k, self.scale, causal)
             out = F.dropout(weights, self.dropout, self.training) @ v
