@@ -227,7 +227,8 @@ FORMATS = dict(
 class Table:
     """A table in the making: this machine, and the lines so far."""
 
-    def __init__(self, c, processes, matmul_flops=1.0):
+    def __init__(self, c, processes, matmul_flops=1.0, file=None, about=None):
+        self.file, self.about = file, about
         self.processes, self.device = processes, processes.device
         self.cuda = self.device.type == "cuda"
         self.larger = 8 if self.cuda else 1     # on a CPU's batches a GPU waits for its launches
@@ -241,8 +242,13 @@ class Table:
         return alternate(variants, self.device, self.repeats, **options)
 
     def add(self, row, variant, **values):
-        """Keeps a line and prints it; None is printed as -, a list as columns."""
+        """Keeps a line, in the file too, and prints it; None is printed as -, a list as columns."""
         self.lines.append(dict(row=row, variant=variant, **values))
+        if self.file:
+            self.file.seek(0)
+            self.file.truncate()
+            json.dump(self.about | dict(rows=self.lines), self.file, indent=1)
+            self.file.flush()
         cells = []
         for key, value in values.items():
             if isinstance(value, list):
@@ -1160,7 +1166,9 @@ def bench_gpu(t, c):
     with tempfile.TemporaryDirectory() as folder:
         images.prepare_shapes(folder, 400, 100)
         text.load("pydoc", folder)
-        for stage in trials(t.cuda):
+        stages = trials(t.cuda)
+        print(f"{sum(map(len, stages))} commands, {c.jobs} at once; then whole steps")
+        for stage in stages:
             with ThreadPool(c.jobs) as pool:
                 ends = pool.imap_unordered(partial(attempt, c, t.device, folder), stage.items())
                 for (name, words), end in ends:
@@ -1293,11 +1301,9 @@ def main(argv):
     machine = dict(device=common.device_name(device), torch=torch.__version__,
                    matmul_gflops_per_s=matmul_flops / 1e9)
     print("{device}, torch {torch}, matmul {matmul_gflops_per_s:,.0f} GFLOP/s".format(**machine))
-    table = Table(c, processes, matmul_flops)
+    table = Table(c, processes, matmul_flops, report, dict(command=name, **machine))
     COMMANDS[name][1](table, c)
     if report:
-        report.truncate(0)
-        json.dump(dict(command=name, **machine, rows=table.lines), report, indent=1)
         report.close()
     failed = [line for line in table.lines if line.get("outcome", "ok") != "ok"]
     for line in failed:

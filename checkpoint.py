@@ -138,7 +138,11 @@ def read_sealed(path):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # torch's, of pickles that it then refuses
             return torch.load(path, map_location="cpu", weights_only=True), sealed
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+    except IsADirectoryError:
+        inside = [Path(path, name) for name in ("best.pt", "ckpt.pt") if Path(path, name).exists()]
+        hint = f", did you mean {inside[0]}?" if inside else ""
+        raise UserError(f"cannot read {path}: it is a folder{hint}") from None
+    except (FileNotFoundError, PermissionError) as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UserError:
         raise

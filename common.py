@@ -244,8 +244,9 @@ def parse(config_class, presets, argv, doc, default=None):
     if preset is None:
         raise UserError(f"which preset? One of {', '.join(presets)}")
     if preset not in presets:
-        what = "preset" if any(presets.values()) else "argument"
-        raise UserError(f"{what} {not_one_of(preset, presets)}")
+        if any(presets.values()):
+            raise UserError(f"preset {not_one_of(preset, presets)}")
+        raise UserError(f"unexpected {preset!r}: a checkpoint is given as --ckpt={preset}")
     given = _read_flags(argv, fields, hints)
     displaced = {other for name in given for other in fields[name].metadata["displaces"]}
     values = {k: v for k, v in presets[preset].items() if k not in displaced} | given
@@ -466,6 +467,28 @@ def accumulating(model, last):
 def wants_compile(config, device):
     """--compile, by default on for cuda only: on a CPU Inductor takes long and gains little."""
     return device.type == "cuda" if config.compile is None else config.compile
+
+
+def largest_that_fits(size, trial, params, processes):
+    """`size` or the first of its halves with which trial(size), a forward and backward pass, stays
+    within the GPU's memory on every process.
+
+    AdamW's two moments and DDP's buckets, which come later, are held in reserve meanwhile. Raises
+    UserError if not even 1 fits."""
+    while True:
+        fits = True
+        try:
+            reserve = [torch.empty_like(p) for p in params for _ in range(3)]
+            trial(size)
+        except torch.OutOfMemoryError:
+            fits = False
+        reserve = None
+        if processes.largest(int(not fits)) == 0:
+            return size
+        if size == 1:
+            raise UserError("a micro-batch of 1 does not fit in memory: try a smaller model")
+        size //= 2
+        torch.cuda.empty_cache()
 
 
 def multiplies_bfloat16(device):
@@ -969,6 +992,7 @@ class Run:
                     **{self.rate_name: rate}, best=self.best)
         self.write(line)
         text = f"done: {self.step} steps"
+        text += f", {self.step - self.start} of them now," if 0 < self.start < self.step else ""
         text += f" in {seconds:.0f} s" if first else ", nothing left to do"
         if rate:
             mfu = self.mfu(rate)

@@ -161,6 +161,17 @@ def main(argv):
     checkpoint.restore(run, model.config, optimizer, model)
     if common.wants_compile(c, device):
         model.compile()
+    if device.type == "cuda":
+        def trial(size):
+            ids = torch.zeros(size, c.context, dtype=torch.int64, device=device)
+            with processes.autocast(c.dtype):
+                loss = model(ids, ids)
+            loss.backward()
+            optimizer.zero_grad(set_to_none=True)
+        wanted = min(c.micro_batch, c.batch_size // processes.world)
+        c.micro_batch = common.largest_that_fits(wanted, trial, [*model.parameters()], processes)
+        if c.micro_batch < wanted:
+            run.say(f"--micro_batch={wanted} does not fit in memory: taking {c.micro_batch}")
     parallel = processes.wrap(model)
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "

@@ -30,8 +30,8 @@ def main(argv=None):
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message} (see --help)\n")
     parser.add_argument("name", metavar="NAME", help="which data set")
     parser.add_argument("--source", metavar="DIR", help="folder with its files, instead of the Hub")
-    parser.add_argument("--cache", metavar="DIR", default=store.CACHE, type=Path,
-                        help="where prepared sets go (%(default)s)")
+    parser.add_argument("--data_dir", "--cache", dest="cache", metavar="DIR", default=store.CACHE,
+                        type=Path, help="where prepared sets go (%(default)s)")
     parser.add_argument("--verify", action="store_true", help="only recompute the checksums")
     parser.add_argument("--overwrite", action="store_true", help="prepare again what is there")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"),

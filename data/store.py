@@ -55,7 +55,7 @@ def broken(name, cache, what):
 
 
 def _command(name, cache, option=""):
-    elsewhere = "" if Path(cache) == CACHE else f" --cache {cache}"
+    elsewhere = "" if Path(cache) == CACHE else f" --data_dir {cache}"
     return f"python data/prepare.py {name}{option}{elsewhere}"
 
 
@@ -96,7 +96,7 @@ def preparing(name, cache=CACHE, overwrite=False):
         lock = open(cache / f".{name}.lock", "w")
     except OSError as error:
         raise DataError(f"cannot write to {cache} ({error.strerror}): give another folder "
-                        "(--cache of prepare.py, --data_dir elsewhere)") from None
+                        "(--data_dir)") from None
 
     with lock:
         try:

@@ -33,7 +33,7 @@ from data import store
 from data.store import CACHE, DataError, reading
 
 SPLITS = ("train", "val", "test")
-SUFFIXES = (".parquet", ".jsonl", ".txt", ".raw", ".tokens")
+SUFFIXES = (".parquet", ".jsonl", ".txt", ".md", ".raw", ".tokens")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class TextSet(store.Source):
 
 SHAKESPEARE = (("karpathy/tiny_shakespeare", "refs/convert/parquet", ["default/*/*.parquet"]),
                ("karpathy/tiny_shakespeare", "main", ["*.parquet"]))
-FOLDER = TextSet(files=".txt, .jsonl or Parquet files, and --tokenizer is gpt2 or char")
+FOLDER = TextSet(files=".txt, .md, .jsonl or Parquet files, and --tokenizer is gpt2 or char")
 # Some repositories have only a script on main; the Hub's own conversion is on refs/convert/parquet.
 SETS = {
     "openwebtext": TextSet(

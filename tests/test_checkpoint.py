@@ -69,7 +69,8 @@ def test_a_checkpoint_is_a_torch_file(tmp_path):
 
 
 @pytest.mark.parametrize("write, says", [
-    (lambda path: None, "No such file"), (lambda path: path.mkdir(), "Is a directory"),
+    (lambda path: None, "No such file"), (lambda path: path.mkdir(), "it is a folder"),
+    (lambda path: (path.mkdir(), (path / "best.pt").touch()), "x.pt/best.pt?"),
     (lambda path: path.write_text("hello"), "torn, or no torch file"),
     (lambda path: torch.save(dict(a=1), path), "no checkpoint of this project"),
     (lambda path: torch.save(dict(format="crate-2"), path), "checksum is missing"),

@@ -3,6 +3,7 @@ import json
 import math
 import signal
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -226,6 +227,26 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
+
+
+def test_largest_that_fits():
+    """Halved until the trial is within memory on every process; the reserve is gone afterwards."""
+    tried, params = [], [torch.zeros(5)]
+
+    def trial(limit, size):
+        tried.append(size)
+        if size > limit:
+            raise torch.OutOfMemoryError("out of memory")
+    alone = common.Processes("cpu")
+    assert common.largest_that_fits(48, partial(trial, 13), params, alone) == 12
+    assert tried == [48, 24, 12]
+    with pytest.raises(UserError, match="micro-batch of 1"):
+        common.largest_that_fits(3, partial(trial, 0), params, alone)
+
+    class Two:              # whose other process has half of this one's memory
+        def largest(self, number):
+            return max(number, int(tried[-1] > 6))
+    assert common.largest_that_fits(48, partial(trial, 13), params, Two()) == 6
 
 
 def test_a_gpu_is_known_by_whole_words(monkeypatch):

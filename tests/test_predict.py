@@ -76,7 +76,7 @@ def test_other_checkpoints(predict, pictures):
     encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
     encoder.config = encoder["encoder"].config
     found, sheet = predict(encoder, "simdino")
-    assert found["pictures"] == {path: {} for path in pictures}
+    assert found["pictures"] == list(pictures)
     _, sheet = predict(MaskedAutoencoder(MAEConfig(**SIZE)), "mae")
     assert sheet.shape == (2 * 128, 4 * 128, 3)
     assert np.abs(sheet[4:128:8, 4:128:8].astype(int) - as_seen(pictures[0])[1]).max() <= 1

@@ -160,7 +160,7 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
     assert_fails(lambda: images.load("cifra10", tmp_path), "did you mean 'cifar10'")
     assert_fails(lambda: text.load("wikitxt", tmp_path), "did you mean 'wikitext'")
     assert_fails(lambda: text.load("books", tmp_path), "prepare.py books --source DIR", "a column")
-    assert_fails(lambda: images.load("imagenet", tmp_path), "prepare.py imagenet --cache",
+    assert_fails(lambda: images.load("imagenet", tmp_path), "prepare.py imagenet --data_dir",
                  "--source DIR", "hf auth login")
 
 
@@ -172,7 +172,7 @@ def test_no_network(tmp_path, monkeypatch):
     for load, sets in ((images.load, images.SETS), (text.load, text.SETS)):
         for name, row in sets.items():
             if row.hub and row.on_first_use:
-                assert_fails(lambda: load(name, tmp_path), f"prepare.py {name} --cache",
+                assert_fails(lambda: load(name, tmp_path), f"prepare.py {name} --data_dir",
                              f"prepare.py {name} --source DIR", "no route")
                 assert not (tmp_path / name).exists()
 
