@@ -7,6 +7,8 @@ Looks inside the layers of trained checkpoints, and tests arguments of the paper
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
     toy                                    does MSSA lower R^c?         [S]
     denoise                                a Gaussian mixture           [J] Eq. (46)-(49)
+    neurons --ckpt=A.pt,B.pt               can single neurons be read?
+    recall                                 what does a tied query cost?
     curves --runs=out/A,out/B              metrics.jsonl                [B] Fig. 7.13, 7.18
     correlation --runs=out/grid            generalization gap against complexity   [S] Table 1
 
@@ -29,7 +31,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 from torch.nn import functional as F
 
 import common
@@ -37,10 +38,11 @@ import plot
 from checkpoint import initial_model, load_model, read_checkpoint
 from common import DeviceFlags, RunFlags, UserError, derive_seed, needed, option
 from data import augment, images
-from evaluate import (classify, load_images, load_tokens, model_input, on_device,
-                      write_overlays)
-from model import (coding_rate, gaussian_mixture_denoise, mssa, projected_coding_rate, run_layers,
-                   saliency, subspace_coding_rate, subspace_coding_rate_grad)
+from evaluate import (classify, load_images, load_tokens, logistic_regression, model_input,
+                      on_device, pooling, write_overlays)
+from model import (LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
+                   projected_coding_rate, run_layers, saliency, subspace_coding_rate,
+                   subspace_coding_rate_grad, text_config)
 
 
 @dataclass(kw_only=True)
@@ -66,7 +68,7 @@ class OneModel(Output):
 
 
 # -------------------------------------------------------------------------------------------------
-# Tables, figures, heat maps
+# Tables, figures
 # -------------------------------------------------------------------------------------------------
 
 def print_table(rows):
@@ -85,24 +87,9 @@ def print_table(rows):
         print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
 
 
-def figure(c, *panels):
-    """Line charts side by side, as plot.py describes them."""
-    plot.write(c.out + ".png", *panels)
-    print(f"wrote {c.out}.png")
-
-
-def write_heat(c, maps, enlarge):
-    """A PNG of matrices (h, w), one a layer, four a row: white is 0, black 1 and more."""
-    h, w = maps[0].shape[0] * enlarge, maps[0].shape[1] * enlarge
-    columns = min(4, len(maps))
-    rows = -(-len(maps) // columns)
-    sheet = Image.new("L", (columns * (w + 8) - 8, rows * (h + 14)), 225)
-    for i, matrix in enumerate(maps):
-        left, top = i % columns * (w + 8), i // columns * (h + 14)
-        ImageDraw.Draw(sheet).text((left + 2, top + 1), f"layer {i + 1}", fill=0)
-        grey = Image.fromarray((255 * (1 - matrix.clamp(0, 1))).round().byte().cpu().numpy())
-        sheet.paste(grey.resize((w, h), Image.Resampling.NEAREST), (left, top + 14))
-    sheet.save(c.out + ".png")
+def figure(c, *panels, draw=None):
+    """Line charts side by side, as plot.py describes them, or its drawing of another kind."""
+    (draw or plot.write)(c.out + ".png", *panels)
     print(f"wrote {c.out}.png")
 
 
@@ -154,7 +141,8 @@ def open_images(c, count):
 
 
 def pass_samples(loaded, c, split):
-    """Passes c.samples samples, spread over the split, through all layers.
+    """Passes c.samples samples, spread over the split, through all layers; yields after each batch
+    its tokens (B, n), or its images' numbers (B,).
 
     A sample is an image, or as many tokens of text as the context holds, none of them masked. In a
     masked autoencoder the patches to hide are a function of the image's number."""
@@ -166,6 +154,7 @@ def pass_samples(loaded, c, split):
         for index in spread(len(windows), c.samples).split(c.batch_size):
             ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
             run_layers(model.layers, model.tokens(ids))
+            yield ids
         return
 
     data, split = open_split(loaded, c, split)
@@ -179,6 +168,7 @@ def pass_samples(loaded, c, split):
             model.decode(model.encode(x, noise), noise)
         else:
             loaded.encoder(x)
+        yield index
 
 
 # -------------------------------------------------------------------------------------------------
@@ -256,7 +246,8 @@ def watch(layer, c):
 def layer_table(loaded, c, split):
     """One dict a layer: mean and deviation over samples of each number."""
     found = [watch(layer, c) for layer in layers_of(loaded)]
-    pass_samples(loaded, c, split)
+    for _ in pass_samples(loaded, c, split):
+        pass
     table = []
     for l, parts in enumerate(found, 1):
         row = dict(layer=l)
@@ -354,7 +345,7 @@ def subspaces(c):
     random = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.pi ** 0.5
     print_table(rows)
     print(f"random directions in R^{d} have a mean of {random:.4f}")
-    write_heat(c, [gram for gram, _ in found], max(1, 256 // len(found[0][0])))
+    figure(c, [gram for gram, _ in found], max(1, 256 // len(found[0][0])), draw=plot.heat)
     return dict(layers=rows, random=random)
 
 
@@ -380,7 +371,7 @@ def tokens(c):
                          effective_rank=entropy.exp().item()))
         maps.append(Z.abs() / Z.abs().quantile(0.99).clamp_min(1e-12))
     print_table(rows)
-    write_heat(c, maps, max(1, 384 // maps[0].shape[-1]))
+    figure(c, maps, max(1, 384 // maps[0].shape[-1]), draw=plot.heat)
     return dict(layers=rows)
 
 
@@ -696,6 +687,196 @@ def denoise_panels(levels):
     curves = [*moves, ("noisy, sigma 0.2", *z.T, dict(color="0.5", line=False)),
               ("[J] Eq. (47)", *back.T, dict(color=1, line=False))]
     yield curves, dict(equal=True, xlabel="z_1", title="z_2")
+
+
+# -------------------------------------------------------------------------------------------------
+# neurons: can they be read?
+# -------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Neurons(OneModel):
+    """What single neurons of the last layer tell: of ISTA's Z^{l+1}, ODL's a_2, an MLP's hidden
+    layer. Means and standard errors over the checkpoints of an arch.
+
+    k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on
+    the k neurons whose means differ most with a property, in deviations, on half of as many samples
+    with it as without; the accuracy on the other half, mean over the properties. Purity: how much
+    of a neuron's 20 highest activations is one character or class; mean over 100 neurons drawn.
+    "kept" is a code without its smallest values: as few are left as in the first checkpoint's."""
+    ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
+    untrained: bool = option(False, "also each checkpoint's model at random initialization")
+    samples: int = option(300, "sequences or images, spread over the split", low=1)
+    batch_size: int = option(50, "samples at once", low=1)
+
+
+def text_properties(pieces):
+    """{property: bool (n,)} of the tokens of a text; letters count from the word's first."""
+    quoted, letter, rows = False, 0, []
+    for piece in pieces:
+        mark = piece.strip()
+        quoted ^= piece.count('"') % 2 == 1
+        letter = letter + 1 if mark.isalpha() else 0
+        rows.append((mark.isdigit(), mark[:1].isupper(), quoted, letter == 1, letter == 2,
+                     letter > 4, not mark, bool(mark) and not mark.isalnum()))
+    names = ("digit", "capital", "quoted", "first letter", "second letter", "fifth letter or later",
+             "space", "punctuation")
+    return dict(zip(names, np.array(rows).T))
+
+
+@torch.no_grad()
+def last_codes(loaded, c):
+    """(codes (N, m), {property: bool (N,)}, what the purity is of (N,)). A row is a token or, as
+    the head reads it, an image, whose properties are its class and its strongest channel."""
+    found, layer = [], (loaded.encoder or loaded.model).layers[-1].sparsification
+    if layer is None:
+        raise UserError(f"arch {loaded.model.config.arch} has no sparsification to look into")
+    code = getattr(layer, "code", None) or getattr(layer, "hidden", layer.forward)
+    hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(code(inputs[0])))
+    given = torch.cat(list(pass_samples(loaded, c, c.split))).cpu().numpy()
+    hook.remove()
+    codes = torch.cat(found).float().cpu()
+    if loaded.task == "gpt":
+        tokenizer = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[0].tokenizer
+        pieces = [tokenizer.decode([i]) for i in given.flat]
+        return codes.flatten(0, 1), text_properties(pieces), given.flatten()
+    data = load_images(c.data, loaded.meta, c.data_dir)
+    labels = getattr(data, f"{c.split}_labels")[given]
+    channel = getattr(data, f"{c.split}_images")[given].mean((1, 2)).argmax(1)
+    properties = {f"class {i}": labels == i for i in np.unique(labels)}
+    properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
+    codes = codes[:, 0] if pooling(loaded) == "class" else codes[:, 1:].mean(1)
+    return codes, properties, labels
+
+
+def sparse_probe(codes, has, k, seed):
+    """Accuracy of a k-sparse probe for the property has (N,), or None where it is too rare."""
+    sides, rng = [np.flatnonzero(has), np.flatnonzero(~has)], np.random.default_rng(seed)
+    n = min(2000, *map(len, sides)) // 2 * 2
+    if n < 20:
+        return None
+    order = np.stack([rng.permutation(side)[:n] for side in sides], 1).ravel()
+    x, y = codes[order], torch.arange(2 * n) % 2                    # with, without, with, ...
+    x = (x - x[:n].mean(0)) / x[:n].std(0).clamp_min(1e-6)
+    best = (x[:n:2].mean(0) - x[1:n:2].mean(0)).abs().topk(min(k, x.shape[1])).indices
+    W, b = logistic_regression(x[:n, best], y[:n], 2, 1e-4)
+    return ((x[n:, best] @ W + b).argmax(1) == y[n:]).float().mean().item()
+
+
+def neuron_numbers(codes, properties, kinds, seed):
+    """The numbers of one row of the table."""
+    found = dict(nonzeros=(codes != 0).float().mean().item())
+    for k in (1, 5, 20):
+        scores = [sparse_probe(codes, has, k, seed) for has in properties.values()]
+        found[f"k={k}"] = float(np.mean([score for score in scores if score is not None]))
+    drawn = torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(seed))[:100]
+    top = kinds[codes[:, drawn].topk(20, 0).indices.numpy()].T
+    found["purity"] = float(np.mean([np.unique(t, return_counts=True)[1].max() / 20 for t in top]))
+    return found
+
+
+def neurons(c):
+    """{"rows": [{"code", "runs", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]}."""
+    runs, share = {}, None
+    for c.seed, path in enumerate(words(c.ckpt, "ckpt")):
+        for untrained in (False, True)[:1 + c.untrained]:
+            loaded = open_model(path, c, untrained)
+            codes, *rest = last_codes(loaded, c)
+            name = loaded.model.config.arch + ", untrained" * untrained
+            runs.setdefault(name, []).append(neuron_numbers(codes, *rest, c.seed))
+            share = share or runs[name][0]["nonzeros"]
+            if runs[name][-1]["nonzeros"] > share + 0.05:
+                least = codes.abs().kthvalue(round((1 - share) * codes.shape[1]), 1, True).values
+                kept = neuron_numbers(codes.where(codes.abs() > least, 0), *rest, c.seed)
+                runs.setdefault(name + ", kept", []).append(kept)
+    rows = [dict(code=name, runs=len(found)) | averages(found) for name, found in runs.items()]
+    print_table(rows)
+    return dict(rows=rows)
+
+
+def averages(runs):
+    """{key: mean, key_std: standard error} of the numbers of several runs; None is left out."""
+    found = {}
+    for key in runs[0]:
+        values = [run[key] for run in runs if run[key] is not None]
+        found[key] = float(np.mean(values)) if values else None
+        if len(values) > 1:
+            found[key + "_std"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# recall: what a tied query costs
+# -------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class Recall(Output):
+    """In-context recall (Arora et al., Zoology, 2023): small causal models read pairs of a random
+    key and a random value, then each key again in another order, and say its value.
+
+    The archs have equal width; aot is aot-mhsa with one matrix as query, key and value. "steps" is
+    the mean, over the seeds that got there, of the steps until 95 % of the values are right;
+    "accuracy" the last, of all seeds. Behind +- stands the standard error."""
+    archs: str = option("transformer,aot-mhsa,aot,crate,crate-alpha,tost", "which, by commas")
+    layers: int = option(2, "of each model", low=1)
+    width: int = option(64, "d", low=1)
+    heads: int = option(4, "K", low=1)
+    pairs: int = option(4, "of a sequence", low=1)
+    symbols: int = option(8, "keys, and as many values, to draw from", low=1)
+    seeds: int = option(5, "runs of each arch", low=1)
+    steps: int = option(2000, "at most, of each run", low=1)
+    batch_size: int = option(128, "sequences of a step", low=1)
+    lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+
+
+def recall_sequences(c, n, *purpose):
+    """(ids (n, 4 pairs - 1), targets alike, -1 but where a key is asked for its value)."""
+    generator = torch.Generator().manual_seed(derive_seed("recall", *purpose))
+    keys = torch.rand(n, c.symbols, generator=generator).argsort(1)[:, :c.pairs]
+    values = torch.randint(c.symbols, 2 * c.symbols, (n, c.pairs), generator=generator)
+    shown = torch.stack([keys, values], 2)                          # (n, pairs, 2)
+    order = torch.rand(n, c.pairs, generator=generator).argsort(1)
+    asked = shown.gather(1, order[..., None].expand(-1, -1, 2))
+    ids = torch.cat([shown, asked], 1).flatten(1)
+    targets = torch.full_like(ids, -1)
+    targets[:, 2 * c.pairs::2] = asked[..., 1]
+    return ids[:, :-1], targets[:, :-1]
+
+
+def recall_run(c, arch, seed):
+    """Trains one model: dict(steps until 95 % or None, the last accuracy), its parameters."""
+    torch.manual_seed(derive_seed(seed, "weights"))
+    model = LanguageModel(text_config(None, arch=arch, layers=c.layers, width=c.width,
+                                      heads=c.heads, context=4 * c.pairs - 1,
+                                      vocab_size=2 * c.symbols))
+    optimizer = common.make_optimizer(model, "muon", c.lr, 0.0, (0.9, 0.99))
+    held_out, answers = recall_sequences(c, 1000, seed, "held out")
+    for step in range(1, c.steps + 1):
+        model(*recall_sequences(c, c.batch_size, seed, step)).backward()
+        common.set_lr(optimizer, c.lr * min(1, step / 50))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == c.steps:
+            with torch.no_grad():
+                right = (model(held_out).argmax(-1) == answers)[answers >= 0]
+            accuracy = right.float().mean().item()
+            if accuracy >= 0.95:
+                return dict(steps=step, accuracy=accuracy), model.count()
+    return dict(steps=None, accuracy=accuracy), model.count()
+
+
+def recall(c):
+    """{"archs": [{"arch", "parameters", "learnt", "steps", "accuracy"}, ...]}."""
+    if c.symbols < c.pairs:
+        raise UserError(f"--pairs={c.pairs} different keys need as many --symbols, not {c.symbols}")
+    rows = []
+    for arch in words(c.archs, "archs"):
+        runs, (count, *_) = zip(*(recall_run(c, arch, seed) for seed in range(c.seeds)))
+        learnt = sum(run["steps"] is not None for run in runs)
+        rows.append(dict(arch=arch, parameters=count, learnt=f"{learnt}/{c.seeds}")
+                    | averages(runs))
+        print(f"{arch}: {rows[-1]['learnt']}", file=sys.stderr, flush=True)
+    print_table(rows)
+    return dict(archs=rows)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1090,6 +1271,8 @@ COMMANDS = {
     "saliency": (Saliency, saliency_maps),
     "toy": (Toy, toy),
     "denoise": (Denoise, denoise),
+    "neurons": (Neurons, neurons),
+    "recall": (Recall, recall),
     "curves": (Curves, curves),
     "correlation": (Correlation, correlation),
 }

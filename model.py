@@ -592,8 +592,12 @@ class MLP(Sparsification):
     def build(cls, c, context):
         return cls(c.width, c.expansion * c.width, c.mlp_bias, c.dropout)
 
+    def hidden(self, Z):
+        """The hidden layer (B, n, hidden), behind GELU."""
+        return F.gelu(self.up(Z))
+
     def forward(self, Z):
-        return F.dropout(self.down(F.gelu(self.up(Z))), self.dropout, self.training)
+        return F.dropout(self.down(self.hidden(Z)), self.dropout, self.training)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 """
-Line charts as PNG, with Pillow alone.
+Line charts and heat maps as PNG, with Pillow alone.
 
 A panel is (curves, settings). A curve is (name, xs, ys) or (name, xs, ys, options): color (a number
 of COLORS, or a grey level such as "0.5"), marker, line (False: dots only), dashes, and band, the
@@ -163,3 +163,17 @@ def write(path, *panels):
             draw_curve(sheet, draw, axes, points, color, **style)
     small = sheet.convert("RGB").resize((WIDTH * len(panels), HEIGHT), Image.Resampling.LANCZOS)
     small.quantize(128).save(path, optimize=True)       # a third of the bytes
+
+
+def heat(path, maps, enlarge):
+    """Matrices (h, w), one a layer, four a row: white is 0, black 1 and more."""
+    h, w = maps[0].shape[0] * enlarge, maps[0].shape[1] * enlarge
+    columns = min(4, len(maps))
+    rows = -(-len(maps) // columns)
+    sheet = Image.new("L", (columns * (w + 8) - 8, rows * (h + 14)), 225)
+    for i, matrix in enumerate(maps):
+        left, top = i % columns * (w + 8), i // columns * (h + 14)
+        ImageDraw.Draw(sheet).text((left + 2, top + 1), f"layer {i + 1}", fill=0)
+        grey = Image.fromarray((255 * (1 - matrix.clamp(0, 1))).round().byte().cpu().numpy())
+        sheet.paste(grey.resize((w, h), Image.Resampling.NEAREST), (left, top + 14))
+    sheet.save(path)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 import analyze
 import common
@@ -13,8 +14,9 @@ import plot
 from data import augment, images, text
 from data.store import DataError
 from helpers import write_model
-from model import (ImageClassifier, ImageConfig, LanguageModel, MAEConfig, MaskedAutoencoder,
-                   TextConfig, coding_rate, mssa, subspace_coding_rate, subspace_coding_rate_grad)
+from model import (ConfigError, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
+                   MaskedAutoencoder, TextConfig, coding_rate, mssa, subspace_coding_rate,
+                   subspace_coding_rate_grad)
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 
@@ -35,7 +37,7 @@ def save(tmp_path, cache):
 def call(tmp_path, cache):
     """call(command, *flags): analyze.main on the CPU with small data; its numbers."""
     def run(command, *flags):
-        opens_model = command not in ("toy", "denoise", "curves")
+        opens_model = command not in ("toy", "denoise", "curves", "recall")
         own = ["--device=cpu", f"--data_dir={cache}"] if opens_model else []
         out = [f"--out={tmp_path / command}", "--overwrite"]
         return analyze.main([command, *out, *own, *map(str, flags)])
@@ -368,6 +370,98 @@ def write_run(folder, *lines):
     return folder
 
 
+def test_text_properties():
+    found = analyze.text_properties(list('He 42, "said x"'))
+    assert found.keys() == {"digit", "capital", "quoted", "first letter", "second letter",
+                            "fifth letter or later", "space", "punctuation"}
+    for name, marks in {"digit":         "...11..........", "capital":       "1..............",
+                        "quoted":        ".......1111111.", "first letter":  "1.......1....1.",
+                        "second letter": ".1.......1.....", "space":         "..1...1.....1..",
+                        "punctuation":   ".....1.1......1"}.items():
+        assert found[name].tolist() == [mark == "1" for mark in marks], name
+    assert analyze.text_properties(list("quietly"))["fifth letter or later"].sum() == 3
+
+
+def test_sparse_probes_and_purity_find_what_was_put_there():
+    """Neuron 3 tells the property, the rest are noise; neuron i is highest on tokens of kind i."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.rand(400, 30, generator=generator)
+    has = np.arange(400) % 4 == 0
+    assert analyze.sparse_probe(codes, has, 1, 0) < 0.7
+    codes[:, 3] += 2 * torch.from_numpy(has)
+    assert analyze.sparse_probe(codes, has, 1, 0) == 1
+    assert analyze.sparse_probe(codes, np.arange(400) < 19, 1, 0) is None       # too rare to tell
+
+    kinds = np.arange(400) % 10
+    found = analyze.neuron_numbers(torch.eye(10)[kinds], dict(has=has), kinds, 0)
+    assert found["purity"] == 1 and found["nonzeros"] == pytest.approx(0.1)
+    noise = torch.rand(400, 10, generator=generator)
+    mixed = analyze.neuron_numbers(noise, dict(has=has), kinds, 0)
+    assert mixed["purity"] < 0.4
+
+
+@pytest.mark.parametrize("pool", ["class", "mean"])
+def test_neurons_of_images(pool, save, call, cache):
+    """Row by row: CRATE's code is Z^{l+1} of what the head reads, a transformer's is GELU(up)."""
+    torch.manual_seed(0)
+    paths = [save(ImageClassifier(ImageConfig(arch=arch, pool=pool, **TINY)), name=f"{arch}.pt")
+             for arch in ("crate", "transformer")]
+    rows = call("neurons", f"--ckpt={','.join(paths)}", "--untrained", "--samples=100")["rows"]
+    assert [row["code"] for row in rows] == [
+        "crate", "crate, untrained", "transformer", "transformer, kept", "transformer, untrained",
+        "transformer, untrained, kept"]
+    nonzeros = {row["code"]: row["nonzeros"] for row in rows}
+    assert nonzeros["transformer, kept"] == pytest.approx(nonzeros["crate"], abs=0.02)
+
+    for path, code in zip(paths, (
+            lambda layer, half: layer.sparsification(layer.norm2(half)),
+            lambda layer, half: F.gelu(layer.sparsification.up(layer.norm2(half))))):
+        loaded = analyze.load_model(path)
+        flags = analyze.Neurons(ckpt=path, samples=30, data_dir=str(cache), device="cpu")
+        codes, properties, labels = analyze.last_codes(loaded, flags)
+        index = analyze.spread(100, 30).numpy()
+        data = images.load("shapes", cache)
+        assert np.array_equal(labels, data.val_labels[index])
+        red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
+        assert np.array_equal(properties["red"], red)
+        with torch.no_grad():
+            trace = []
+            loaded.encoder(validation(cache, index), trace)
+            wanted = code(loaded.encoder.layers[-1], trace[-1].half)
+        wanted = wanted[:, 0] if pool == "class" else wanted[:, 1:].mean(1)
+        torch.testing.assert_close(codes, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_recall_sequences():
+    c = analyze.Recall(pairs=3, symbols=5)
+    ids, targets = analyze.recall_sequences(c, 50, 7)
+    assert ids.shape == targets.shape == (50, 11)
+    for row, target in zip(ids.tolist(), targets.tolist()):
+        shown = dict(zip(row[0:6:2], row[1:6:2]))
+        assert len(shown) == 3 and max(shown) < 5 <= min(shown.values()) and max(row) < 10
+        assert sorted(row[6::2]) == sorted(shown)
+        assert [shown[key] for key in row[6::2]] == target[6::2]
+        assert row[7::2] == target[6:-1:2]                  # the answer follows the question
+        assert all(target[i] == -1 for i in [*range(6), 7, 9])
+    assert not torch.equal(ids, analyze.recall_sequences(c, 50, 8)[0])
+    assert torch.equal(ids, analyze.recall_sequences(c, 50, 7)[0])
+
+
+def test_recall(call):
+    """One pair is recalled by any arch that can copy; two seeds have a mean and its error."""
+    flags = "--archs=aot-mhsa", "--layers=1", "--width=16", "--heads=2", "--pairs=1", "--symbols=4"
+    row, = call("recall", *flags, "--seeds=2", "--steps=400", "--lr=1e-2")["archs"]
+    assert row["learnt"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
+    row, = call("recall", *flags, "--seeds=1", "--steps=1")["archs"]
+    assert row["learnt"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
+
+
+def test_averages():
+    found = analyze.averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
+    assert found == pytest.approx(dict(x=3.0, x_std=(7 / 3) ** 0.5, y=4.0))
+    assert analyze.averages([dict(x=None)]) == dict(x=None)
+
+
 def test_curves(call, tmp_path, capsys):
     a = write_run(tmp_path / "a", dict(step=2, split="train", loss=3.0, lr=1.0),
                   dict(step=2, split="val", loss=2.0, acc=0.5),
@@ -404,6 +498,7 @@ def test_figures(save, call, tmp_path, monkeypatch):
 
 def test_mistakes_are_one_line(save, call, tmp_path):
     path = save(ImageClassifier(ImageConfig(**TINY)))
+    bare = save(ImageClassifier(ImageConfig(arch="aot", **TINY)), name="aot.pt")
     (tmp_path / "none").mkdir()
     for argv, says in (
             (["layers"], "--ckpt is needed"),
@@ -413,10 +508,13 @@ def test_mistakes_are_one_line(save, call, tmp_path):
             (["tokens", f"--ckpt={path}", "--index=100"], "shapes has 100 val images"),
             (["denoise", "--sigmas=0"], "numbers above 0"),
             (["toy", "--width=8"], "do not fit into --width=8"),
+            (["recall", "--pairs=9"], "--pairs=9 different keys"),
+            (["recall", "--archs=crat"], "did you mean crate"),
+            (["neurons", f"--ckpt={bare}"], "arch aot has no sparsification"),
             (["curves"], "--runs is needed"),
             (["curves", f"--runs={tmp_path / 'none'}"], "cannot read .*metrics.jsonl"),
             (["curves", f"--runs={path}"], "not text")):
-        with pytest.raises((common.UserError, DataError), match=says) as error:
+        with pytest.raises((common.UserError, ConfigError, DataError), match=says) as error:
             call(*argv)
         assert "\n" not in str(error.value)
 
