@@ -229,6 +229,10 @@ def accuracy(c):
     classes = loaded.model.config.classes
     if len(data.classes) != classes:
         raise UserError(f"{c.ckpt} has {classes} classes, {data.name} has {len(data.classes)}")
+    learnt = loaded.meta.get("classes")     # None: a published checkpoint
+    if learnt and learnt != data.classes:
+        raise UserError(f"{c.ckpt} knows other classes ({learnt[0]}, ...) than {data.name} has "
+                        f"({data.classes[0]}, ...)")
     processes = common.Processes(c.device)
     split = on_device(data, c.split, processes.device)
     scores = classify(loaded.model.to(processes.device), split, data, c, processes, c.batch_size)
@@ -343,8 +347,8 @@ class Predict(ImageFlags):
 
 @torch.no_grad()
 def predict(c):
-    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest first; {} for a picture
-    without a classifier."""
+    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest first; where there is no
+    classifier, "pictures" is a list of the files."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
     common.check_new("out", c.out, c.overwrite)
@@ -361,7 +365,7 @@ def predict(c):
     pixels = torch.from_numpy(np.stack(pixels)).to(processes.device)
     data = statistics_of(loaded.meta)
     Path(out).parent.mkdir(parents=True, exist_ok=True)
-    found = dict(pictures={file: {} for file in c.files}, wrote=out)
+    found = dict(pictures=list(c.files), wrote=out)
     if loaded.task == "mae":
         write_reconstructions(out, model, pixels, data)
         return found
@@ -376,6 +380,7 @@ def predict(c):
             logits = model(x).float()
         names = loaded.meta.get("classes") or [f"class {i}" for i in range(logits.shape[1])]
         best = logits.softmax(-1).topk(min(c.top, len(names)))
+        found["pictures"] = {}
         for file, shares, labels in zip(c.files, best.values.tolist(), best.indices.tolist()):
             shown = {names[i]: round(share, 4) for i, share in zip(labels, shares)}
             found["pictures"][file] = shown
@@ -490,7 +495,9 @@ def maskcut(X, side, tau=0.15):
 
 @dataclass(kw_only=True)
 class Segment(EncoderFlags):
-    """How well an encoder's attention, and MaskCut on its features, find `shapes`' objects."""
+    """How well an encoder's attention, and MaskCut on its features, find the objects of a drawn
+    set."""
+    data: str = option("shapes", "which", choices=("shapes", "camouflage"))
     split: str = option("val", "which part", choices=("train", "val"))
     layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
     query: str | None = option(None, "map: attention of the class token, or mean of the patches'; "
@@ -540,8 +547,8 @@ def mask_overlaps(cut, truth):
 
 @torch.no_grad()
 def segment(c):
-    """{"iou", "ap", ..., "box_ap", ..., "mask_ap", ...}: saliency maps and MaskCut on `shapes`, one
-    object an image.
+    """{"iou", "ap", ..., "box_ap", ..., "mask_ap", ...}: saliency maps and MaskCut on pictures with
+    one object each.
 
     Saliency maps ([B] Eq. (7.2.41)) are resized to the image and stretched to [0, 1]. "iou": the
     mean IoU over images at one threshold for all, the best of 0, 0.01 .. 0.99 on this very split.
@@ -552,7 +559,8 @@ def segment(c):
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95 ([B] Tables 7.2, 7.4), ranked by the confidence of `maskcut`. *_ceiling:
     of the patches that are half object or more, ranked by their IoU. Objects and background of
-    `shapes` differ in colour: --features=pixels is the baseline."""
+    `shapes` differ in colour, those of `camouflage` in nothing but the edge between them:
+    --features=pixels is the baseline."""
     loaded = load_encoder(c)
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
     side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
@@ -563,7 +571,7 @@ def segment(c):
     query = c.query or pooling(loaded)
     processes = common.Processes(c.device)
     encoder.to(processes.device)
-    data = load_images("shapes", loaded.meta, c.data_dir)
+    data = load_images(c.data, loaded.meta, c.data_dir)
     split, masks = on_device(data, c.split, processes.device), getattr(data, f"{c.split}_masks")
 
     scores = []
@@ -581,7 +589,7 @@ def segment(c):
     share, ious, ap, confidence, *overlaps = (torch.cat(v).double() for v in zip(*scores))
     iou_mean, *iou_heads = ious.mean(0).amax(-1).tolist()
     ap_mean, *ap_heads = ap.mean(0).tolist()
-    result = dict(data="shapes", split=c.split, encoder="random" if c.random else c.ckpt,
+    result = dict(data=c.data, split=c.split, encoder="random" if c.random else c.ckpt,
                   layer=number, n=len(masks), foreground=share.mean().item(),
                   iou=iou_mean, iou_best=max(iou_heads), iou_heads=iou_heads,
                   ap=ap_mean, ap_best=max(ap_heads), ap_heads=ap_heads)

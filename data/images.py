@@ -63,6 +63,7 @@ def _hub(repository, *row, val=("test", "val"), **more):
 
 SETS = {
     "shapes": ImageSet(10, 32, SHAPES),
+    "camouflage": ImageSet(10, 32, SHAPES),
     "cifar10": _hub("uoft-cs/cifar10", 10, 32, CIFAR10),
     "cifar100": _hub("uoft-cs/cifar100", 100, 32),
     "flowers102": _hub("dpdl-benchmark/oxford_flowers102", 102, 256),
@@ -87,7 +88,7 @@ class ImageData:
     image_size: int
     train_images: np.ndarray | None = None  # uint8 (N, H, W, 3)
     train_labels: np.ndarray | None = None  # int64 (N,)
-    train_masks: np.ndarray | None = None   # uint8 (N, H, W), 1 on the object (`shapes` only)
+    train_masks: np.ndarray | None = None   # uint8 (N, H, W), 1 on the object (drawn sets only)
     val_images: np.ndarray | None = None
     val_labels: np.ndarray | None = None
     val_masks: np.ndarray | None = None
@@ -132,7 +133,7 @@ def prepare(name, source=None, cache=CACHE, overwrite=False, workers=None, size=
         elif SETS[name].files:
             size, fields = SETS[name].size, _convert(name, folder, source, cache, workers)
         else:
-            size, fields = SETS[name].size, _draw(folder)
+            size, fields = SETS[name].size, _draw(folder, camouflage=name == "camouflage")
         write_meta(folder, name, "images", image_size=size, **fields)
     return True
 
@@ -518,10 +519,13 @@ def _convert_folders(name, folder, root, size, workers):
 # shapes: ten kinds of object, drawn, so that everything works without a network
 # -------------------------------------------------------------------------------------------------
 
-def _draw(folder, train=10_000, val=2_000):
-    """Writes images, labels and masks of both splits; returns classes, mean and std."""
-    for split, n, seed in (("train", train, 0), ("val", val, 1)):
-        for kind, array in zip(("images", "labels", "masks"), draw_shapes(n, seed)):
+def _draw(folder, train=10_000, val=2_000, camouflage=False):
+    """Writes images, labels and masks of both splits; returns classes, mean and std.
+
+    Camouflaged objects are learnt from all contrasts and to be found at the lowest."""
+    for split, n, seed, contrast in (("train", train, 0, (0.2, 1.2)), ("val", val, 1, (0.2, 0.2))):
+        drawn = draw_shapes(n, seed, contrast=contrast if camouflage else None)
+        for kind, array in zip(("images", "labels", "masks"), drawn):
             np.save(folder / f"{split}_{kind}.npy", array)
     pixels = np.load(folder / "train_images.npy").reshape(-1, 3)
     squares = np.square(pixels, dtype=np.uint32).sum(0)
@@ -554,10 +558,11 @@ def _inside(shape, x, y):
     return np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1))
 
 
-def _texture(rng, n, size):
-    """Smooth random colours around 0, float32 (n, size, size, 3): interpolated coarse noise."""
+def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
+    """Smooth random colours around 0, float32 (n, size, size, 3): interpolated coarse noise, of
+    (cells a side, strength) each."""
     out = np.zeros((n, size * size, 3), np.float32)
-    for cells, strength in ((2, 0.085), (5, 0.055), (11, 0.04)):
+    for cells, strength in scales:
         at = np.linspace(0, cells - 1, size)
         weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells)))  # (size, cells)
         weights = weights.astype(np.float32)
@@ -566,12 +571,15 @@ def _texture(rng, n, size):
     return out.reshape(n, size, size, 3)
 
 
-def draw_shapes(n, seed, size=32):
+def draw_shapes(n, seed, size=32, contrast=None):
     """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
 
     One whole object an image, of random place, scale, tilt and colour. Its colours and texture come
     from the background's distribution, so that only the outline tells the class. Every class is as
-    frequent, in random order."""
+    frequent, in random order.
+
+    With `contrast` (low, high) the two colours are that far apart, below a texture that hides it:
+    its grains of two pixels are as far from their colour as 0.3."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)
@@ -594,12 +602,20 @@ def draw_shapes(n, seed, size=32):
             inside = _inside(shape, x, y).reshape(m, size, 4, size, 4)
             cover = inside.mean((2, 4), dtype=np.float32)
 
-            # a colour for the background, and the first of seven that stands out, else the best
-            colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
-            contrast = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
-            choice = 1 + np.argmax(np.where(contrast > 0.6, 2, contrast), 1)
-            back = colours[:, 0][:, None, None] + _texture(rng, m, size)
-            front = colours[np.arange(m), choice][:, None, None] + _texture(rng, m, size)
+            if contrast:
+                colour = rng.uniform(0.3, 0.7, (m, 1, 1, 3)).astype(np.float32)
+                apart = rng.standard_normal((m, 1, 1, 3), np.float32)
+                apart /= np.linalg.norm(apart, axis=-1, keepdims=True)
+                apart *= rng.uniform(*contrast, (m, 1, 1, 1)).astype(np.float32)
+                back, front = (shade + _texture(rng, m, size, [(16, 0.2)])
+                               for shade in (colour - apart / 2, colour + apart / 2))
+            else:
+                # a colour for the background, and the first of seven that stands out, else the best
+                colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
+                distance = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
+                choice = 1 + np.argmax(np.where(distance > 0.6, 2, distance), 1)
+                back = colours[:, 0][:, None, None] + _texture(rng, m, size)
+                front = colours[np.arange(m), choice][:, None, None] + _texture(rng, m, size)
 
             image = back + cover[..., None] * (front - back)
             image += 0.04 * rng.standard_normal(image.shape, np.float32)

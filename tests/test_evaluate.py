@@ -269,7 +269,7 @@ def test_logistic_regression_is_at_its_minimum():
     torch.testing.assert_close(slope.mean(0), torch.zeros(3), atol=1e-4, rtol=0)
 
 
-def test_accuracy_and_probes(cache, tmp_path):
+def test_accuracy_and_probes(cache, tmp_path, monkeypatch):
     out = tmp_path / "run"
     flags = [f"--data_dir={cache}", "--device=cpu"]
     train_vit.main(["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8",
@@ -279,6 +279,14 @@ def test_accuracy_and_probes(cache, tmp_path):
     found = evaluate.main(["accuracy", *flags, "--batch_size=30"])
     assert found["n"] == 100 and found["acc"] == line["acc"]
     assert found["loss"] == pytest.approx(line["loss"], abs=1e-5)
+
+    other = dict(train_images=np.zeros((2, 32, 32, 3), np.uint8), train_labels=np.arange(2),
+                 val_images=np.zeros((2, 32, 32, 3), np.uint8), val_labels=np.arange(2))
+    digits = images.ImageData("digits", list("0123456789"), [0] * 3, [1] * 3, 32, **other)
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "load", lambda name, cache: digits)
+        with pytest.raises(common.UserError, match="other classes .circle, ...*digits has .0, ..."):
+            evaluate.main(["accuracy", *flags, "--data=digits"])
 
     data, encoder = images.load("shapes", cache), load_model(out / "ckpt.pt").encoder
     with torch.no_grad():

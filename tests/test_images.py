@@ -441,9 +441,22 @@ def test_masks_are_the_objects(shapes):
     assert agreement.mean() > 0.97 and np.quantile(agreement, 0.02) > 0.85
 
 
+def test_camouflaged_objects_differ_by_their_contrast_alone(shapes):
+    """Mean colours are 0.2 apart, and a texture of larger deviation lies over both."""
+    pictures, labels, masks = images.draw_shapes(500, seed=3, contrast=(0.2, 0.2))
+    plain = images.draw_shapes(500, seed=3)
+    assert np.array_equal(np.sort(labels), np.sort(plain[1]))
+    x, inside = pictures / 255, masks[..., None].astype(bool)
+    object_, ground = (x.mean((1, 2), where=where) for where in (inside, ~inside))
+    apart = np.linalg.norm(object_ - ground, axis=1)
+    assert 0.15 < np.median(apart) < 0.25
+    spread = np.sqrt(x.var((1, 2), where=~inside).sum(1))
+    assert np.median(spread) > 1.2 * np.median(apart)
+
+
 def test_shapes_are_prepared_on_first_use(tmp_path, monkeypatch):
     draw = images._draw
-    monkeypatch.setattr(images, "_draw", lambda folder: draw(folder, 200, 50))
+    monkeypatch.setattr(images, "_draw", lambda folder, **more: draw(folder, 200, 50, **more))
     data = images.load("shapes", tmp_path)
     assert data.classes == list(images.SHAPES) and data.image_size == 32
     for split, n in (("train", 200), ("val", 50)):
