@@ -125,8 +125,8 @@ class DeviceFlags:
     """Where and in what precision to compute, and where data lies."""
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 on cuda and on a CPU with "
-                        "instructions, else float32", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "of autocast; auto is bfloat16 on CUDA and on CPUs with "
+                        "instructions for it (AMX, AVX512-BF16), else float32", choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
     workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
@@ -140,9 +140,10 @@ class RunFlags(DeviceFlags):
     seed: int = option(0, "the same seed gives the same run", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto is cuda only")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = option(0, "steps between evaluations; 0: an epoch, 1000 steps of text", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: at evaluations, in 2 % of the time",
-                             low=0)
+    eval_every: int = option(0, "steps between evaluations; 0: every epoch, or 1000 steps of "
+                             "text", low=0)
+    save_every: int = option(0, "steps between checkpoints; 0: at evaluations, for at most 2 % "
+                             "of the time", low=0)
 
 
 def _flag_type(hint):

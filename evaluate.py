@@ -553,8 +553,9 @@ def segment(c):
     Saliency maps ([B] Eq. (7.2.41)) are resized to the image and stretched to [0, 1]. "iou": the
     mean IoU over images at one threshold for all, the best of 0, 0.01 .. 0.99 on this very split.
     "ap": the mean over images of the average precision of the map as a classifier of pixels. Each
-    for the mean over heads, for every head, and for the best head, likewise chosen here. An
-    uninformative map scores "foreground", the objects' share of the pixels, in both.
+    for the mean over heads, for every head, and for the best head, likewise chosen here. A constant
+    map scores "foreground", the objects' share of the pixels, in both; "prior" is the score of the
+    mean mask as the map of every image, which knows where objects lie on average.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95 ([B] Tables 7.2, 7.4), ranked by the confidence of `maskcut`. *_ceiling:
@@ -574,7 +575,7 @@ def segment(c):
     data = load_images(c.data, loaded.meta, c.data_dir)
     split, masks = on_device(data, c.split, processes.device), getattr(data, f"{c.split}_masks")
 
-    scores = []
+    scores, prior = [], torch.from_numpy(masks.mean(0, dtype=np.float32)).flatten()
     indices = torch.arange(len(masks)).split(c.batch_size)
     for index in _bar(indices, len(indices), processes.rank == 0):
         x = model_input(split.batch(index)[0], data, size)
@@ -584,13 +585,16 @@ def segment(c):
             maps, X = maps_and_features(encoder, x, number, query, c.features)
         cut, confidence = maskcut(X, side, c.tau)
         share, overlaps = truth.double().mean((1, 2, 3)), mask_overlaps(cut, truth)
-        scores.append((share, *map_scores(maps, truth), confidence, *overlaps))
+        prior_scores = [score[:, 0] for score in map_scores(prior.expand(len(x), 1, -1), truth)]
+        scores.append((share, *map_scores(maps, truth), *prior_scores, confidence, *overlaps))
 
-    share, ious, ap, confidence, *overlaps = (torch.cat(v).double() for v in zip(*scores))
+    share, ious, ap, iou_prior, ap_prior, confidence, *overlaps = (
+        torch.cat(v).double() for v in zip(*scores))
     iou_mean, *iou_heads = ious.mean(0).amax(-1).tolist()
     ap_mean, *ap_heads = ap.mean(0).tolist()
     result = dict(data=c.data, split=c.split, encoder="random" if c.random else c.ckpt,
                   layer=number, n=len(masks), foreground=share.mean().item(),
+                  iou_prior=iou_prior.mean(0).max().item(), ap_prior=ap_prior.mean().item(),
                   iou=iou_mean, iou_best=max(iou_heads), iou_heads=iou_heads,
                   ap=ap_mean, ap_best=max(ap_heads), ap_heads=ap_heads)
     thresholds = torch.arange(50, 100, 5).double() / 100

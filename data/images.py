@@ -522,9 +522,11 @@ def _convert_folders(name, folder, root, size, workers):
 def _draw(folder, train=10_000, val=2_000, camouflage=False):
     """Writes images, labels and masks of both splits; returns classes, mean and std.
 
-    Camouflaged objects are learnt from all contrasts and to be found at the lowest."""
-    for split, n, seed, contrast in (("train", train, 0, (0.2, 1.2)), ("val", val, 1, (0.2, 0.2))):
-        drawn = draw_shapes(n, seed, contrast=contrast if camouflage else None)
+    Camouflaged objects are small, so that no one place is a good guess; they are learnt at all
+    contrasts and to be found at a low one."""
+    for split, n, seed, contrast in (("train", train, 0, (0.3, 1.5)), ("val", val, 1, (0.3, 0.3))):
+        hidden = dict(contrast=contrast, scale=(0.18, 0.28)) if camouflage else {}
+        drawn = draw_shapes(n, seed, **hidden)
         for kind, array in zip(("images", "labels", "masks"), drawn):
             np.save(folder / f"{split}_{kind}.npy", array)
     pixels = np.load(folder / "train_images.npy").reshape(-1, 3)
@@ -571,12 +573,12 @@ def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
     return out.reshape(n, size, size, 3)
 
 
-def draw_shapes(n, seed, size=32, contrast=None):
+def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
     """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
 
-    One whole object an image, of random place, scale, tilt and colour. Its colours and texture come
-    from the background's distribution, so that only the outline tells the class. Every class is as
-    frequent, in random order.
+    One whole object an image, of random place, tilt, colour and scale (about its half height, of the
+    image's). Its colours and texture come from the background's distribution, so that only the
+    outline tells the class. Every class is as frequent, in random order.
 
     With `contrast` (low, high) the two colours are that far apart, below a texture that hides it:
     its grains of two pixels are as far from their colour as 0.3."""
@@ -590,12 +592,12 @@ def draw_shapes(n, seed, size=32, contrast=None):
             m = len(rows)
 
             # the share of each pixel that the object covers
-            scale = rng.uniform(0.32, 0.44, m).astype(np.float32) * size
-            reach = 1.07 * scale
+            radius = rng.uniform(*scale, m).astype(np.float32) * size
+            reach = 1.07 * radius
             centre = reach + rng.random((2, m), np.float32) * (size - 2 * reach)
             angle = rng.uniform(-math.pi / 9, math.pi / 9, m)  # 20 degrees: a heart stays a heart
-            cos = (np.cos(angle) / scale).astype(np.float32)
-            sin = (np.sin(angle) / scale).astype(np.float32)
+            cos = (np.cos(angle) / radius).astype(np.float32)
+            sin = (np.sin(angle) / radius).astype(np.float32)
             dx, dy = grid - centre[0][:, None], centre[1][:, None] - grid  # (m, 4 size); y upwards
             x = (cos[:, None] * dx)[:, None] + (sin[:, None] * dy)[:, :, None]  # (m, row, column)
             y = (cos[:, None] * dy)[:, :, None] - (sin[:, None] * dx)[:, None]

@@ -22,10 +22,11 @@ TABLE = {name: float(score) for name, score in re.findall(
 
 
 @pytest.fixture(scope="module")
-def shapes():
-    """The 2,000 validation images of `shapes`, as `prepare_shapes` draws them."""
-    pixels, labels, _ = images.draw_shapes(2000, seed=1)
-    return images.Images(pixels, labels, "cpu")
+def drawn():
+    """{name: the 2,000 validation images of a drawn set, as preparing it draws them}."""
+    sets = dict(shapes=None, camouflage=(0.2, 0.2))
+    return {name: images.Images(*images.draw_shapes(2000, seed=1, contrast=contrast)[:2], "cpu")
+            for name, contrast in sets.items()}
 
 
 def test_the_table_and_the_files_agree():
@@ -40,9 +41,9 @@ def test_the_table_and_the_files_agree():
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_scores(name, shapes, text_cache):
-    """On the validation parts of `shapes` and of pydoc (the manual differs a little between versions
-    of Python). CIFAR-10 is not here: its models agree on a picture with
+def test_scores(name, drawn, text_cache):
+    """On the validation parts of the drawn sets and of pydoc (the manual differs a little between
+    versions of Python). CIFAR-10 is not here: its models agree on a picture with
     themselves mirrored, mostly, and do not call everything one class."""
     loaded = checkpoint.load_model(f"pretrained:{name}")
     data = statistics_of(loaded.meta)
@@ -56,15 +57,15 @@ def test_scores(name, shapes, text_cache):
             guess, mirrored = (loaded.model(v).argmax(1) for v in (x, x.flip(3)))
         assert (guess == mirrored).float().mean() > 0.3 and len(guess.unique()) > 2
     elif loaded.task == "vit":
-        acc = classify(loaded.model, shapes, data, CONFIG, PROCESSES)["acc"]
+        acc = classify(loaded.model, drawn[loaded.meta["name"]], data, CONFIG, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(TABLE[name], abs=0.3)
     elif loaded.task == "mae":
-        loss = validate(loaded.model, shapes, data, CONFIG, PROCESSES)["loss"]
+        loss = validate(loaded.model, drawn["shapes"], data, CONFIG, PROCESSES)["loss"]
         assert loss == pytest.approx(TABLE[name], abs=0.002)
     else:
         pixels, labels, _ = images.draw_shapes(10_000, seed=0)
         train = images.Images(pixels, labels, "cpu")
         x, z = (features(loaded.encoder, split, data, CONFIG, PROCESSES)
-                for split in (train, shapes))
-        acc = nearest_neighbours(x, train.labels, z, shapes.labels, 10)["acc"]
+                for split in (train, drawn["shapes"]))
+        acc = nearest_neighbours(x, train.labels, z, drawn["shapes"].labels, 10)["acc"]
         assert 100 * acc == pytest.approx(TABLE[name], abs=0.5)

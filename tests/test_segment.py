@@ -185,6 +185,12 @@ def test_perfect_masks(tmp_path, run):
         assert found[f"box_{name}"] == found[f"mask_{name}"] == 1
     assert found["foreground"] == pytest.approx(96 / 1024)
 
+    prior = masks.mean(0) / masks.mean(0).max()         # the mean mask; 0 in the corners
+    ious = [[((prior >= i / 100) & mask).sum() / ((prior >= i / 100) | mask).sum()
+             for mask in masks == 1] for i in range(100)]
+    assert found["iou_prior"] == pytest.approx(max(np.mean(ious, 1)), abs=1e-6)
+    assert found["ap_prior"] > found["iou_prior"] > found["foreground"]
+
 
 def test_random_encoder_layers_and_sizes(run):
     model = classifier()
