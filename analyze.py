@@ -8,7 +8,7 @@ Looks inside the layers of trained checkpoints, and tests arguments of the paper
     toy                                    does MSSA lower R^c?         [S]
     denoise                                a Gaussian mixture           [J] Eq. (46)-(49)
     neurons --ckpt=A.pt,B.pt               can single neurons be read?
-    recall                                 what does a tied query cost?
+    recall                                 what does one matrix for query, key and value cost?
     curves --runs=out/A,out/B              metrics.jsonl                [B] Fig. 7.13, 7.18
     correlation --runs=out/grid            generalization gap against complexity   [S] Table 1
 
@@ -25,13 +25,15 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 import common
 import plot
@@ -40,7 +42,7 @@ from common import DeviceFlags, RunFlags, UserError, derive_seed, needed, option
 from data import augment, images
 from evaluate import (classify, load_images, load_tokens, logistic_regression, model_input,
                       on_device, pooling, write_overlays)
-from model import (LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
+from model import (MHSA, LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
                    projected_coding_rate, run_layers, saliency, subspace_coding_rate,
                    subspace_coding_rate_grad, text_config)
 
@@ -72,24 +74,26 @@ class OneModel(Output):
 # -------------------------------------------------------------------------------------------------
 
 def print_table(rows):
-    """Dicts with the same keys, one a line; the value of KEY_std follows that of KEY."""
+    """Dicts with the same keys, one a line; KEY_std (a deviation) or KEY_error (a standard error)
+    follows KEY."""
     def cell(row, key):
         value = row[key]
         if value is None:
             return "-"
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        return shown + (f" +- {row[key + '_std']:.2g}" if key + "_std" in row else "")
+        extra = row.get(key + "_std", row.get(key + "_error"))
+        return shown if extra is None else f"{shown} +- {extra:.2g}"
 
-    keys = [key for key in rows[0] if not key.endswith("_std")]
+    keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
     lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:
         print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
 
 
-def figure(c, *panels, draw=None):
-    """Line charts side by side, as plot.py describes them, or its drawing of another kind."""
-    (draw or plot.write)(c.out + ".png", *panels)
+def figure(c, *panels):
+    """Line charts side by side, as plot.py describes them."""
+    plot.write(c.out + ".png", *panels)
     print(f"wrote {c.out}.png")
 
 
@@ -345,7 +349,8 @@ def subspaces(c):
     random = math.exp(math.lgamma(d / 2) - math.lgamma((d + 1) / 2)) / math.pi ** 0.5
     print_table(rows)
     print(f"random directions in R^{d} have a mean of {random:.4f}")
-    figure(c, [gram for gram, _ in found], max(1, 256 // len(found[0][0])), draw=plot.heat)
+    plot.heat(c.out + ".png", [gram for gram, _ in found], max(1, 256 // len(found[0][0])))
+    print(f"wrote {c.out}.png")
     return dict(layers=rows, random=random)
 
 
@@ -371,7 +376,8 @@ def tokens(c):
                          effective_rank=entropy.exp().item()))
         maps.append(Z.abs() / Z.abs().quantile(0.99).clamp_min(1e-12))
     print_table(rows)
-    figure(c, maps, max(1, 384 // maps[0].shape[-1]), draw=plot.heat)
+    plot.heat(c.out + ".png", maps, max(1, 384 // maps[0].shape[-1]))
+    print(f"wrote {c.out}.png")
     return dict(layers=rows)
 
 
@@ -699,23 +705,29 @@ class Neurons(OneModel):
     layer. Means and standard errors over the checkpoints of an arch.
 
     k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on
-    the k neurons whose means differ most with a property, in deviations, on half of as many samples
-    with it as without; the accuracy on the other half, mean over the properties. Purity: how much
-    of a neuron's 20 highest activations is one character or class; mean over 100 neurons drawn.
-    "kept" is a code without its smallest values: as few are left as in the first checkpoint's."""
+    the k neurons whose means differ most with a property, in deviations, fitted on half of the
+    windows or images, as many rows with it as without; the accuracy on the other half (chance: 50
+    %), mean over the properties. Purity: how much of a neuron's 20 highest activations is one
+    character or class; mean over 100 neurons that fire at least 20 times. Each model offers as many
+    neurons as the narrowest model is wide. "kept" is a code without its smallest values: as small a
+    share is left as in the first checkpoint's.
+
+    The head reads ISTA's code itself, but of ODL and MLP a branch's inner layer is taken: so
+    compare with --untrained too."""
     ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
     untrained: bool = option(False, "also each checkpoint's model at random initialization")
-    samples: int = option(300, "sequences or images, spread over the split", low=1)
+    samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(50, "samples at once", low=1)
 
 
 def text_properties(pieces):
-    """{property: bool (n,)} of the tokens of a text; letters count from the word's first."""
+    """{property: bool (n,)} of the tokens of one window. Letters count from a word's first (with
+    GPT-2's tokens, its pieces); "quoted" is behind an odd number of quotation marks."""
     quoted, letter, rows = False, 0, []
     for piece in pieces:
         mark = piece.strip()
         quoted ^= piece.count('"') % 2 == 1
-        letter = letter + 1 if mark.isalpha() else 0
+        letter = (0 if piece[:1].isspace() else letter) + 1 if mark.isalpha() else 0
         rows.append((mark.isdigit(), mark[:1].isupper(), quoted, letter == 1, letter == 2,
                      letter > 4, not mark, bool(mark) and not mark.isalnum()))
     names = ("digit", "capital", "quoted", "first letter", "second letter", "fifth letter or later",
@@ -723,10 +735,18 @@ def text_properties(pieces):
     return dict(zip(names, np.array(rows).T))
 
 
+class Codes(NamedTuple):
+    """What neurons are read from: a row is a token or, as the head reads it, an image."""
+    values: torch.Tensor                # (N, m)
+    nonzeros: float                     # before an image's patches are averaged
+    properties: dict                    # name -> bool (N,); of an image class and strongest channel
+    kinds: np.ndarray                   # (N,): token or class
+    group: np.ndarray                   # (N,): which window or image
+
+
 @torch.no_grad()
 def last_codes(loaded, c):
-    """(codes (N, m), {property: bool (N,)}, what the purity is of (N,)). A row is a token or, as
-    the head reads it, an image, whose properties are its class and its strongest channel."""
+    """The Codes of the last layer."""
     found, layer = [], (loaded.encoder or loaded.model).layers[-1].sparsification
     if layer is None:
         raise UserError(f"arch {loaded.model.config.arch} has no sparsification to look into")
@@ -734,89 +754,111 @@ def last_codes(loaded, c):
     hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(code(inputs[0])))
     given = torch.cat(list(pass_samples(loaded, c, c.split))).cpu().numpy()
     hook.remove()
-    codes = torch.cat(found).float().cpu()
+    values = torch.cat(found).float().cpu()                         # (samples, tokens, m)
+    nonzeros, group = (values != 0).float().mean().item(), np.arange(len(given))
     if loaded.task == "gpt":
-        tokenizer = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[0].tokenizer
-        pieces = [tokenizer.decode([i]) for i in given.flat]
-        return codes.flatten(0, 1), text_properties(pieces), given.flatten()
+        decode = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[0].tokenizer.decode
+        rows = [text_properties([decode([i]) for i in window]) for window in given]
+        properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+        return Codes(values.flatten(0, 1), nonzeros, properties, given.flatten(),
+                     group.repeat(given.shape[1]))
     data = load_images(c.data, loaded.meta, c.data_dir)
     labels = getattr(data, f"{c.split}_labels")[given]
     channel = getattr(data, f"{c.split}_images")[given].mean((1, 2)).argmax(1)
     properties = {f"class {i}": labels == i for i in np.unique(labels)}
     properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
-    codes = codes[:, 0] if pooling(loaded) == "class" else codes[:, 1:].mean(1)
-    return codes, properties, labels
+    values = values[:, 0] if pooling(loaded) == "class" else values[:, 1:].mean(1)
+    return Codes(values, nonzeros, properties, labels, group)
 
 
-def sparse_probe(codes, has, k, seed):
-    """Accuracy of a k-sparse probe for the property has (N,), or None where it is too rare."""
-    sides, rng = [np.flatnonzero(has), np.flatnonzero(~has)], np.random.default_rng(seed)
-    n = min(2000, *map(len, sides)) // 2 * 2
-    if n < 20:
-        return None
-    order = np.stack([rng.permutation(side)[:n] for side in sides], 1).ravel()
-    x, y = codes[order], torch.arange(2 * n) % 2                    # with, without, with, ...
-    x = (x - x[:n].mean(0)) / x[:n].std(0).clamp_min(1e-6)
-    best = (x[:n:2].mean(0) - x[1:n:2].mean(0)).abs().topk(min(k, x.shape[1])).indices
-    W, b = logistic_regression(x[:n, best], y[:n], 2, 1e-4)
-    return ((x[n:, best] @ W + b).argmax(1) == y[n:]).float().mean().item()
+def sparse_probe(codes, has, group, k, seed):
+    """Accuracy of a k-sparse probe for the property has (N,), or None where it is too rare. Whole
+    windows or images, group (N,), are for fitting or for testing."""
+    rng, halves = np.random.default_rng(seed), []
+    side = rng.permutation(group.max() + 1)[group] % 2
+    for half in (0, 1):
+        rows = [rng.permutation(np.flatnonzero((side == half) & (has == value)))
+                for value in (False, True)]
+        n = min(1000, *map(len, rows))
+        if n < 10:
+            return None
+        halves.append((codes[np.concatenate([row[:n] for row in rows])], torch.arange(2 * n) // n))
+    (x, y), (x_test, y_test) = halves
+    mean, std = x.mean(0), x.std(0).clamp_min(1e-6)
+    x, x_test = (x - mean) / std, (x_test - mean) / std
+    best = (x[y == 1].mean(0) - x[y == 0].mean(0)).abs().topk(min(k, x.shape[1])).indices
+    W, b = logistic_regression(x[:, best], y, 2, 1e-4)
+    return ((x_test[:, best] @ W + b).argmax(1) == y_test).float().mean().item()
 
 
-def neuron_numbers(codes, properties, kinds, seed):
-    """The numbers of one row of the table."""
-    found = dict(nonzeros=(codes != 0).float().mean().item())
+def neuron_numbers(codes, width, seed):
+    """The numbers of one row of the table, of `width` of the code's neurons."""
+    generator = torch.Generator().manual_seed(seed)
+    values = codes.values[:, torch.randperm(codes.values.shape[1], generator=generator)[:width]]
+    found = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
     for k in (1, 5, 20):
-        scores = [sparse_probe(codes, has, k, seed) for has in properties.values()]
-        found[f"k={k}"] = float(np.mean([score for score in scores if score is not None]))
-    drawn = torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(seed))[:100]
-    top = kinds[codes[:, drawn].topk(20, 0).indices.numpy()].T
-    found["purity"] = float(np.mean([np.unique(t, return_counts=True)[1].max() / 20 for t in top]))
+        scores = [sparse_probe(values, has, codes.group, k, seed)
+                  for has in codes.properties.values()]
+        scores = [score for score in scores if score is not None]
+        found[f"k={k}"] = float(np.mean(scores)) if scores else None
+    alive = ((values != 0).sum(0) >= 20).nonzero()[:100, 0]
+    top = codes.kinds[values[:, alive].topk(min(20, len(values)), 0).indices.numpy()].T
+    shares = [np.unique(kinds, return_counts=True)[1].max() / len(kinds) for kinds in top]
+    found["purity"] = float(np.mean(shares)) if shares else None
     return found
 
 
 def neurons(c):
-    """{"rows": [{"code", "runs", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]}."""
-    runs, share = {}, None
-    for c.seed, path in enumerate(words(c.ckpt, "ckpt")):
-        for untrained in (False, True)[:1 + c.untrained]:
-            loaded = open_model(path, c, untrained)
-            codes, *rest = last_codes(loaded, c)
-            name = loaded.model.config.arch + ", untrained" * untrained
-            runs.setdefault(name, []).append(neuron_numbers(codes, *rest, c.seed))
-            share = share or runs[name][0]["nonzeros"]
-            if runs[name][-1]["nonzeros"] > share + 0.05:
-                least = codes.abs().kthvalue(round((1 - share) * codes.shape[1]), 1, True).values
-                kept = neuron_numbers(codes.where(codes.abs() > least, 0), *rest, c.seed)
-                runs.setdefault(name + ", kept", []).append(kept)
+    """{"rows": [{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]}."""
+    opened = [(path, load_model(path, heads=c.heads).model.config)
+              for path in words(c.ckpt, "ckpt")]
+    width, share, runs = min(config.width for _, config in opened), None, {}
+    for path, config in opened:
+        for untrained in (True,) if c.random else (False, True)[:1 + c.untrained]:
+            row = runs.setdefault(config.arch + ", untrained" * untrained, [])
+            seed = c.seed + len(row)
+            codes = last_codes(open_model(path, replace(c, seed=seed), untrained), c)
+            row.append(neuron_numbers(codes, width, seed))
+            share = share or codes.nonzeros
+            if codes.nonzeros > share + 0.05:
+                size = codes.values.abs()
+                least = size.kthvalue(round((1 - share) * size.shape[1]), 1, True).values
+                kept = codes._replace(values=codes.values.where(size > least, 0), nonzeros=share)
+                row = runs.setdefault(f"{config.arch}{', untrained' * untrained}, kept", [])
+                row.append(neuron_numbers(kept, width, seed))
     rows = [dict(code=name, runs=len(found)) | averages(found) for name, found in runs.items()]
     print_table(rows)
     return dict(rows=rows)
 
 
 def averages(runs):
-    """{key: mean, key_std: standard error} of the numbers of several runs; None is left out."""
+    """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
     found = {}
     for key in runs[0]:
         values = [run[key] for run in runs if run[key] is not None]
         found[key] = float(np.mean(values)) if values else None
         if len(values) > 1:
-            found[key + "_std"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
+            found[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
     return found
 
 
 # -------------------------------------------------------------------------------------------------
-# recall: what a tied query costs
+# recall: what does one matrix for query, key and value cost?
 # -------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
 class Recall(Output):
-    """In-context recall (Arora et al., Zoology, 2023): small causal models read pairs of a random
-    key and a random value, then each key again in another order, and say its value.
+    """In-context recall: small causal models read pairs of a random key and a random value, then
+    each key again in another order, and say its value. Easier than the task of Zoology (Arora et
+    al., 2023): nothing lies between, and values may repeat.
 
-    The archs have equal width; aot is aot-mhsa with one matrix as query, key and value. "steps" is
-    the mean, over the seeds that got there, of the steps until 95 % of the values are right;
-    "accuracy" the last, of all seeds. Behind +- stands the standard error."""
+    The archs have equal width; aot is aot-mhsa with one matrix as query, key and value, and --tie
+    makes two of aot-mhsa's three one. "steps" is the mean, over the seeds that got there, of the
+    steps until 95 % of the values are right, looked at every 50 steps; "accuracy" the last of each
+    seed's. Behind +- stands the standard error."""
     archs: str = option("transformer,aot-mhsa,aot,crate,crate-alpha,tost", "which, by commas")
+    tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
+                             choices=("qk", "kv"))
     layers: int = option(2, "of each model", low=1)
     width: int = option(64, "d", low=1)
     heads: int = option(4, "K", low=1)
@@ -826,6 +868,31 @@ class Recall(Output):
     steps: int = option(2000, "at most, of each run", low=1)
     batch_size: int = option(128, "sequences of a step", low=1)
     lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+
+
+class Tied(nn.Module):
+    """QKV (3 K p, d) with the key's rows in the place of the query's or of the value's."""
+
+    def __init__(self, tie):
+        super().__init__()
+        self.tie = tie
+
+    def forward(self, QKV):
+        Q, key, V = QKV.chunk(3)
+        return torch.cat([key, key, V] if self.tie == "qk" else [Q, key, key])
+
+
+def recall_model(c, arch):
+    """An untrained model. Raises ConfigError, or UserError where there is nothing to tie."""
+    model = LanguageModel(text_config(None, arch=arch, layers=c.layers, width=c.width,
+                                      heads=c.heads, context=4 * c.pairs - 1,
+                                      vocab_size=2 * c.symbols))
+    if c.tie:
+        if not isinstance(model.layers[0].attention, MHSA):
+            raise UserError(f"--tie: {arch} has one matrix as query, key and value")
+        for layer in model.layers:
+            parametrize.register_parametrization(layer.attention.QKV, "weight", Tied(c.tie))
+    return model
 
 
 def recall_sequences(c, n, *purpose):
@@ -843,11 +910,9 @@ def recall_sequences(c, n, *purpose):
 
 
 def recall_run(c, arch, seed):
-    """Trains one model: dict(steps until 95 % or None, the last accuracy), its parameters."""
+    """Trains one model: dict(steps until 95 % or None, the last accuracy)."""
     torch.manual_seed(derive_seed(seed, "weights"))
-    model = LanguageModel(text_config(None, arch=arch, layers=c.layers, width=c.width,
-                                      heads=c.heads, context=4 * c.pairs - 1,
-                                      vocab_size=2 * c.symbols))
+    model = recall_model(c, arch)
     optimizer = common.make_optimizer(model, "muon", c.lr, 0.0, (0.9, 0.99))
     held_out, answers = recall_sequences(c, 1000, seed, "held out")
     for step in range(1, c.steps + 1):
@@ -860,17 +925,18 @@ def recall_run(c, arch, seed):
                 right = (model(held_out).argmax(-1) == answers)[answers >= 0]
             accuracy = right.float().mean().item()
             if accuracy >= 0.95:
-                return dict(steps=step, accuracy=accuracy), model.count()
-    return dict(steps=None, accuracy=accuracy), model.count()
+                return dict(steps=step, accuracy=accuracy)
+    return dict(steps=None, accuracy=accuracy)
 
 
 def recall(c):
     """{"archs": [{"arch", "parameters", "learnt", "steps", "accuracy"}, ...]}."""
     if c.symbols < c.pairs:
         raise UserError(f"--pairs={c.pairs} different keys need as many --symbols, not {c.symbols}")
+    counts = {arch: recall_model(c, arch).count() for arch in words(c.archs, "archs")}
     rows = []
-    for arch in words(c.archs, "archs"):
-        runs, (count, *_) = zip(*(recall_run(c, arch, seed) for seed in range(c.seeds)))
+    for arch, count in counts.items():
+        runs = [recall_run(c, arch, seed) for seed in range(c.seeds)]
         learnt = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=count, learnt=f"{learnt}/{c.seeds}")
                     | averages(runs))

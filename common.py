@@ -126,7 +126,8 @@ class DeviceFlags:
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = option("auto", "of autocast; auto is bfloat16 on CUDA and on CPUs with "
-                        "instructions for it (AMX, AVX512-BF16), else float32", choices=("auto", "float32", "bfloat16"))
+                        "instructions for it (AMX, AVX512-BF16), else float32",
+                        choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
     workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
@@ -247,7 +248,8 @@ def parse(config_class, presets, argv, doc, default=None):
     if preset not in presets:
         if any(presets.values()):
             raise UserError(f"preset {not_one_of(preset, presets)}")
-        raise UserError(f"unexpected {preset!r}: a checkpoint is given as --ckpt={preset}")
+        hint = f": a checkpoint is given as --ckpt={preset}" if "ckpt" in fields else ""
+        raise UserError(f"unexpected {preset!r}{hint}")
     given = _read_flags(argv, fields, hints)
     displaced = {other for name in given for other in fields[name].metadata["displaces"]}
     values = {k: v for k, v in presets[preset].items() if k not in displaced} | given
@@ -487,7 +489,8 @@ def largest_that_fits(size, trial, params, processes):
         if processes.largest(int(not fits)) == 0:
             return size
         if size == 1:
-            raise UserError("a micro-batch of 1 does not fit in memory: try a smaller model")
+            raise UserError("a micro-batch of 1 does not fit in memory: try a smaller model, or "
+                            "a shorter --context")
         size //= 2
         torch.cuda.empty_cache()
 

@@ -554,13 +554,13 @@ def segment(c):
     mean IoU over images at one threshold for all, the best of 0, 0.01 .. 0.99 on this very split.
     "ap": the mean over images of the average precision of the map as a classifier of pixels. Each
     for the mean over heads, for every head, and for the best head, likewise chosen here. A constant
-    map scores "foreground", the objects' share of the pixels, in both; "prior" is the score of the
-    mean mask as the map of every image, which knows where objects lie on average.
+    map scores "foreground", the objects' share of the pixels, in both; "prior" is the score of this
+    split's mean mask as the map of every image, which knows where objects lie on average.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95 ([B] Tables 7.2, 7.4), ranked by the confidence of `maskcut`. *_ceiling:
     of the patches that are half object or more, ranked by their IoU. Objects and background of
-    `shapes` differ in colour, those of `camouflage` in nothing but the edge between them:
+    `shapes` differ in colour, those of `camouflage` by about as much as their texture varies:
     --features=pixels is the baseline."""
     loaded = load_encoder(c)
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
@@ -575,12 +575,13 @@ def segment(c):
     data = load_images(c.data, loaded.meta, c.data_dir)
     split, masks = on_device(data, c.split, processes.device), getattr(data, f"{c.split}_masks")
 
-    scores, prior = [], torch.from_numpy(masks.mean(0, dtype=np.float32)).flatten()
+    truths = torch.from_numpy(np.array(masks))[:, None]
+    truths = augment.center_crop(truths, min(size, truths.shape[-1])).bool()            # as at_size
+    scores, prior = [], truths.float().mean(0).flatten()
     indices = torch.arange(len(masks)).split(c.batch_size)
     for index in _bar(indices, len(indices), processes.rank == 0):
         x = model_input(split.batch(index)[0], data, size)
-        truth = torch.from_numpy(masks[index.numpy()])[:, None]
-        truth = augment.center_crop(truth, min(size, truth.shape[-1])).bool()       # as at_size
+        truth = truths[index]
         with processes.autocast(c.dtype):
             maps, X = maps_and_features(encoder, x, number, query, c.features)
         cut, confidence = maskcut(X, side, c.tau)

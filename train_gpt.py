@@ -158,9 +158,7 @@ def main(argv):
 
     # ---- run
     run = common.Run(c, "gpt", preset, processes)
-    checkpoint.restore(run, model.config, optimizer, model)
-    if common.wants_compile(c, device):
-        model.compile()
+    # the micro-batch is halved until it fits into a GPU's memory
     if device.type == "cuda":
         def trial(size):
             ids = torch.zeros(size, c.context, dtype=torch.int64, device=device)
@@ -172,6 +170,9 @@ def main(argv):
         c.micro_batch = common.largest_that_fits(wanted, trial, [*model.parameters()], processes)
         if c.micro_batch < wanted:
             run.say(f"--micro_batch={wanted} does not fit in memory: taking {c.micro_batch}")
+    checkpoint.restore(run, model.config, optimizer, model)
+    if common.wants_compile(c, device):
+        model.compile()
     parallel = processes.wrap(model)
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "

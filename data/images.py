@@ -519,14 +519,15 @@ def _convert_folders(name, folder, root, size, workers):
 # shapes: ten kinds of object, drawn, so that everything works without a network
 # -------------------------------------------------------------------------------------------------
 
-def _draw(folder, train=10_000, val=2_000, camouflage=False):
-    """Writes images, labels and masks of both splits; returns classes, mean and std.
+# Contrasts to learn from and to be scored at; small, so that no one place is a good guess
+CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
+                  val=dict(contrast=(0.3, 0.3), scale=(0.18, 0.28)))
 
-    Camouflaged objects are small, so that no one place is a good guess; they are learnt at all
-    contrasts and to be found at a low one."""
-    for split, n, seed, contrast in (("train", train, 0, (0.3, 1.5)), ("val", val, 1, (0.3, 0.3))):
-        hidden = dict(contrast=contrast, scale=(0.18, 0.28)) if camouflage else {}
-        drawn = draw_shapes(n, seed, **hidden)
+
+def _draw(folder, train=10_000, val=2_000, camouflage=False):
+    """Writes images, labels and masks of both splits; returns classes, mean and std."""
+    for split, n, seed in (("train", train, 0), ("val", val, 1)):
+        drawn = draw_shapes(n, seed, **CAMOUFLAGE[split] if camouflage else {})
         for kind, array in zip(("images", "labels", "masks"), drawn):
             np.save(folder / f"{split}_{kind}.npy", array)
     pixels = np.load(folder / "train_images.npy").reshape(-1, 3)
@@ -576,12 +577,12 @@ def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
 def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
     """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
 
-    One whole object an image, of random place, tilt, colour and scale (about its half height, of the
-    image's). Its colours and texture come from the background's distribution, so that only the
-    outline tells the class. Every class is as frequent, in random order.
+    One whole object an image, of random place, tilt, colour and scale (about half its height, in
+    heights of the image). Its colours and texture come from the background's distribution, so that
+    only the outline tells the class. Every class is as frequent, in random order.
 
-    With `contrast` (low, high) the two colours are that far apart, below a texture that hides it:
-    its grains of two pixels are as far from their colour as 0.3."""
+    With `contrast` (low, high) the two colours are that far apart, at most, since they are clipped,
+    under a texture whose grains of two pixels are 0.23 from their colour on average."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)

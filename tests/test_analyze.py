@@ -380,24 +380,73 @@ def test_text_properties():
                         "punctuation":   ".....1.1......1"}.items():
         assert found[name].tolist() == [mark == "1" for mark in marks], name
     assert analyze.text_properties(list("quietly"))["fifth letter or later"].sum() == 3
+    pieces = analyze.text_properties([" the", " dog", "ged"])           # GPT-2's
+    assert pieces["first letter"].tolist() == [True, True, False]
+
+
+def coded(values, kinds, group=None, **properties):
+    return analyze.Codes(values, 0.5, properties, kinds,
+                         np.arange(len(values)) if group is None else group)
 
 
 def test_sparse_probes_and_purity_find_what_was_put_there():
     """Neuron 3 tells the property, the rest are noise; neuron i is highest on tokens of kind i."""
     generator = torch.Generator().manual_seed(0)
-    codes = torch.rand(400, 30, generator=generator)
-    has = np.arange(400) % 4 == 0
-    assert analyze.sparse_probe(codes, has, 1, 0) < 0.7
+    codes, each = torch.rand(400, 30, generator=generator), np.arange(400)
+    has = each % 4 == 0
     codes[:, 3] += 2 * torch.from_numpy(has)
-    assert analyze.sparse_probe(codes, has, 1, 0) == 1
-    assert analyze.sparse_probe(codes, np.arange(400) < 19, 1, 0) is None       # too rare to tell
+    assert analyze.sparse_probe(codes, has, each, 1, 0) == 1
+    assert analyze.sparse_probe(codes, each < 19, each, 1, 0) is None           # too rare to tell
 
-    kinds = np.arange(400) % 10
-    found = analyze.neuron_numbers(torch.eye(10)[kinds], dict(has=has), kinds, 0)
-    assert found["purity"] == 1 and found["nonzeros"] == pytest.approx(0.1)
-    noise = torch.rand(400, 10, generator=generator)
-    mixed = analyze.neuron_numbers(noise, dict(has=has), kinds, 0)
-    assert mixed["purity"] < 0.4
+    noise = torch.rand(80, 20_000, generator=generator)     # one of so many fits any 40 rows
+    few = np.arange(80)
+    chance = [analyze.sparse_probe(noise, few % 2 == 0, few, 1, seed) for seed in range(8)]
+    assert 0.4 < np.mean(chance) < 0.6
+    # what is alike within a window only is no knowledge: windows are not divided
+    windows = torch.rand(80, 400, generator=generator).repeat_interleave(5, 0)
+    has = np.random.default_rng(0).random(80).repeat(5) < 0.5
+    divided, whole = ([analyze.sparse_probe(windows, has, group, 20, seed) for seed in range(8)]
+                      for group in (each, each // 5))
+    assert np.mean(whole) < 0.6 < 0.7 < np.mean(divided)
+
+    kinds = each % 10
+    pure = coded(torch.eye(10)[kinds], kinds, has=has)
+    assert analyze.neuron_numbers(pure, 10, 0)["purity"] == 1
+    mixed = analyze.neuron_numbers(coded(noise[:, :10].repeat(5, 1), kinds, has=has), 4, 0)
+    assert mixed["purity"] < 0.4 and mixed["neurons"] == 10
+    dead = analyze.neuron_numbers(coded(torch.zeros(400, 10), kinds, rare=each < 3), 10, 0)
+    assert dead["purity"] is None and dead["k=1"] is None
+
+
+def test_neurons_of_text(save, call, text_cache):
+    """Codes and tokens belong together: a model whose ISTA passes on the token itself is read."""
+    data = text.load("verse", text_cache)
+    torch.manual_seed(0)
+    paths = []
+    for arch in ("crate", "crate-alpha"):
+        model = LanguageModel(TextConfig(arch=arch, width=16, heads=2, layers=1, context=11,
+                                         vocab_size=8))
+        torch.nn.init.orthogonal_(model.embed.weight)
+        torch.nn.init.zeros_(model.positions)
+        meta = dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=data.tokenizer.n_vocab)
+        paths.append(save(model.eval(), "gpt", name=f"{arch}.pt", meta=meta))
+        flags = analyze.Neurons(ckpt=paths[-1], data_dir=str(text_cache), device="cpu", samples=9)
+        codes = analyze.last_codes(analyze.load_model(paths[-1]), flags)
+        windows = data.val[:len(data.val) // 11 * 11].reshape(-1, 11)
+        windows = windows[analyze.spread(len(windows), 9).numpy()]
+        assert np.array_equal(codes.kinds, windows.ravel())
+        assert np.array_equal(codes.group, np.arange(9).repeat(11))
+        with torch.no_grad():
+            trace = []
+            model(torch.from_numpy(windows.astype(np.int64)), trace=trace)
+            layer = model.layers[0]
+            wanted = layer.norm2(trace[0].half)
+            wanted = (layer.sparsification(wanted) if arch == "crate" else
+                      layer.sparsification.code(wanted))
+        torch.testing.assert_close(codes.values, wanted.flatten(0, 1))
+    rows = call("neurons", f"--ckpt={','.join(paths)}", f"--data_dir={text_cache}",
+                "--random")["rows"]
+    assert {row["code"] for row in rows} >= {"crate, untrained", "crate-alpha, untrained"}
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
@@ -418,18 +467,19 @@ def test_neurons_of_images(pool, save, call, cache):
             lambda layer, half: F.gelu(layer.sparsification.up(layer.norm2(half))))):
         loaded = analyze.load_model(path)
         flags = analyze.Neurons(ckpt=path, samples=30, data_dir=str(cache), device="cpu")
-        codes, properties, labels = analyze.last_codes(loaded, flags)
+        codes = analyze.last_codes(loaded, flags)
         index = analyze.spread(100, 30).numpy()
         data = images.load("shapes", cache)
-        assert np.array_equal(labels, data.val_labels[index])
+        assert np.array_equal(codes.kinds, data.val_labels[index])
         red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
-        assert np.array_equal(properties["red"], red)
+        assert np.array_equal(codes.properties["red"], red)
         with torch.no_grad():
             trace = []
             loaded.encoder(validation(cache, index), trace)
             wanted = code(loaded.encoder.layers[-1], trace[-1].half)
+        assert codes.nonzeros == pytest.approx((wanted != 0).float().mean().item(), abs=1e-3)
         wanted = wanted[:, 0] if pool == "class" else wanted[:, 1:].mean(1)
-        torch.testing.assert_close(codes, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(codes.values, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_recall_sequences():
@@ -447,6 +497,17 @@ def test_recall_sequences():
     assert torch.equal(ids, analyze.recall_sequences(c, 50, 7)[0])
 
 
+def test_ties():
+    """Tied rows are the key's, in the layer's output and in its parameters' gradients."""
+    c = analyze.Recall(tie="qk", width=8, heads=2)
+    for tie, pair in (("qk", (0, 1)), ("kv", (1, 2))):
+        c.tie = tie
+        attention = analyze.recall_model(c, "aot-mhsa").layers[0].attention
+        q, k, v = (w.mT.flatten(-2) for w in attention.project(torch.randn(1, 3, 8)))
+        same = [torch.equal(a, b) for a, b in ((q, k), (k, v))]
+        assert same == [pair == (0, 1), pair == (1, 2)]
+
+
 def test_recall(call):
     """One pair is recalled by any arch that can copy; two seeds have a mean and its error."""
     flags = "--archs=aot-mhsa", "--layers=1", "--width=16", "--heads=2", "--pairs=1", "--symbols=4"
@@ -458,7 +519,7 @@ def test_recall(call):
 
 def test_averages():
     found = analyze.averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
-    assert found == pytest.approx(dict(x=3.0, x_std=(7 / 3) ** 0.5, y=4.0))
+    assert found == pytest.approx(dict(x=3.0, x_error=(7 / 3) ** 0.5, y=4.0))
     assert analyze.averages([dict(x=None)]) == dict(x=None)
 
 
@@ -509,7 +570,8 @@ def test_mistakes_are_one_line(save, call, tmp_path):
             (["denoise", "--sigmas=0"], "numbers above 0"),
             (["toy", "--width=8"], "do not fit into --width=8"),
             (["recall", "--pairs=9"], "--pairs=9 different keys"),
-            (["recall", "--archs=crat"], "did you mean crate"),
+            (["recall", "--archs=transformer,crat"], "did you mean crate"),
+            (["recall", "--archs=aot", "--tie=qk"], "aot has one matrix"),
             (["neurons", f"--ckpt={bare}"], "arch aot has no sparsification"),
             (["curves"], "--runs is needed"),
             (["curves", f"--runs={tmp_path / 'none'}"], "cannot read .*metrics.jsonl"),

@@ -2,6 +2,7 @@
 import json
 import math
 import signal
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
@@ -229,17 +230,24 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
 
 
-def test_largest_that_fits():
-    """Halved until the trial is within memory on every process; the reserve is gone afterwards."""
-    tried, params = [], [torch.zeros(5)]
+def test_largest_that_fits(monkeypatch):
+    """Halved until the trial is within memory on every process. The reserve, two moments and a
+    bucket, is there during the trial and gone afterwards."""
+    held, empty_like, tried, params = [], torch.empty_like, [], [torch.zeros(5)]
+
+    def watched(p):
+        held.append(weakref.ref(tensor := empty_like(p)))
+        return tensor
+    monkeypatch.setattr(torch, "empty_like", watched)
 
     def trial(limit, size):
         tried.append(size)
+        assert sum(r() is not None for r in held) == 3
         if size > limit:
             raise torch.OutOfMemoryError("out of memory")
     alone = common.Processes("cpu")
     assert common.largest_that_fits(48, partial(trial, 13), params, alone) == 12
-    assert tried == [48, 24, 12]
+    assert tried == [48, 24, 12] and not any(r() is not None for r in held)
     with pytest.raises(UserError, match="micro-batch of 1"):
         common.largest_that_fits(3, partial(trial, 0), params, alone)
 

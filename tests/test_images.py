@@ -441,27 +441,28 @@ def test_masks_are_the_objects(shapes):
     assert agreement.mean() > 0.97 and np.quantile(agreement, 0.02) > 0.85
 
 
-def test_camouflaged_objects_differ_by_their_contrast_alone(shapes):
-    """Mean colours are 0.2 apart, and a texture of larger deviation lies over both."""
-    pictures, labels, masks = images.draw_shapes(500, seed=3, contrast=(0.2, 0.2))
-    plain = images.draw_shapes(500, seed=3)
-    assert np.array_equal(np.sort(labels), np.sort(plain[1]))
+def test_camouflaged_objects_differ_by_what_their_texture_varies():
+    """Mean colours are 0.3 apart, pixels nearly as far from their mean; no place is a good guess."""
+    pictures, labels, masks = images.draw_shapes(1000, seed=3, **images.CAMOUFLAGE["val"])
+    assert np.bincount(labels).tolist() == [100] * 10
     x, inside = pictures / 255, masks[..., None].astype(bool)
     object_, ground = (x.mean((1, 2), where=where) for where in (inside, ~inside))
-    apart = np.linalg.norm(object_ - ground, axis=1)
-    assert 0.15 < np.median(apart) < 0.25
-    spread = np.sqrt(x.var((1, 2), where=~inside).sum(1))
-    assert np.median(spread) > 1.2 * np.median(apart)
+    assert 0.24 < np.median(np.linalg.norm(object_ - ground, axis=1)) < 0.32
+    assert 0.2 < np.median(np.sqrt(x.var((1, 2), where=~inside).sum(1))) < 0.3
+    assert masks.mean(0).max() < 0.45 and 0.08 < masks.mean() < 0.12
 
 
-def test_shapes_are_prepared_on_first_use(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["shapes", "camouflage"])
+def test_drawn_sets_are_prepared_on_first_use(tmp_path, monkeypatch, name):
     draw = images._draw
     monkeypatch.setattr(images, "_draw", lambda folder, **more: draw(folder, 200, 50, **more))
-    data = images.load("shapes", tmp_path)
+    data = images.load(name, tmp_path)
     assert data.classes == list(images.SHAPES) and data.image_size == 32
     for split, n in (("train", 200), ("val", 50)):
         assert getattr(data, f"{split}_images").shape == (n, 32, 32, 3)
         assert getattr(data, f"{split}_masks").shape == (n, 32, 32)
     pixels = data.train_images.reshape(-1, 3) / 255
     np.testing.assert_allclose([data.mean, data.std], [pixels.mean(0), pixels.std(0)], rtol=1e-10)
-    store.verify("shapes", tmp_path)
+    hidden = images.CAMOUFLAGE["val"] if name == "camouflage" else {}
+    assert np.array_equal(data.val_images, images.draw_shapes(50, 1, **hidden)[0])
+    store.verify(name, tmp_path)

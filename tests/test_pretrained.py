@@ -24,9 +24,9 @@ TABLE = {name: float(score) for name, score in re.findall(
 @pytest.fixture(scope="module")
 def drawn():
     """{name: the 2,000 validation images of a drawn set, as preparing it draws them}."""
-    sets = dict(shapes=None, camouflage=(0.2, 0.2))
-    return {name: images.Images(*images.draw_shapes(2000, seed=1, contrast=contrast)[:2], "cpu")
-            for name, contrast in sets.items()}
+    sets = dict(shapes={}, camouflage=images.CAMOUFLAGE["val"])
+    return {name: images.Images(*images.draw_shapes(2000, seed=1, **hidden)[:2], "cpu")
+            for name, hidden in sets.items()}
 
 
 def test_the_table_and_the_files_agree():
