@@ -522,6 +522,14 @@ class ISTA(Sparsification):
         return F.relu(Z + Z @ G - self.eta * self.lambd)
 
 
+class ResidualISTA(ISTA):
+    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone.
+
+    It is no proximal step any more, since the sum need not be sparse; but more layers then help
+    with text."""
+    residual = True
+
+
 class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
@@ -657,6 +665,7 @@ ARCHS = {
     "crate-n": replace(_CRATE_ROW, output="negative"),              # [S]
     "crate-t": replace(_CRATE_ROW, output="transpose"),             # [S]
     "crate-mm": replace(_CRATE_ROW, sparsification=MMProx),         # [N] Eq. (92), Table 3
+    "crate-residual": replace(_CRATE_ROW, sparsification=ResidualISTA, mirrored_decoder=False),
     "crate-alpha": Arch(                                            # [B] Eq. (7.5.3)-(7.5.5)
         MSSA, ODL, final_norm=False, out_bias=False, class_token_std=1e-6, embed_kaiming=True,
         image_sizes=dict(_VIT, small=_SMALL, large=dict(_LARGE, patch_size=14))),
@@ -760,8 +769,9 @@ class Layer(nn.Module):
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    crate-mm has MMProx in ISTA's place. The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45)
-    itself has none. LayerScale and drop path act on the residual branches only."""
+    crate-mm has MMProx in ISTA's place, crate-residual adds ISTA to Z^{l+1/2}. The LN is that of
+    [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop path act on the
+    residual branches only."""
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()

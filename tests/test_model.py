@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import model
 from model import (ARCHS, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
-                   ImageConfig, ImageEncoder, Layer, MMProx, image_config)
+                   ImageConfig, ImageEncoder, Layer, MMProx, ResidualISTA, image_config)
 
 
 @pytest.fixture(autouse=True)
@@ -479,6 +479,7 @@ ROWS = {
     "crate-n": (MSSA, ISTA, "negative", 1e-5),
     "crate-t": (MSSA, ISTA, "transpose", 1e-5),
     "crate-mm": (MSSA, MMProx, "learned", 1e-5),
+    "crate-residual": (MSSA, ResidualISTA, "learned", 1e-5),
     "crate-alpha": (MSSA, ODL, "learned", 1e-6),
     "tost": (TSSA, MLP, None, 1e-6),
     "aot": (MSSA, type(None), "learned", 1e-6),
@@ -564,8 +565,8 @@ def test_drop_path(arch):
 
 
 # multiply-adds of one token with the matrices of a layer, in units of d^2
-MATRICES = {"crate": 3, "crate-mm": 3, "crate-c": 3, "crate-n": 3, "crate-t": 3,
-            "crate-alpha": 2 + 3 * 4 + 4, "aot": 2, "aot-mhsa": 4, "tost": 2 + 8,
+MATRICES = {"crate": 3, "crate-mm": 3, "crate-residual": 3, "crate-c": 3, "crate-n": 3,
+            "crate-t": 3, "crate-alpha": 2 + 3 * 4 + 4, "aot": 2, "aot-mhsa": 4, "tost": 2 + 8,
             "transformer": 4 + 8}
 
 
@@ -633,7 +634,7 @@ def test_classifier(arch):
         half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
         Z = layer(Z)
         assert_near((*traced, output), (half, Z, attention, Z))
-    if ROWS[arch][1] not in (ISTA, MMProx, ODL):            # the others' head begins with an LN
+    if ROWS[arch][1] not in (ISTA, MMProx, ODL, ResidualISTA):      # their heads begin with an LN
         Z = F.layer_norm(Z, (16,), encoder.norm.weight, encoder.norm.bias, 1e-6)
     assert_near(encoder(x), Z)
     assert_near(logits, net.head(Z[:, 0]))
