@@ -82,7 +82,7 @@ def print_table(rows):
             return "-"
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         extra = row.get(key + "_std", row.get(key + "_error"))
-        return shown if extra is None else f"{shown} +- {extra:.2g}"
+        return f"{shown} +- {extra:.2g}" if extra else shown
 
     keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
     lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
