@@ -933,7 +933,8 @@ def recall(c):
     """{"archs": [{"arch", "parameters", "learnt", "steps", "accuracy"}, ...]}."""
     if c.symbols < c.pairs:
         raise UserError(f"--pairs={c.pairs} different keys need as many --symbols, not {c.symbols}")
-    counts = {arch: recall_model(c, arch).count() for arch in words(c.archs, "archs")}
+    shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
+    counts = {arch: recall_model(c, arch).count() - shared for arch in words(c.archs, "archs")}
     rows = []
     for arch, count in counts.items():
         runs = [recall_run(c, arch, seed) for seed in range(c.seeds)]
