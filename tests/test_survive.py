@@ -860,7 +860,7 @@ def outcome(monkeypatch, capfd, tmp_path):
     for name, word in OFFLINE.items():
         monkeypatch.setenv(name, word)
     draw_images = images._draw
-    monkeypatch.setattr(images, "_draw", lambda folder: draw_images(folder, 40, 20))
+    monkeypatch.setattr(images, "_draw", lambda folder, **more: draw_images(folder, 40, 20, **more))
     monkeypatch.setattr(common.Run, "begin", built)
 
     def too_long(*_):
