@@ -188,8 +188,8 @@ CONVENTIONS = {
 
 @dataclass(kw_only=True)
 class Layers(OneModel):
-    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer:
-    mean and deviation over samples.
+    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer: mean
+    and deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
 
     Text is not masked; images are masked as in training for a masked autoencoder, whose decoder
     layers follow the encoder's. An arch without U (transformer, aot-mhsa) has its value heads."""
@@ -246,14 +246,23 @@ def watch(layer, c):
     return found
 
 
+def spectral_norms(layer):
+    """The largest singular values of [U_1 .. U_K] and, where the layer has one, of D."""
+    D = getattr(layer.sparsification or layer, "D", None)
+    matrices = dict(norm_U=layer.attention.bases().transpose(0, 1).flatten(1), norm_D=D)
+    return {name: torch.linalg.matrix_norm(W.float(), 2).item()
+            for name, W in matrices.items() if W is not None}
+
+
 @torch.no_grad()
 def layer_table(loaded, c, split):
-    """One dict a layer: mean and deviation over samples of each number."""
-    found = [watch(layer, c) for layer in layers_of(loaded)]
+    """One dict a layer: mean and deviation over samples of each number; the spectral norms."""
+    layers = layers_of(loaded)
+    found = [watch(layer, c) for layer in layers]
     for _ in pass_samples(loaded, c, split):
         pass
     table = []
-    for l, parts in enumerate(found, 1):
+    for l, (layer, parts) in enumerate(zip(layers, found), 1):
         row = dict(layer=l)
         if loaded.task == "mae":
             row["part"] = "encoder" if l <= loaded.model.config.layers else "decoder"
@@ -261,7 +270,7 @@ def layer_table(loaded, c, split):
             values = torch.cat([part[key] for part in parts])
             row[key] = values.mean().item()
             row[f"{key}_std"] = values.std(correction=0).item()
-        table.append(row)
+        table.append(row | spectral_norms(layer))
     return table
 
 

@@ -100,6 +100,9 @@ def test_layers(save, call, cache, tmp_path, arch, convention):
             code = layer.sparsification.code(layer.norm2(traced.half))
             nonzeros = (code != 0).double().mean().item()
             assert row["code_nonzeros"] == pytest.approx(nonzeros)
+        U = torch.cat(list(layer.attention.bases()), 1)
+        assert row["norm_U"] ** 2 == pytest.approx(torch.linalg.eigvalsh(U @ U.mT)[-1].item())
+        assert ("norm_D" in row) == arch.startswith("crate")
         Z = traced.out
     assert run["srr_measure"] == pytest.approx(sum(row["srr"] for row in run["layers"]) / 3)
     saved = json.loads((tmp_path / "a.json").read_text())
