@@ -52,10 +52,11 @@ def test_scores(name, drawn, text_cache):
         loss = language_scores(loaded.model, tokens, CONFIG, PROCESSES, 32)["loss"]
         assert loss == pytest.approx(TABLE[name], abs=0.1)
     elif loaded.meta["name"] == "cifar10":
-        x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cumsum(2) / 4
+        x = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        x = x.cumsum(2).cumsum(3) / 16                              # smooth, as pictures are
         with torch.no_grad():
             guess, mirrored = (loaded.model(v).argmax(1) for v in (x, x.flip(3)))
-        assert (guess == mirrored).float().mean() > 0.3 and len(guess.unique()) > 2
+        assert (guess == mirrored).float().mean() > 0.5 and len(guess.unique()) > 4
     elif loaded.task == "vit":
         acc = classify(loaded.model, drawn[loaded.meta["name"]], data, CONFIG, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(TABLE[name], abs=0.3)
