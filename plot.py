@@ -119,7 +119,7 @@ def draw_curve(sheet, draw, axes, points, color, marker=False, line=True, dashes
 
 
 def draw_legend(draw, axes, names, drawn, font):
-    """The names beside their colours, in the corner that the curves cross least."""
+    """The names beside their colours, where on the right or left edge the curves cross least."""
     if not names:
         return
     x0, y0, x1, y1 = axes.box
@@ -128,10 +128,10 @@ def draw_legend(draw, axes, names, drawn, font):
     height = 16 * FINE * len(names)
     on_curves = [(ax + t / 8 * (bx - ax), ay + t / 8 * (by - ay)) for points in drawn
                  for (_, (ax, ay)), (_, (bx, by)) in itertools.pairwise(points) for t in range(9)]
-    corners = list(itertools.product((x1 - edge - width, x0 + edge),
-                                     (y0 + edge, y1 - edge - height)))
-    left, top = min(corners, key=lambda corner: sum(
-        -edge < x - corner[0] < width + edge and -edge < y - corner[1] < height + edge
+    places = itertools.product((x1 - edge - width, x0 + edge),
+                               (y0 + edge, y1 - edge - height, (y0 + y1 - height) / 2))
+    left, top = min(places, key=lambda place: sum(
+        -edge < x - place[0] < width + edge and -edge < y - place[1] < height + edge
         for x, y in on_curves))
     for i, (name, color) in enumerate(names):
         y = top + (16 * i + 8) * FINE
