@@ -188,8 +188,8 @@ CONVENTIONS = {
 
 @dataclass(kw_only=True)
 class Layers(OneModel):
-    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer: mean
-    and deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
+    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer: mean and
+    deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
 
     Text is not masked; images are masked as in training for a masked autoencoder, whose decoder
     layers follow the encoder's. An arch without U (transformer, aot-mhsa) has its value heads."""
@@ -201,12 +201,15 @@ class Layers(OneModel):
                              "of Z^{l+1/2}, or of Z^{l+1} as [S]", choices=tuple(CONVENTIONS))
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
     lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure", low=0)
+    unit_bases: bool = option(False, "R^c with each layer's U scaled to ||U||_F^2 = K p, as if its "
+                              "columns had norm 1: R^c(Z | U) falls with the size of U alone")
     batch_size: int = option(50, "samples at once", low=1)
 
 
-def srr(attention, Z, eps, lambd):
-    """The SRR measure of one layer [S]: lambda ||Z||_0 + R^c(Z | U) - R(Z). Z (B, n, d) -> (B,)."""
-    rate_of_subspaces = projected_coding_rate(attention.values(Z), eps)
+def srr(attention, Z, eps, lambd, scale=1.0):
+    """The SRR measure of one layer [S]: lambda ||Z||_0 + R^c(Z | U) - R(Z), with scale U in U's
+    place. Z (B, n, d) -> (B,)."""
+    rate_of_subspaces = projected_coding_rate(scale * attention.values(Z), eps)
     return lambd * (Z != 0).float().sum((-2, -1)) + rate_of_subspaces - coding_rate(Z, eps)
 
 
@@ -216,7 +219,10 @@ def layer_numbers(layer, entered, half, out, c):
     released: as the released measurement of [N] scales U^* LN(Z^l), each token to norm 1 in each
     head. caption: as [N] Figure 3 says. SRR is [S]'s, of Z^{l+1} under every convention."""
     measured = dict(released=entered, caption=half, output=out)[c.convention]
-    w = layer.attention.values(measured)
+    U, scale = layer.attention.bases(), 1.0
+    if c.unit_bases:
+        scale = (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+    w = scale * layer.attention.values(measured)
     if c.convention == "released":
         w = F.normalize(w, dim=-1)
     found = dict(rate_of_subspaces=projected_coding_rate(w, c.eps),
@@ -225,7 +231,7 @@ def layer_numbers(layer, entered, half, out, c):
     if hasattr(layer.sparsification, "code"):
         code = layer.sparsification.code(layer.norm2(half))
         found["code_nonzeros"] = (code != 0).float().mean((-2, -1))
-    return found | dict(srr=srr(layer.attention, out, c.eps, c.lambd))
+    return found | dict(srr=srr(layer.attention, out, c.eps, c.lambd, scale))
 
 
 def watch(layer, c):
@@ -300,7 +306,7 @@ def layer_panels(runs, c):
         "rate_of_subspaces": f"{CONVENTIONS[c.convention]}, eps {c.eps:g}",
         "rate": f"R(Z^(l+1)), eps {c.eps:g}",
         "nonzeros": "nonzeros of Z^(l+1), fraction",
-        "srr": f"SRR: {c.lambd:g} |Z|_0 + R^c(Z) - R(Z) of Z^(l+1)",
+        "srr": f"SRR{', unit bases' * c.unit_bases}: {c.lambd:g} |Z|_0 + R^c(Z) - R(Z) of Z^(l+1)",
     }
     for key, name in names.items():
         curves = []

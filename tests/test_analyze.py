@@ -110,6 +110,29 @@ def test_layers(save, call, cache, tmp_path, arch, convention):
     assert saved["runs"][0]["layers"][2]["srr"] == run["layers"][2]["srr"]
 
 
+@pytest.mark.parametrize("arch", ["crate", "tost", "aot-mhsa"])
+def test_unit_bases_do_not_depend_on_the_size_of_U(arch):
+    """And orthonormal ones are left as they are."""
+    torch.manual_seed(0)
+    layer = ImageClassifier(ImageConfig(arch=arch, **TINY)).encoder.layers[0]
+    attention, out = layer.attention, torch.randn(3, 5, 16).relu()
+    weight = attention.QKV.weight if arch == "aot-mhsa" else attention.U.weight
+    values = weight.data[-16:]
+    torch.nn.init.orthogonal_(values)
+
+    def measured(unit_bases):
+        c = analyze.Layers(convention="output", unit_bases=unit_bases)
+        with torch.no_grad():
+            found = analyze.layer_numbers(layer, None, out, out, c)
+        return torch.stack([found["rate_of_subspaces"], found["srr"]])
+
+    plain = measured(False)
+    torch.testing.assert_close(measured(True), plain)
+    values /= 3
+    torch.testing.assert_close(measured(True), plain)
+    assert (measured(False) < plain).all()
+
+
 @pytest.mark.parametrize("arch,mask_tokens", [("crate", "before"), ("crate-alpha", "after")])
 def test_layers_of_a_masked_autoencoder(save, call, cache, arch, mask_tokens):
     config = MAEConfig(arch=arch, decoder_layers=2, mask_tokens=mask_tokens, **TINY)
