@@ -188,8 +188,8 @@ CONVENTIONS = {
 
 @dataclass(kw_only=True)
 class Layers(OneModel):
-    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer: mean and
-    deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
+    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the SRR measure, layer by layer,
+    mean and deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
 
     Text is not masked; images are masked as in training for a masked autoencoder, whose decoder
     layers follow the encoder's. An arch without U (transformer, aot-mhsa) has its value heads."""

@@ -931,7 +931,8 @@ def bench_profile(t, c):
         times = dict.fromkeys([*KINDS, "elementwise, other"], 0.0)
         for event in profile.key_averages():
             name = event.key.removeprefix("aten::")
-            kind = next((k for k, names in KINDS.items() if re.fullmatch(names, name)), [*times][-1])
+            kinds = (kind for kind, names in KINDS.items() if re.fullmatch(names, name))
+            kind = next(kinds, "elementwise, other")
             times[kind] += event.self_device_time_total if t.cuda else event.self_cpu_time_total
         for kind, us in times.items():
             t.add(title, kind, ms=us / 1e3 / c.repeats, share=us / sum(times.values()))
