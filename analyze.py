@@ -201,8 +201,9 @@ class Layers(OneModel):
                              "of Z^{l+1/2}, or of Z^{l+1} as [S]", choices=tuple(CONVENTIONS))
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
     lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure", low=0)
-    unit_bases: bool = option(False, "R^c with each layer's U scaled to ||U||_F^2 = K p, as if its "
-                              "columns had norm 1: R^c(Z | U) falls with the size of U alone")
+    unit_bases: bool = option(False, "R^c with each layer's U (and an MHSA's value bias) times one "
+                              "number that makes ||U||_F^2 = K p, as orthonormal bases have it: "
+                              "R^c(Z | U) falls with the size of U alone")
     batch_size: int = option(50, "samples at once", low=1)
 
 
@@ -293,7 +294,8 @@ def layers(c):
         runs.append(dict(ckpt=path, untrained=untrained, split=split, srr_measure=measure,
                          layers=table))
         convention = CONVENTIONS[c.convention]
-        print(f"{path}{', untrained' * untrained}, {split}: {convention}, eps {c.eps:g}")
+        print(f"{path}{', untrained' * untrained}, {split}: {convention}, eps {c.eps:g}"
+              + ", unit bases" * c.unit_bases)
         print_table(table)
         print(f"SRR measure, the mean of srr over layers ([S]; lower is better): {measure:.3f}")
     figure(c, *layer_panels(runs, c))
@@ -302,11 +304,12 @@ def layers(c):
 
 def layer_panels(runs, c):
     """R^c, R, nonzeros and SRR over the layers; bands are one deviation over samples."""
+    bases = ", unit bases" * c.unit_bases
     names = {
-        "rate_of_subspaces": f"{CONVENTIONS[c.convention]}, eps {c.eps:g}",
+        "rate_of_subspaces": f"{CONVENTIONS[c.convention]}{bases}, eps {c.eps:g}",
         "rate": f"R(Z^(l+1)), eps {c.eps:g}",
         "nonzeros": "nonzeros of Z^(l+1), fraction",
-        "srr": f"SRR{', unit bases' * c.unit_bases}: {c.lambd:g} |Z|_0 + R^c(Z) - R(Z) of Z^(l+1)",
+        "srr": f"SRR{bases}: {c.lambd:g} |Z|_0 + R^c(Z) - R(Z) of Z^(l+1)",
     }
     for key, name in names.items():
         curves = []
