@@ -35,10 +35,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-import common
 import plot
 from checkpoint import initial_model, load_model, read_checkpoint
-from common import DeviceFlags, RunFlags, UserError, derive_seed, needed, option
+from flags import (check_new, cli, DeviceFlags, needed, not_one_of, option, parse_command, ROOT,
+                   RunFlags, UserError)
+from optim import make_optimizer, set_lr
+from parallel import count, derive_seed, Processes
 from data import augment, images
 from evaluate import (classify, load_images, load_tokens, logistic_regression, model_input,
                       on_device, pooling, write_overlays)
@@ -110,7 +112,7 @@ def words(value, flag):
 def open_model(path, c, untrained=False, tasks=None):
     """A checkpoint as `Loaded`, on its device; at random initialization if `untrained`."""
     loaded = load_model(path, tasks, c.heads, c.seed if untrained else None)
-    loaded.model.to(common.Processes(c.device).device)
+    loaded.model.to(Processes(c.device).device)
     return loaded
 
 
@@ -931,11 +933,11 @@ def recall_run(c, arch, seed):
     """Trains one model: dict(steps until 95 % or None, the last accuracy)."""
     torch.manual_seed(derive_seed(seed, "weights"))
     model = recall_model(c, arch)
-    optimizer = common.make_optimizer(model, "muon", c.lr, 0.0, (0.9, 0.99))
+    optimizer = make_optimizer(model, "muon", c.lr, 0.0, (0.9, 0.99))
     held_out, answers = recall_sequences(c, 1000, seed, "held out")
     for step in range(1, c.steps + 1):
         model(*recall_sequences(c, c.batch_size, seed, step)).backward()
-        common.set_lr(optimizer, c.lr * min(1, step / 50))
+        set_lr(optimizer, c.lr * min(1, step / 50))
         optimizer.step()
         optimizer.zero_grad()
         if step % 50 == 0 or step == c.steps:
@@ -1278,7 +1280,7 @@ def examine(folder, c, processes):
     sigma = largest_sigma(lambda s: noisy_accuracy(model, x, y, s, c.draws, c.batch_size))
     q = Quantities(*norms(matrices(model), matrices(initial)),
                    margin=margin if margin > 0 else math.nan, sigma=sigma, m=len(train),
-                   params=common.count(model), path_norm=path_norm(model, x.shape[1:]),
+                   params=count(model), path_norm=path_norm(model, x.shape[1:]),
                    srr=srr_measure)
     return dict(run=folder.name, theta=theta, gap=on_val["loss"] - on_train["loss"],
                 measures={name: float(measure(q)) for name, measure in MEASURES.items()},
@@ -1301,13 +1303,13 @@ def examine_all(c):
     axes = words(c.axes, "axes") if c.axes else []
     for axis in axes:
         if axis not in flags:
-            raise UserError(f"--axes: {common.not_one_of(axis, sorted(flags))}")
+            raise UserError(f"--axes: {not_one_of(axis, sorted(flags))}")
 
     rows, left_out = [], {run.name: "not finished" for run in folders if run not in finished}
     for run in finished:
         print(f"{run.name} ...", file=sys.stderr, end=" ", flush=True)
         try:
-            rows.append(examine(run, c, common.Processes(c.device)))
+            rows.append(examine(run, c, Processes(c.device)))
             said = "training loss {train_loss:.4f}, gap {gap:.4f}".format(**rows[-1])
         except UserError as error:
             left_out[run.name] = str(error)
@@ -1366,12 +1368,12 @@ COMMANDS = {
 def main(argv):
     """Runs one subcommand; returns its numbers, which --json gets together with the flags."""
     flags = {name: config for name, (config, _) in COMMANDS.items()}
-    command, c = common.parse_command(flags, argv, __doc__)
-    common.check_new("json", c.json, c.overwrite)
+    command, c = parse_command(flags, argv, __doc__)
+    check_new("json", c.json, c.overwrite)
     if c.out is not None:
         c.out = c.out.removesuffix(".png").removesuffix(".pdf")
-        common.check_new("out", c.out + ".png", c.overwrite)
-    c.out = c.out or str(common.ROOT / "out" / f"analyze-{command}")
+        check_new("out", c.out + ".png", c.overwrite)
+    c.out = c.out or str(ROOT / "out" / f"analyze-{command}")
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     result = COMMANDS[command][1](c)
     if c.json:                                      # NaN, which JSON does not have, becomes null
@@ -1382,4 +1384,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

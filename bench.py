@@ -55,10 +55,13 @@ from PIL import Image, ImageOps
 from torch import distributed, multiprocessing, nn
 from torch.nn import functional as F
 
-import common
 import train_gpt
 import train_mae
 import train_simdino
+from flags import check_new, cli, DeviceFlags, option, parse_command, ROOT, set_fields, UserError
+import optim
+from parallel import (count, derive_seed, device_name, multiplies_bfloat16, peak_flops, Processes,
+                      wants_compile)
 import train_vit
 from data import augment, images, text
 from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel,
@@ -234,7 +237,7 @@ class Table:
         self.larger = 8 if self.cuda else 1     # on a CPU's batches a GPU waits for its launches
         self.matmul_flops = matmul_flops
         self.autocast = partial(processes.autocast, c.dtype)
-        self.compile = hasattr(c, "compile") and common.wants_compile(c, self.device)
+        self.compile = hasattr(c, "compile") and wants_compile(c, self.device)
         self.repeats = getattr(c, "repeats", 1)
         self.lines = []
 
@@ -289,7 +292,7 @@ class Table:
 
 
 def make_optimizer(model, name="adamw"):
-    return common.make_optimizer(model, name, 1e-4, 0.1, (0.9, 0.95))
+    return optim.make_optimizer(model, name, 1e-4, 0.1, (0.9, 0.95))
 
 
 def timed_step(forward, leaves, autocast, gradient=None, optimizer=None, clip=None):
@@ -353,9 +356,9 @@ def preset(script, name, **fields):
 IMAGE_MODELS = [
     ("CRATE-Tiny, 224 px", ARCHS["crate"].image_sizes["tiny"], 16),
     ("cifar10 preset, 32 px",
-     common.set_fields(ImageConfig, preset(train_vit, "cifar10"), classes=10), 64)]
+     set_fields(ImageConfig, preset(train_vit, "cifar10"), classes=10), 64)]
 AUTOENCODER = ("cifar10 preset, 32 px",
-               common.set_fields(MAEConfig, preset(train_mae, "cifar10")), 64)
+               set_fields(MAEConfig, preset(train_mae, "cifar10")), 64)
 
 
 def equal_vit(fields):
@@ -477,7 +480,7 @@ def simdino_step(t, c):
         (distance - gamma * rate).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        common.ema_update(averages, params, c.momentum)
+        optim.ema_update(averages, params, c.momentum)
     return learn
 
 
@@ -497,7 +500,7 @@ def whole_numbers(text, flag):
     """"128,256" as [128, 256], rising. Raises UserError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise common.UserError(f"--{flag}={text}: expected whole numbers with commas between them, "
+        raise UserError(f"--{flag}={text}: expected whole numbers with commas between them, "
                                "as in 128,256,512")
     return sorted({int(word) for word in words})
 
@@ -623,8 +626,8 @@ def equal_config(arch, width, head_dim=32, **fields):
 def sequences(c):
     """The task: token ids x (N, n), labels y (N,), those held out, vocab_size, classes, pad."""
     if c.task == "listops":
-        x, y = text.listops(c.examples or 10_000, common.derive_seed(c.seed, "train"), c.length)
-        x_test, y_test = text.listops(c.held_out, common.derive_seed(c.seed, "test"), c.length)
+        x, y = text.listops(c.examples or 10_000, derive_seed(c.seed, "train"), c.length)
+        x_test, y_test = text.listops(c.held_out, derive_seed(c.seed, "test"), c.length)
         longest = int((torch.cat([x, x_test]) != 0).any(0).sum())       # rarely all of --length
         return SimpleNamespace(x=x[:, :longest], y=y, x_test=x_test[:, :longest], y_test=y_test,
                                vocab_size=len(text.LISTOPS_VOCAB), classes=10, pad=0)
@@ -654,13 +657,13 @@ def bench_longrange(t, c):
     n = data.x.shape[1]
     models, optimizers = {}, {}
     for arch in ("tost", "crate", "transformer"):
-        torch.manual_seed(common.derive_seed(c.seed, "weights"))
+        torch.manual_seed(derive_seed(c.seed, "weights"))
         config = equal_config(arch, c.width, layers=c.layers, context=n, vocab_size=data.vocab_size)
         model = models[arch] = SequenceClassifier(config, data.classes, data.pad).to(t.device)
-        optimizers[arch] = common.make_optimizer(model, "adamw", c.lr, c.weight_decay, (0.9, 0.95))
+        optimizers[arch] = optim.make_optimizer(model, "adamw", c.lr, c.weight_decay, (0.9, 0.95))
         if t.compile:
             model.compile()
-    schedule = common.warmup_cosine(c.lr, c.steps, c.steps // 10)
+    schedule = optim.warmup_cosine(c.lr, c.steps, c.steps // 10)
     batches = images.index_batches(len(data.x), c.batch_size, c.seed)
     losses, seconds = {arch: [] for arch in models}, {arch: [] for arch in models}
     tenth = max(1, c.steps // 10)
@@ -668,7 +671,7 @@ def bench_longrange(t, c):
         index = torch.from_numpy(next(batches))
         x, y = data.x[index].long().to(t.device), data.y[index].to(t.device)
         for arch, model in models.items():
-            common.set_lr(optimizers[arch], schedule[step])
+            optim.set_lr(optimizers[arch], schedule[step])
             learn = timed_step(lambda: F.cross_entropy(model(x), y), model.parameters(), t.autocast,
                                optimizer=optimizers[arch], clip=1.0)
             seconds[arch].append(seconds_of(lambda: losses[arch].append(learn()), t.device))
@@ -809,7 +812,7 @@ def bench_data(t, c):
 
     gpt = preset(train_gpt, "pydoc")
     batch, n = gpt.batch_size, gpt.context
-    config = TextConfig(**common.set_fields(TextConfig, gpt, vocab_size=96))
+    config = TextConfig(**set_fields(TextConfig, gpt, vocab_size=96))
     step = training_step(t, LanguageModel(config), batch, clip=1.0)
     tokens = np.random.default_rng(0).integers(96, size=2 ** 22, dtype=np.uint16)
     ours = (text.batch(tokens, i, batch, n, 0) for i in counter)
@@ -884,9 +887,9 @@ def bench_loop(t, c):
 def optimizer_models(cuda):
     """{title: (model, batch)} whose updates are timed; on CUDA the papers' Base sizes too."""
     small = preset(train_gpt, "pydoc")
-    fields = common.set_fields(ImageConfig, preset(train_vit, "cifar10-small"), classes=10)
+    fields = set_fields(ImageConfig, preset(train_vit, "cifar10-small"), classes=10)
     found = {"cifar10-small preset, batch 128": (ImageClassifier(ImageConfig(**fields)), 128),
-             "pydoc preset, 32 x 128": (LanguageModel(text_config(None, **common.set_fields(
+             "pydoc preset, 32 x 128": (LanguageModel(text_config(None, **set_fields(
                  TextConfig, small, vocab_size=96))), small.batch_size)}
     if cuda:
         found["CRATE-Base, 224 px, batch 64"] = (ImageClassifier(image_config("base")), 64)
@@ -904,7 +907,7 @@ def bench_optimizer(t, c):
         for name in ("adamw", "lion", "muon"):
             trained = copy.deepcopy(model)
             loss_of(batch_for(trained.config, 2, t.device), trained).backward()
-            optimizer = common.make_optimizer(trained, name, 1e-6, 0.1, (0.9, 0.95))
+            optimizer = make_optimizer(trained, name, 1e-6, 0.1, (0.9, 0.95))
             variants[name] = optimizer.step
         times = t.seconds(variants)
         rest = times.pop("forward and backward")
@@ -984,13 +987,13 @@ def papers_settings():
     with torch.device("meta"):
         classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)
         student, language = train_simdino.build_model(dino), LanguageModel(text_config(gpt.size))
-    return [("train_vit imagenet", classifier.train_flops(), common.count(classifier),
+    return [("train_vit imagenet", classifier.train_flops(), count(classifier),
              vit.batch_size, "images", lambda n: vit.accumulate),
-            ("train_mae imagenet", autoencoder.train_flops(), common.count(autoencoder),
+            ("train_mae imagenet", autoencoder.train_flops(), count(autoencoder),
              mae.batch_size, "images", lambda n: mae.accumulate),
-            ("train_simdino imagenet", simdino_flops(dino), common.count(student), dino.batch_size,
+            ("train_simdino imagenet", simdino_flops(dino), count(student), dino.batch_size,
              "images", lambda n: 1),
-            ("train_gpt openwebtext", gpt.context * language.train_flops(), common.count(language),
+            ("train_gpt openwebtext", gpt.context * language.train_flops(), count(language),
              gpt.batch_size, "sequences",
              lambda n: math.ceil(gpt.batch_size / n / gpt.micro_batch))]
 
@@ -1046,11 +1049,11 @@ def one_of_two(rank, folder, fields, repeats, batch=8):
     torch.set_num_threads(1)
     meet = f"file://{folder}/meet"
     distributed.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
-    t = Table(Flags(device="cpu"), common.Processes("cpu"))
+    t = Table(Flags(device="cpu"), Processes("cpu"))
     model = ImageClassifier(ImageConfig(**fields))
     ddp = nn.parallel.DistributedDataParallel
     parallel = ddp(copy.deepcopy(model), gradient_as_bucket_view=True)
-    parallel.config, n = model.config, common.count(model)
+    parallel.config, n = model.config, count(model)
     gradients, large = torch.zeros(n), torch.zeros(2 ** 25)
     seconds = alternate({
         "alone": training_step(t, model, batch, optimizer=None),
@@ -1115,7 +1118,7 @@ def attempt(c, device, folder, trial):
     path, start = Path(folder, f"{name}.log"), time.perf_counter()
     with path.open("w") as log:
         try:
-            status = subprocess.run(command, cwd=common.ROOT, env=environment, timeout=c.limit,
+            status = subprocess.run(command, cwd=ROOT, env=environment, timeout=c.limit,
                                     stdin=subprocess.DEVNULL, stdout=log, stderr=log).returncode
         except subprocess.TimeoutExpired:
             status = f"stopped after {c.limit} s"
@@ -1174,7 +1177,7 @@ def bench_gpu(t, c):
                 ends = pool.imap_unordered(partial(attempt, c, t.device, folder), stage.items())
                 for (name, words), end in ends:
                     t.add(name, words.split()[0], **end, command=words)
-    n, peak = 10 if t.cuda else 1, common.peak_flops(t.device)
+    n, peak = 10 if t.cuda else 1, peak_flops(t.device)
     for title, (unit, items, flops, make) in whole_steps(t).items():
         torch._dynamo.reset()           # else it compiles one forward only so many times
         try:
@@ -1232,10 +1235,10 @@ FLAGS = dict(
 
 
 @dataclasses.dataclass(kw_only=True)
-class Flags(common.DeviceFlags):
+class Flags(DeviceFlags):
     """The flags of every table."""
-    json: str | None = common.option(None, "also write the table to this file")
-    overwrite: bool = common.option(False, "replace the file that --json names")
+    json: str | None = option(None, "also write the table to this file")
+    overwrite: bool = option(False, "replace the file that --json names")
 
 
 def command(function, **defaults):
@@ -1247,7 +1250,7 @@ def command(function, **defaults):
             auto[name] = default
             help += "; auto is {:,} on cuda, {:,} elsewhere".format(*default)
             kind, default = kind | None, None
-        fields.append((name, kind, common.option(default, help, **limits)))
+        fields.append((name, kind, option(default, help, **limits)))
     namespace = dict(__doc__=function.__doc__, auto=auto)
     flags = dataclasses.make_dataclass("Flags", fields, bases=(Flags,), namespace=namespace,
                                        kw_only=True)
@@ -1286,9 +1289,9 @@ COMMANDS = dict(
 def main(argv):
     """Makes one table, prints it, and returns its lines."""
     flags = {name: config for name, (config, _) in COMMANDS.items()}
-    name, c = common.parse_command(flags, argv, __doc__)
-    common.check_new("json", c.json, c.overwrite)
-    processes = common.Processes(c.device)
+    name, c = parse_command(flags, argv, __doc__)
+    check_new("json", c.json, c.overwrite)
+    processes = Processes(c.device)
     device = processes.device
     for field, (cuda, elsewhere) in c.auto.items():
         if getattr(c, field) is None:
@@ -1296,10 +1299,10 @@ def main(argv):
     try:
         report = open(c.json, "a") if c.json else None      # before the measurement, not after
     except OSError as error:
-        raise common.UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
-    half = c.dtype == "bfloat16" or (c.dtype == "auto" and common.multiplies_bfloat16(device))
+        raise UserError(f"--json={c.json}: cannot write there ({error.strerror})") from None
+    half = c.dtype == "bfloat16" or (c.dtype == "auto" and multiplies_bfloat16(device))
     matmul_flops = matmul_peak(device, torch.bfloat16 if half else torch.float32)
-    machine = dict(device=common.device_name(device), torch=torch.__version__,
+    machine = dict(device=device_name(device), torch=torch.__version__,
                    matmul_gflops_per_s=matmul_flops / 1e9)
     print("{device}, torch {torch}, matmul {matmul_gflops_per_s:,.0f} GFLOP/s".format(**machine))
     table = Table(c, processes, matmul_flops, report, dict(command=name, **machine))
@@ -1315,4 +1318,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

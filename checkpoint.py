@@ -20,15 +20,14 @@ import sys
 import time
 import typing
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-import common
-from common import UserError, derive_seed, option
+from flags import cli, not_one_of, UserError
+from parallel import derive_seed
 from model import (ARCHS, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
                    MAEConfig, MaskedAutoencoder, TextConfig, make_config)
 
@@ -39,26 +38,6 @@ PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 # serves training only.
 TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
              simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
-
-
-@dataclass(kw_only=True)
-class ModelFlags:
-    """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
-    arch: str | None = option(None, "a row of model.py's table; auto is crate, or the checkpoint's",
-                              choices=tuple(ARCHS))
-    size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
-                              displaces=("width", "heads", "head_dim", "layers"))
-    width: int | None = option(None, "d", low=1)
-    heads: int | None = option(None, "K", low=1)
-    head_dim: int | None = option(None, "p; auto is width / heads", low=1)
-    layers: int | None = option(None, "L", low=1, high=10_000)
-    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0, high=1e6)
-    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, or the size's", low=0,
-                                 high=1e6)
-    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1", low=-1e6,
-                                high=1e6)
-    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0,
-                                       high=1e6)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -230,7 +209,7 @@ def find(path):
         return Path(path)
     names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
     if name not in names:
-        raise UserError(f"pretrained model {common.not_one_of(name, names)}")
+        raise UserError(f"pretrained model {not_one_of(name, names)}")
     return PRETRAINED / f"{name}.pt"
 
 
@@ -692,4 +671,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

@@ -32,9 +32,9 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
-import common
 from checkpoint import load_model
-from common import DeviceFlags, UserError, needed, option
+from flags import check_new, cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
+from parallel import derive_seed, Processes
 from data import augment, images, text
 from model import patchify, run_layers, saliency, unpatchify
 
@@ -152,7 +152,7 @@ def write_overlays(path, x, maps, enlarge=4):
 def validation_noise(model, first, n, device):
     """The noise (n, patches) of validation images first, first + 1 ...: the same at every
     evaluation."""
-    rng = augment.BatchRandom(common.derive_seed("validation", first), n, device=device)
+    rng = augment.BatchRandom(derive_seed("validation", first), n, device=device)
     return rng.uniform(model.config.patches())
 
 
@@ -233,7 +233,7 @@ def accuracy(c):
     if learnt and learnt != data.classes:
         raise UserError(f"{c.ckpt} knows other classes ({learnt[0]}, ...) than {data.name} has "
                         f"({data.classes[0]}, ...)")
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     split = on_device(data, c.split, processes.device)
     scores = classify(loaded.model.to(processes.device), split, data, c, processes, c.batch_size)
     return dict(data=data.name, split=c.split) | scores
@@ -302,7 +302,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 
 def probe(c, classifier):
     """The features of both parts, and classifier(x, y, x_test, y_test, classes) on them."""
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     encoder, meta, used, kind = None, {}, None, c.features
     if c.features != "pixels":
         loaded = load_encoder(c)
@@ -351,10 +351,10 @@ def predict(c):
     classifier, "pictures" is a list of the files."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
-    common.check_new("out", c.out, c.overwrite)
-    out = c.out or str(common.ROOT / "out" / "predict.png")
+    check_new("out", c.out, c.overwrite)
+    out = c.out or str(ROOT / "out" / "predict.png")
     loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads)
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     config, model = loaded.encoder.config, loaded.model.to(processes.device)
     pixels = []
     for file in c.files:
@@ -570,7 +570,7 @@ def segment(c):
     if side == 1:
         raise UserError(f"{c.ckpt} sees an image as one patch: there is nothing to cut")
     query = c.query or pooling(loaded)
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     encoder.to(processes.device)
     data = load_images(c.data, loaded.meta, c.data_dir)
     split, masks = on_device(data, c.split, processes.device), getattr(data, f"{c.split}_masks")
@@ -631,7 +631,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
         if masked:
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
-                rng = torch.Generator().manual_seed(common.derive_seed("masked evaluation", window))
+                rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
                 ids, targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
                 x[row] = ids
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
@@ -665,7 +665,7 @@ class LM(TextFlags):
 def load_language_model(c, causal=False):
     """(`Loaded` of a language model, on its device; Processes). `causal`: a masked one is refused.
     """
-    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), common.Processes(c.device)
+    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
     if causal and not loaded.model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: this needs one that predicts the next token "
                         "(--objective=causal)")
@@ -844,7 +844,7 @@ COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": 
 def main(argv):
     """Runs one subcommand, prints its result (rank 0 only), and returns it."""
     flags = {name: config_class for name, (config_class, _) in COMMANDS.items()}
-    command, config = common.parse_command(flags, argv, __doc__)
+    command, config = parse_command(flags, argv, __doc__)
     result = COMMANDS[command][1](config)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result))
@@ -852,4 +852,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

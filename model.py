@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
-    exit_status = 2         # common.cli reports it in one line instead of a traceback
+    exit_status = 2         # flags.cli reports it in one line instead of a traceback
 
 
 # -------------------------------------------------------------------------------------------------

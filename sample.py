@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch.nn.attention import sdpa_kernel
 
-import common
 from checkpoint import load_model
-from common import DeviceFlags, UserError, needed, option
+from flags import cli, DeviceFlags, needed, option, parse, UserError
+from parallel import derive_seed, Processes
 from data import text
 from model import FOR_ANY_LENGTH
 
@@ -86,7 +86,7 @@ def fill(model, tokenizer, sentence, device):
 def write(model, tokenizer, ids, c, processes):
     """The tokens that follow `ids` in each of c.samples texts; prints a single text as it comes."""
     stop = tokenizer.eot if c.stop else None
-    generator = torch.Generator(processes.device).manual_seed(common.derive_seed(c.seed, "sample"))
+    generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     start = torch.tensor([ids] * c.samples, device=processes.device)
     written, pending = [], []
     with processes.autocast(c.dtype), sdpa_kernel(FOR_ANY_LENGTH):
@@ -105,8 +105,8 @@ def write(model, tokenizer, ids, c, processes):
 
 def main(argv):
     """Writes the text to stdout and returns it."""
-    c, _ = common.parse(Sample, {"sample": {}}, argv, __doc__, default="sample")
-    processes = common.Processes(c.device)
+    c, _ = parse(Sample, {"sample": {}}, argv, __doc__, default="sample")
+    processes = Processes(c.device)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)
     if c.fill is not None:
@@ -140,4 +140,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

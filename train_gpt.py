@@ -19,8 +19,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 import checkpoint
-import common
-from common import UserError, option
+from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from optim import make_optimizer, SCHEDULES, set_lr
+from parallel import (accumulating, derive_seed, device_name, largest_that_fits, Processes,
+                      wants_compile)
+from run import Run
 from data import text
 from evaluate import language_scores
 from model import LanguageModel, TextConfig, text_config
@@ -31,7 +34,7 @@ from model import LanguageModel, TextConfig, text_config
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, checkpoint.ModelFlags):
+class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("pydoc", "a prepared text set")
     objective: str = option("causal", "next token, or BERT's masked tokens",
@@ -46,7 +49,7 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the schedule ends", low=0)
     schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
-                           "last 40 %", choices=tuple(common.SCHEDULES))
+                           "last 40 %", choices=tuple(SCHEDULES))
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
@@ -99,7 +102,7 @@ def build_model(c, tokenizer):
     vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
         vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
-    fields = common.set_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
+    fields = set_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
     model = LanguageModel(text_config(c.size, **fields))
     if c.init_from:
         loaded = checkpoint.load_model(c.init_from, ("gpt",))
@@ -124,7 +127,7 @@ def write_sample(model, tokenizer, c, run, device):
     """A few lines by the model, from an empty page, at temperature 0.8."""
     first = tokenizer.eot if tokenizer.eot is not None else int(tokenizer.encode("\n")[0])
     start = torch.tensor([[first]], device=device)
-    generator = torch.Generator(device).manual_seed(common.derive_seed(c.seed, run.step, "sample"))
+    generator = torch.Generator(device).manual_seed(derive_seed(c.seed, run.step, "sample"))
     model.eval()
     written = model.generate(start, c.sample, temperature=0.8, top_k=200, stop=tokenizer.eot,
                              generator=generator)
@@ -136,8 +139,8 @@ def write_sample(model, tokenizer, c, run, device):
 def main(argv):
     """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = common.parse(Config, PRESETS, argv, __doc__, default="openwebtext")
-    processes = common.Processes(c.device)
+    c, preset = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
+    processes = Processes(c.device)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"
 
@@ -150,15 +153,15 @@ def main(argv):
     tokenizer = data.tokenizer
 
     # ---- model
-    torch.manual_seed(common.derive_seed(c.seed, "weights"))
+    torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = common.SCHEDULES[c.schedule](c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
+    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    schedule = SCHEDULES[c.schedule](c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
-    run = common.Run(c, "gpt", preset, processes)
+    run = Run(c, "gpt", preset, processes)
     # the micro-batch is halved until it fits into a GPU's memory
     if device.type == "cuda":
         def trial(size):
@@ -168,17 +171,17 @@ def main(argv):
             loss.backward()
             optimizer.zero_grad(set_to_none=True)
         wanted = min(c.micro_batch, c.batch_size // processes.world)
-        c.micro_batch = common.largest_that_fits(wanted, trial, [*model.parameters()], processes)
+        c.micro_batch = largest_that_fits(wanted, trial, [*model.parameters()], processes)
         if c.micro_batch < wanted:
             run.say(f"--micro_batch={wanted} does not fit in memory: taking {c.micro_batch}")
     checkpoint.restore(run, model.config, optimizer, model)
-    if common.wants_compile(c, device):
+    if wants_compile(c, device):
         model.compile()
-    parallel = processes.wrap(model)
+    ddp = processes.wrap(model)
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
                  f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} "
-                 f"tokens on {processes.world} x {common.device_name(device)}")
+                 f"tokens on {processes.world} x {device_name(device)}")
 
     def content():
         meta = dict(name=c.data, tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab,
@@ -191,7 +194,7 @@ def main(argv):
         # batch
         x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows)
         if masked:
-            hide = torch.Generator().manual_seed(common.derive_seed(c.seed, step, "mask"))
+            hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
             x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, tokenizer.n_vocab, c.mask_rate,
                                     rows,
                                     c.batch_size)
@@ -208,9 +211,9 @@ def main(argv):
         loss = 0.0
         micro_batches = list(zip(x.split(c.micro_batch), y.split(c.micro_batch)))
         for i, (micro_x, micro_y) in enumerate(micro_batches):
-            with common.accumulating(parallel, last=i == len(micro_batches) - 1):
+            with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    micro_loss = parallel(micro_x, micro_y)
+                    micro_loss = ddp(micro_x, micro_y)
                 # from a mean over its own targets to its part of the mean over all;
                 # DDP averages over the processes, so multiply by their number
                 micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / targets)
@@ -222,7 +225,7 @@ def main(argv):
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
 
         # step
-        common.set_lr(optimizer, schedule[step])
+        set_lr(optimizer, schedule[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         run.log_step(loss, schedule[step])
@@ -247,4 +250,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

@@ -21,8 +21,10 @@ from functools import partial
 import torch
 
 import checkpoint
-import common
-from common import option
+from flags import cli, ModelFlags, option, parse, RunFlags, set_fields
+from optim import make_optimizer, set_lr, steps_per_epoch, warmup_cosine
+from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
+from run import Run
 from data import augment, images
 from evaluate import model_input, validation_noise, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config
@@ -33,7 +35,7 @@ from model import MAEConfig, MaskedAutoencoder, mae_config
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, checkpoint.ModelFlags):
+class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto. --layers encode."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels a side that the model sees", low=1)
@@ -104,7 +106,7 @@ def augmented(pixels, rng, c, data):
 
 def build_model(c):
     """The masked autoencoder that the flags describe."""
-    return MaskedAutoencoder(mae_config(c.size, **common.set_fields(MAEConfig, c)))
+    return MaskedAutoencoder(mae_config(c.size, **set_fields(MAEConfig, c)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -132,39 +134,39 @@ def validate(model, val, data, c, processes, batch_size=256):
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = common.parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    processes = common.Processes(c.device)
+    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    processes = Processes(c.device)
     device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = common.steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
-    torch.manual_seed(common.derive_seed(c.seed, "weights"))
+    torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c).to(device)
 
     # ---- optimizer
     lr = c.base_lr * c.batch_size / 256     # the linear rule of He et al.
-    optimizer = common.make_optimizer(model, c.optimizer, lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = common.warmup_cosine(lr, total, round(c.warmup_epochs * epoch))
+    optimizer = make_optimizer(model, c.optimizer, lr, c.weight_decay, (c.beta1, c.beta2))
+    schedule = warmup_cosine(lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
-    run = common.Run(c, "mae", preset, processes)
+    run = Run(c, "mae", preset, processes)
     checkpoint.restore(run, model.config, optimizer, model)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
-    if common.wants_compile(c, device):
+    if wants_compile(c, device):
         model.compile()
         augmentation = augment.compiled(augmentation, device)
-    parallel = processes.wrap(model)
+    ddp = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.describe(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
+    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
                  f"{c.image_size} px, {model.config.masked()} of {model.config.patches()} patches "
                  f"hidden, {total} steps of {c.batch_size} on {processes.world} x "
-                 f"{common.device_name(device)}")
+                 f"{device_name(device)}")
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
@@ -176,10 +178,10 @@ def main(argv):
     for step in run.steps(model):
         # batch
         pixels, _ = next(batches)
-        rng = augment.BatchRandom(common.derive_seed(c.seed, step, "augment"), c.batch_size, rows,
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows,
                                   device)
         x = augmentation(pixels, rng)
-        rng = augment.BatchRandom(common.derive_seed(c.seed, step, "mask"), c.batch_size, rows,
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "mask"), c.batch_size, rows,
                                   device)
         noise = rng.uniform(model.config.patches())         # the largest are hidden
 
@@ -187,9 +189,9 @@ def main(argv):
         loss = 0.0
         micro_batches = list(zip(x.chunk(c.accumulate), noise.chunk(c.accumulate)))
         for i, (micro_x, micro_noise) in enumerate(micro_batches):
-            with common.accumulating(parallel, last=i == len(micro_batches) - 1):
+            with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    micro_loss = parallel(micro_x, micro_noise) / c.accumulate
+                    micro_loss = ddp(micro_x, micro_noise) / c.accumulate
                 micro_loss.backward()
             loss = loss + micro_loss.detach()
 
@@ -198,7 +200,7 @@ def main(argv):
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
 
         # step
-        common.set_lr(optimizer, schedule[step])
+        set_lr(optimizer, schedule[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         run.log_step(loss, schedule[step])
@@ -219,4 +221,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

@@ -25,8 +25,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
-import common
-from common import UserError, option
+from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from optim import ema_update, make_optimizer, set_decay, set_lr, steps_per_epoch, warmup_cosine
+from parallel import count, derive_seed, device_name, Processes, wants_compile
+from run import Run
 from data import augment, images
 from evaluate import features, nearest_neighbours, write_overlays
 from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, saliency
@@ -37,7 +39,7 @@ from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, sal
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, checkpoint.ModelFlags):
+class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels a side of a global view", low=1)
@@ -126,7 +128,7 @@ PRESETS = {
 
 def random_numbers(c, step, rows, device):
     """A BatchRandom for the global views of a step, and one for the local ones if there are any."""
-    return [augment.BatchRandom(common.derive_seed(c.seed, step, kind), c.batch_size * n,
+    return [augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
                                 slice(rows.start * n, rows.stop * n), device)
             for kind, n in (("global", 2), ("local", c.local_views)) if n]
 
@@ -187,7 +189,7 @@ class Branch(nn.Module):
 def build_model(c):
     """The branch that the flags describe. A LayerNorm ends every encoder: the projector needs
     bounded input."""
-    config = image_config(c.size, **common.set_fields(ImageConfig, c, classes=1, final_norm=True))
+    config = image_config(c.size, **set_fields(ImageConfig, c, classes=1, final_norm=True))
     if c.local_views and c.local_size % config.patch_size:
         raise UserError(f"--patch_size={config.patch_size} does not divide "
                         f"--local_size={c.local_size}")
@@ -302,19 +304,19 @@ def write_saliency(encoder, val, data, path, n=8):
 def main(argv):
     """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = common.parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if c.local_area > c.global_area:
         raise UserError(f"--local_area={c.local_area} is more than --global_area={c.global_area}")
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = common.steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
-    torch.manual_seed(common.derive_seed(c.seed, "weights"))
+    torch.manual_seed(derive_seed(c.seed, "weights"))
     student = build_model(c).to(device)
     teacher = copy.deepcopy(student).eval().requires_grad_(False)
     params, averages = list(student.parameters()), list(teacher.parameters())
@@ -322,36 +324,36 @@ def main(argv):
 
     # ---- optimizer, and everything that changes over the run ([B] 7.2)
     lr = c.base_lr * c.batch_size / 256     # DINO's linear rule
-    optimizer = common.make_optimizer(student, c.optimizer, lr, c.weight_decay, (0.9, 0.999))
-    rates = common.warmup_cosine(lr, total, round(c.warmup_epochs * epoch),
+    optimizer = make_optimizer(student, c.optimizer, lr, c.weight_decay, (0.9, 0.999))
+    rates = warmup_cosine(lr, total, round(c.warmup_epochs * epoch),
                                  min(c.min_lr, lr))
-    decays = common.warmup_cosine(c.weight_decay, total, final=c.weight_decay_end)
-    momenta = common.warmup_cosine(c.momentum, total, final=1.0)
+    decays = warmup_cosine(c.weight_decay, total, final=c.weight_decay_end)
+    momenta = warmup_cosine(c.momentum, total, final=1.0)
     rise = max(round(c.warmup_temp_epochs * epoch), 1)
     temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
              for i in range(total)]         # it rises every step; DINO's every epoch
     gamma = simdino_gamma(c.output, c.batch_size) if c.gamma is None else c.gamma
 
     # ---- run
-    run = common.Run(c, "simdino", preset, processes)
+    run = Run(c, "simdino", preset, processes)
     resumed = checkpoint.restore(run, student.encoder.config, optimizer, student, teacher)
     if resumed is not None:
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(make_views, c=c, data=data)
-    if common.wants_compile(c, device):
+    if wants_compile(c, device):
         student.compile()
         teacher.compile()
         teacher.encoder.compile()           # the part of it that is evaluated
         augmentation = augment.compiled(augmentation, device)
-    parallel = processes.wrap(student)
+    ddp = processes.wrap(student)
     run.begin(total, epoch, "images", c.batch_size)
-    encoder_count = common.count(student.encoder)
+    encoder_count = count(student.encoder)
     run.describe(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
-                 f"{common.count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
+                 f"{count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
                  f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
-                 f"{c.batch_size} on {processes.world} x {common.device_name(device)}")
+                 f"{c.batch_size} on {processes.world} x {device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
@@ -372,7 +374,7 @@ def main(argv):
         with torch.no_grad(), processes.autocast(c.dtype):
             t, t_logits = teacher(views[:1])                # the global views only
         with processes.autocast(c.dtype):
-            s, s_logits = parallel(views)
+            s, s_logits = ddp(views)
 
         # loss
         if c.method == "simdino":
@@ -395,11 +397,11 @@ def main(argv):
             student.prototypes.grad = None
 
         # step
-        common.set_lr(optimizer, rates[step])
-        common.set_decay(optimizer, decays[step])
+        set_lr(optimizer, rates[step])
+        set_decay(optimizer, decays[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        common.ema_update(averages, params, momenta[step])
+        ema_update(averages, params, momenta[step])
 
         # log; during warm-up random features look collapsed, which is no news
         seen = {}
@@ -428,4 +430,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

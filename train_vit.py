@@ -21,8 +21,10 @@ import torch
 from torch.nn import functional as F
 
 import checkpoint
-import common
-from common import UserError, option
+from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from optim import ema_update, make_optimizer, SCHEDULES, set_lr, steps_per_epoch
+from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
+from run import Run
 from data import augment, images
 from evaluate import classify, load_images, pooling
 from model import ImageClassifier, ImageConfig, image_config, projected_coding_rate
@@ -33,7 +35,7 @@ from model import ImageClassifier, ImageConfig, image_config, projected_coding_r
 
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags, checkpoint.ModelFlags):
+class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "only the first so many training images", low=1)
@@ -56,7 +58,7 @@ class Config(common.RunFlags, checkpoint.ModelFlags):
                                 above=0, high=1)
     min_lr: float = option(0.0, "where the schedule ends", low=0)
     schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
-                           "last 40 %", choices=tuple(common.SCHEDULES))
+                           "last 40 %", choices=tuple(SCHEDULES))
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.99, "second average", low=0, high=0.9999)
@@ -168,10 +170,10 @@ def load_start(c):
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
     if loaded is None:
-        given = common.set_fields(ImageConfig, c, classes=classes)
+        given = set_fields(ImageConfig, c, classes=classes)
         return ImageClassifier(image_config(c.size, **given))
-    theirs = common.set_fields(ImageConfig, loaded.encoder.config)
-    asked = {f.name for f in fields(checkpoint.ModelFlags)} - {"size"} | {"patch_size", "stem"}
+    theirs = set_fields(ImageConfig, loaded.encoder.config)
+    asked = {f.name for f in fields(ModelFlags)} - {"size"} | {"patch_size", "stem"}
     for name in sorted(asked):
         wanted = getattr(c, name)
         if wanted is not None and wanted != theirs[name]:
@@ -206,7 +208,7 @@ def srr_layers(c, model, step):
     if c.srr_layers == "all":
         return range(L)
     if c.srr_layers == "random":
-        return [common.derive_seed(c.seed, step, "srr") % L]
+        return [derive_seed(c.seed, step, "srr") % L]
     words = c.srr_layers.split(",")
     chosen = [int(word) for word in words if word.strip().isdecimal()]
     if len(chosen) < len(words) or not all(1 <= l <= L for l in chosen):
@@ -234,10 +236,10 @@ def srr(model, outputs, chosen, eps):
 def main(argv):
     """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = common.parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if preset.startswith("finetune") and c.init_from is None:
         raise UserError(f"{preset} needs --init_from=CHECKPOINT")
-    processes = common.Processes(c.device)
+    processes = Processes(c.device)
     device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
 
     # ---- data; an encoder goes on seeing it normalized as in its pretraining
@@ -248,11 +250,11 @@ def main(argv):
         data = load_images(c.data, loaded.meta, c.data_dir)
     train_images = data.train_images[:c.train_images]
     train_labels = data.train_labels[:c.train_images]
-    epoch = common.steps_per_epoch(len(train_labels), c.batch_size)
+    epoch = steps_per_epoch(len(train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
-    torch.manual_seed(common.derive_seed(c.seed, "weights"))
+    torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes), loaded).to(device)
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
@@ -266,26 +268,26 @@ def main(argv):
 
     # ---- optimizer
     scale = partial(rate_scale, L=model.config.layers, decay=c.layer_decay)
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay,
+    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay,
                                       (c.beta1, c.beta2), scale)
-    schedule = common.SCHEDULES[c.schedule](c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
+    schedule = SCHEDULES[c.schedule](c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
 
     # ---- run
-    run = common.Run(c, "vit", preset, processes)
+    run = Run(c, "vit", preset, processes)
     checkpoint.restore(run, model.config, optimizer, model, averaged)
     train = images.Images(train_images, train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
-    if common.wants_compile(c, device):
+    if wants_compile(c, device):
         model.compile()
         if c.ema:
             averaged.compile()
         augmentation = augment.compiled(augmentation, device)
-    parallel = processes.wrap(model)
+    ddp = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.describe(f"{model.config.arch}, {common.count(model):,} parameters, {c.data} at "
+    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
                  f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
-                 f"{common.device_name(device)}")
+                 f"{device_name(device)}")
 
     def content():
         evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})
@@ -307,7 +309,7 @@ def main(argv):
 
         # batch
         pixels, labels = next(batches)
-        rng = augment.BatchRandom(common.derive_seed(c.seed, step, "augment"), c.batch_size, rows,
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows,
                                   device)
         x = augmentation(pixels, rng)
 
@@ -315,9 +317,9 @@ def main(argv):
         loss = 0.0
         micro_batches = list(zip(x.chunk(c.accumulate), labels.chunk(c.accumulate)))
         for i, (micro_x, micro_labels) in enumerate(micro_batches):
-            with common.accumulating(parallel, last=i == len(micro_batches) - 1):
+            with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    logits = parallel(micro_x, outputs=bool(c.srr_weight))
+                    logits = ddp(micro_x, outputs=bool(c.srr_weight))
                     if c.srr_weight:
                         logits, outputs = logits
                     micro_loss = F.cross_entropy(logits, micro_labels,
@@ -334,11 +336,11 @@ def main(argv):
             torch.nn.utils.clip_grad_norm_(params, c.clip)
 
         # step
-        common.set_lr(optimizer, schedule[step])
+        set_lr(optimizer, schedule[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if c.ema:           # shorter memory at first, so that the average forgets the start quickly
-            common.ema_update(averages, params, min(c.ema, (step + 1) / (step + 10)))
+            ema_update(averages, params, min(c.ema, (step + 1) / (step + 10)))
         run.log_step(loss, schedule[step])
 
         # evaluate
@@ -355,4 +357,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    common.cli(main)
+    cli(main)

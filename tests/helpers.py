@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-import common
+from run import Run
 
 _MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu",
           "--dtype=float32"]                    # auto is not the same on every CPU
@@ -73,13 +73,13 @@ def same(a, b):
 
 def interrupt(monkeypatch, step, number=signal.SIGTERM):
     """Sends this process a signal after the given step of the next run."""
-    log_step = common.Run.log_step
+    log_step = Run.log_step
 
     def log_and_signal(run, *args, **values):
         log_step(run, *args, **values)
         if run.step == step:
             os.kill(os.getpid(), number)
-    monkeypatch.setattr(common.Run, "log_step", log_and_signal)
+    monkeypatch.setattr(Run, "log_step", log_and_signal)
 
 
 def write_model(path, model, task, meta, **run_config):

@@ -9,7 +9,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 import analyze
-import common
+from flags import UserError
+from parallel import derive_seed
 import plot
 from data import augment, images, text
 from data.store import DataError
@@ -140,7 +141,7 @@ def test_layers_of_a_masked_autoencoder(save, call, cache, arch, mask_tokens):
     flags = [f"--ckpt={save(model, 'mae')}", "--samples=9", "--eps=0.3"]
     run, other = (call("layers", *flags, f"--batch_size={size}")["runs"][0] for size in (4, 9))
     index = np.linspace(0, 99, 9).round().astype(int)
-    generators = [torch.Generator().manual_seed(common.derive_seed("validation", int(i)))
+    generators = [torch.Generator().manual_seed(derive_seed("validation", int(i)))
                   for i in index]
     noise = torch.stack([torch.rand(16, generator=generator) for generator in generators])
     trace = []
@@ -176,9 +177,9 @@ def test_layers_of_text(save, call, text_cache):
         check(row, expected(layer, Z, traced.half, traced.out, "released", 0.3, 0.1))
         Z = traced.out
     assert len(call("subspaces", f"--ckpt={path}")["layers"]) == 2
-    with pytest.raises(common.UserError, match="task gpt"):
+    with pytest.raises(UserError, match="task gpt"):
         call("tokens", f"--ckpt={path}")
-    with pytest.raises(common.UserError, match="prepared with another tokenizer"):
+    with pytest.raises(UserError, match="prepared with another tokenizer"):
         call("layers", f"--ckpt={path}", "--data=tiny", f"--data_dir={text_cache}")
 
 
@@ -561,7 +562,7 @@ def test_curves(call, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["4", "3", "2.5", "2", "2"]
     call("curves", f"--runs={a}", "--value=acc")                    # the best is the largest
     assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["4", "-", "0.25", "0.5", "2"]
-    with pytest.raises(common.UserError, match="has no los; it has acc, loss, lr"):
+    with pytest.raises(UserError, match="has no los; it has acc, loss, lr"):
         call("curves", f"--runs={a}", "--value=los")
 
 
@@ -602,7 +603,7 @@ def test_mistakes_are_one_line(save, call, tmp_path):
             (["curves"], "--runs is needed"),
             (["curves", f"--runs={tmp_path / 'none'}"], "cannot read .*metrics.jsonl"),
             (["curves", f"--runs={path}"], "not text")):
-        with pytest.raises((common.UserError, ConfigError, DataError), match=says) as error:
+        with pytest.raises((UserError, ConfigError, DataError), match=says) as error:
             call(*argv)
         assert "\n" not in str(error.value)
 
@@ -613,7 +614,7 @@ def test_no_file_is_replaced_unasked(tmp_path):
     argv = ["curves", f"--runs={tmp_path}", f"--json={table}", f"--out={tmp_path / 'figure'}"]
     for mine in (table, figure):
         mine.write_text("mine")
-        with pytest.raises(common.UserError, match=f"{mine.name} is there already; --overwrite"):
+        with pytest.raises(UserError, match=f"{mine.name} is there already; --overwrite"):
             analyze.main(argv)
         assert mine.read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
         mine.unlink()

@@ -12,7 +12,9 @@ import torch
 
 import analyze
 import bench
-import common
+from flags import parse, parse_command, UserError
+from optim import make_optimizer
+from parallel import count, Processes
 import evaluate
 import sample
 from data import images, text
@@ -28,7 +30,7 @@ TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 def table(command="vit", **flags):
     """A Table of the command, and its flags."""
     c = bench.COMMANDS[command][0](device="cpu", **flags)
-    return bench.Table(c, common.Processes("cpu")), c
+    return bench.Table(c, Processes("cpu")), c
 
 
 @pytest.fixture
@@ -125,7 +127,7 @@ def test_timed_step_clips_and_steps():
         torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-6)        # clipping adds 1e-6
         assert p.grad is None
     memory = bench.peak_mb(lambda: None, CPU, model, bench.make_optimizer(model))
-    assert memory is None or memory >= 8 * common.count(model) / 1e6
+    assert memory is None or memory >= 8 * count(model) / 1e6
 
 
 # -------------------------------------------------------------------------------------------------
@@ -214,13 +216,13 @@ def test_optimizer_shares(run, monkeypatch):
     now, models = [0.0], {"a": (ImageClassifier(ImageConfig(**IMAGE)), 2),
                           "b": (LanguageModel(TextConfig(**TEXT)), 2)}
     wait = lambda s, f: lambda *a, **k: (f(*a, **k), now.__setitem__(0, now[0] + s))[0]
-    make = common.make_optimizer
+    make = make_optimizer
 
     def slow(*arguments):
         optimizer = make(*arguments)
         optimizer.step = wait(0.01, optimizer.step)
         return optimizer
-    monkeypatch.setattr(common, "make_optimizer", slow)
+    monkeypatch.setattr("optim.make_optimizer", slow)
     monkeypatch.setattr(bench, "training_step", wait(0, lambda *a, **k: wait(0.03, lambda: None)))
     monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(bench, "optimizer_models", lambda cuda: models)
@@ -328,15 +330,15 @@ def test_trials(cuda):
     for name, words in (runs | after).items():
         script, *flags = [word.format("folder") for word in words.split()]
         if script in TRAINED:
-            c, _ = common.parse(TRAINED[script].Config, TRAINED[script].PRESETS, flags, "")
+            c, _ = parse(TRAINED[script].Config, TRAINED[script].PRESETS, flags, "")
             assert c.resume == (c.out_dir in written)
             written.add(c.out_dir)
             forms.add((script, c.arch, c.compile, c.dtype))
         elif script == "sample.py":
-            c, _ = common.parse(sample.Sample, {"": {}}, flags, "", default="")
+            c, _ = parse(sample.Sample, {"": {}}, flags, "", default="")
         else:
             flags_of = {name: command[0] for name, command in COMMANDS[script].items()}
-            _, c = common.parse_command(flags_of, flags, "")
+            _, c = parse_command(flags_of, flags, "")
         if script not in TRAINED:
             assert c.ckpt.removesuffix("/best.pt") in written
     archs, compiled = (ARCHS, (False, True)) if cuda else (("crate", "tost"), (False,))
@@ -357,7 +359,7 @@ def test_gpu_goes_on_after_failures(run, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "trials", lambda cuda: stages)
     monkeypatch.setattr(bench, "bare_step", bare_step)
     monkeypatch.setattr(bench.text, "load", lambda *arguments: None)
-    monkeypatch.setattr(common, "peak_flops", lambda device: 1e12)
+    monkeypatch.setattr(bench, "peak_flops", lambda device: 1e12)
     path = tmp_path / "gpu.json"
     with pytest.raises(SystemExit, match="3 of 10 failed") as stopped:      # a message: status 1
         run("gpu", "--repeats=1", f"--json={path}")
@@ -473,7 +475,7 @@ def test_length(run, tmp_path):
         assert len(line["ms"]) == 3 and min(line["ms"]) > 0 and math.isfinite(line["exponent"])
     report = json.loads(path.read_text())
     assert report["rows"] == [head, *lines] and report["matmul_gflops_per_s"] == 100
-    with pytest.raises(common.UserError, match="table.json is there already; --overwrite"):
+    with pytest.raises(UserError, match="table.json is there already; --overwrite"):
         run("length", f"--json={path}")
     assert json.loads(path.read_text()) == report
 
@@ -520,5 +522,5 @@ def test_loop(run, monkeypatch, script):
     ("head --json=/nowhere/at/all", "--json=/nowhere/at/all: cannot write there"),
     ("longrange --task=path", "--task=path is not one of")])
 def test_mistakes(run, argv, message):
-    with pytest.raises(common.UserError, match=message):
+    with pytest.raises(UserError, match=message):
         run(*argv.split())

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import checkpoint
-import common
-from common import UserError
+from flags import RunFlags, UserError
+from optim import make_optimizer
+from parallel import derive_seed, Processes
+from run import Run
 from helpers import same
 from model import (ARCHS, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
@@ -127,7 +129,7 @@ def test_an_untrained_model_is_drawn_as_its_task_draws_it(tmp_path):
 
 
 def test_initial_model(tmp_path):
-    torch.manual_seed(common.derive_seed(7, "weights"))
+    torch.manual_seed(derive_seed(7, "weights"))
     drawn = content("vit", run_config=dict(seed=7))
     assert same(checkpoint.initial_model(drawn).state_dict(), drawn["model"])
     with pytest.raises(UserError, match="--init_from"):
@@ -231,10 +233,10 @@ def test_an_unknown_published_model_is_one_line(tmp_path, monkeypatch):
 
 def start(out, total=10, **flags):
     """(run, model, optimizer, save) of a run that has restored what there is, as in the scripts."""
-    config = common.RunFlags(out_dir=str(out), **flags)
-    run = common.Run(config, "vit", "tiny", common.Processes("cpu"))
+    config = RunFlags(out_dir=str(out), **flags)
+    run = Run(config, "vit", "tiny", Processes("cpu"))
     model, model_config = make("vit")
-    optimizer = common.make_optimizer(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
+    optimizer = make_optimizer(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
     checkpoint.restore(run, model_config, optimizer, model)
     run.begin(total, 100, "images", 1)
 
@@ -270,7 +272,7 @@ def test_restore_refuses_another_model_and_names_other_flags(tmp_path, capsys):
 def test_an_optimizer_state_has_to_fit_its_parameters(tmp_path, name):
     """A fused kernel would write past the end of a smaller one. Hyperparameters are the flags'."""
     model = make("vit")[0]
-    fresh, used = (common.make_optimizer(model, name, 1e-3, 0.1, (0.9, 0.99)) for _ in range(2))
+    fresh, used = (make_optimizer(model, name, 1e-3, 0.1, (0.9, 0.99)) for _ in range(2))
     model(torch.ones(2, 3, 16, 16)).square().mean().backward()
     used.step()
     whole = used.state_dict()

@@ -9,8 +9,11 @@ from functools import partial
 import pytest
 import torch
 
-import common
-from common import UserError, option
+import flags as flags_module
+import optim
+import parallel
+from run import Run
+from flags import UserError, option
 from helpers import Launches
 from model import ConfigError, ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
@@ -20,7 +23,7 @@ from model import ConfigError, ImageClassifier, ImageConfig, LanguageModel, Text
 # -------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
-class Config(common.RunFlags):
+class Config(flags_module.RunFlags):
     """Flags for these tests."""
     width: int = option(8, "whole", low=1)
     rate: float = option(0.5, "real", above=0, high=1)
@@ -34,7 +37,7 @@ PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
 
 
 def parse(*argv):
-    return common.parse(Config, PRESETS, argv, "doc", default="tiny")
+    return flags_module.parse(Config, PRESETS, argv, "doc", default="tiny")
 
 
 def test_flags_take_their_fields_types():
@@ -80,31 +83,31 @@ def test_help_names_every_flag(capsys):
 
 def test_help_of_subcommands_has_a_line_each(capsys):
     @dataclass(kw_only=True)
-    class Look(common.DeviceFlags):
+    class Look(flags_module.DeviceFlags):
         """The rate by [J] Eq. (8), in nats. More is said of it in its own help."""
     with pytest.raises(SystemExit):
-        common.parse_command({"look": Look}, ["-h"], "doc")
+        flags_module.parse_command({"look": Look}, ["-h"], "doc")
     assert capsys.readouterr().out.splitlines()[-1].split(None, 1) == [
         "look", "The rate by [J] Eq. (8), in nats"]
 
 
 def test_subcommands(capsys):
     commands = {"look": Config, "listen": Config}
-    name, c = common.parse_command(commands, ["listen", "--width=3"], "doc")
+    name, c = flags_module.parse_command(commands, ["listen", "--width=3"], "doc")
     assert name == "listen" and c.width == 3
     with pytest.raises(UserError, match="did you mean listen"):
-        common.parse_command(commands, ["lissen"], "doc")
+        flags_module.parse_command(commands, ["lissen"], "doc")
     with pytest.raises(UserError, match="unknown argument"):
-        common.parse_command(commands, ["look", "here"], "doc")
+        flags_module.parse_command(commands, ["look", "here"], "doc")
     with pytest.raises(SystemExit) as exit:
-        common.parse_command(commands, [], "doc")
+        flags_module.parse_command(commands, [], "doc")
     assert exit.value.code == 2 and "  listen  " in capsys.readouterr().out
 
 
 def test_set_fields_leaves_what_is_auto_to_the_model():
     c = parse("--width=12")[0]
     c.heads, c.unknown = None, 7
-    assert common.set_fields(ImageConfig, c, classes=3) == dict(arch="crate", width=12, classes=3)
+    assert flags_module.set_fields(ImageConfig, c, classes=3) == dict(arch="crate", width=12, classes=3)
 
 
 class Foreign(Exception):
@@ -113,9 +116,9 @@ class Foreign(Exception):
 
 @pytest.mark.parametrize("error, status, says", [
     (UserError("no\n such \tthing"), 2, "no such thing"), (ConfigError("heads"), 2, "heads"),
-    (Foreign("data"), 2, "data"), (common.Diverged("step 3"), 3, "step 3"),
-    (common.Stopped(signal.SIGINT), 130, "SIGINT"), (KeyboardInterrupt(), 130, ""),
-    (common.Stopped(signal.SIGTERM), 143, "SIGTERM"), (MemoryError(), 2, "does not fit in memory"),
+    (Foreign("data"), 2, "data"), (flags_module.Diverged("step 3"), 3, "step 3"),
+    (flags_module.Stopped(signal.SIGINT), 130, "SIGINT"), (KeyboardInterrupt(), 130, ""),
+    (flags_module.Stopped(signal.SIGTERM), 143, "SIGTERM"), (MemoryError(), 2, "does not fit in memory"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
     (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: a.pt"),
 ])
@@ -124,7 +127,7 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
         raise error
     monkeypatch.setattr("sys.argv", ["here/script.py"])
     with pytest.raises(SystemExit) as exit:
-        common.cli(main)
+        flags_module.cli(main)
     err = capsys.readouterr().err
     assert exit.value.code == status
     assert err == f"script.py: {err[11:-1]}\n" * bool(says) and says in err
@@ -137,7 +140,7 @@ def test_stdout_on_a_full_disk(monkeypatch, capsys, tmp_path):
             patch.setattr("sys.stdout", full)
             patch.setattr("sys.argv", ["here/script.py"])
             with pytest.raises(SystemExit) as exit:
-                common.cli(main)
+                flags_module.cli(main)
         return exit.value.code, capsys.readouterr().err
 
     said = "script.py: No space left on device\n"
@@ -154,7 +157,7 @@ def test_stdout_on_a_full_disk(monkeypatch, capsys, tmp_path):
 
 def test_a_mistake_of_the_program_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
-        common.cli(lambda argv: 1 / 0)
+        flags_module.cli(lambda argv: 1 / 0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -162,25 +165,25 @@ def test_a_mistake_of_the_program_keeps_its_traceback():
 # -------------------------------------------------------------------------------------------------
 
 def test_warmup_cosine():
-    s = common.warmup_cosine(2.0, 110, 10, final=0.5)
+    s = optim.warmup_cosine(2.0, 110, 10, final=0.5)
     assert len(s) == 110 and s[0] == pytest.approx(0.2) and s[9] == s[10] == pytest.approx(2.0)
     assert s[60] == pytest.approx(0.5 + 1.5 * 0.5) and s[109] == pytest.approx(0.5, abs=1e-3)
     assert all(a >= b for a, b in zip(s[10:], s[11:]))
-    assert common.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
+    assert optim.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
 
 
 def test_trapezoid():
-    s = common.trapezoid(2.0, 100, 10, final=0.5)
-    assert s[:10] == common.warmup_cosine(2.0, 100, 10)[:10] and s[10:61] == [2.0] * 51
+    s = optim.trapezoid(2.0, 100, 10, final=0.5)
+    assert s[:10] == optim.warmup_cosine(2.0, 100, 10)[:10] and s[10:61] == [2.0] * 51
     assert s[80] == pytest.approx(1.25) and s[99] == pytest.approx(0.5 + 1.5 / 40)
     for total in range(1, 12):
-        assert len(common.trapezoid(1.0, total, 100)) == total
+        assert len(optim.trapezoid(1.0, total, 100)) == total
 
 
 def test_lion_is_its_definition():
     p = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
     w, m = p.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
-    optimizer = common.Lion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3)
+    optimizer = optim.Lion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3)
     for _ in range(4):
         g = torch.randn(5, 3, dtype=torch.float64)
         p.grad = g.clone()
@@ -202,7 +205,7 @@ def test_only_matrices_are_decayed(name, kind):
     for p in model.parameters():
         torch.nn.init.uniform_(p, 1, 2)
     before = {k: v.detach().clone() for k, v in model.named_parameters()}
-    optimizer = common.make_optimizer(model, name, 0.1, 0.5, (0.9, 0.99))
+    optimizer = optim.make_optimizer(model, name, 0.1, 0.5, (0.9, 0.99))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -215,7 +218,7 @@ def test_ema():
     a, b = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     average, params = list(a.parameters()), list(b.parameters())
     expected = [0.75 * p.detach() + 0.25 * q.detach() for p, q in zip(average, params)]
-    common.ema_update(average, params, 0.75)
+    optim.ema_update(average, params, 0.75)
     torch.testing.assert_close([p.detach() for p in a.parameters()], expected)
 
 
@@ -224,7 +227,7 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     Z, found = torch.ones(2, 2), {}
     for dtype in ("auto", "float32", "bfloat16"):
-        with common.Processes("cpu").autocast(dtype):
+        with parallel.Processes("cpu").autocast(dtype):
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
@@ -245,16 +248,16 @@ def test_largest_that_fits(monkeypatch):
         assert sum(r() is not None for r in held) == 3
         if size > limit:
             raise torch.OutOfMemoryError("out of memory")
-    alone = common.Processes("cpu")
-    assert common.largest_that_fits(48, partial(trial, 13), params, alone) == 12
+    alone = parallel.Processes("cpu")
+    assert parallel.largest_that_fits(48, partial(trial, 13), params, alone) == 12
     assert tried == [48, 24, 12] and not any(r() is not None for r in held)
     with pytest.raises(UserError, match="micro-batch of 1"):
-        common.largest_that_fits(3, partial(trial, 0), params, alone)
+        parallel.largest_that_fits(3, partial(trial, 0), params, alone)
 
     class Two:              # whose other process has half of this one's memory
         def largest(self, number):
             return max(number, int(tried[-1] > 6))
-    assert common.largest_that_fits(48, partial(trial, 13), params, Two()) == 6
+    assert parallel.largest_that_fits(48, partial(trial, 13), params, Two()) == 6
 
 
 def test_a_gpu_is_known_by_whole_words(monkeypatch):
@@ -262,12 +265,12 @@ def test_a_gpu_is_known_by_whole_words(monkeypatch):
                        ("GH200 480GB", 989e12), ("GeForce RTX 4090", 165e12), ("A10G", None),
                        ("RTX A1000", None), ("RTX A1000 Laptop GPU", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
-        assert common.peak_flops(torch.device("cuda")) == peak, name
+        assert parallel.peak_flops(torch.device("cuda")) == peak, name
 
 
 def test_seeds_depend_on_everything():
     purposes = [(s, step, p) for s in range(5) for step in range(50) for p in ("augment", "order")]
-    seeds = {common.derive_seed(*purpose) for purpose in purposes}
+    seeds = {parallel.derive_seed(*purpose) for purpose in purposes}
     assert len(seeds) == 500 and all(0 <= s < 2 ** 63 for s in seeds)
 
 
@@ -277,7 +280,7 @@ def test_seeds_depend_on_everything():
 
 def run_in(out, **flags):
     config = Config(out_dir=str(out), log_every=1, **flags)
-    return common.Run(config, "vit", "tiny", common.Processes("cpu"))
+    return Run(config, "vit", "tiny", parallel.Processes("cpu"))
 
 
 def test_a_run_directory_is_not_taken_by_accident(tmp_path):
@@ -406,8 +409,8 @@ def test_when_a_run_evaluates_and_saves(tmp_path, capsys):
 def test_what_is_done_between_steps(tmp_path, monkeypatch):
     """No seed where nothing draws; training mode only after an evaluation; no loss is looked at
     before the log."""
-    run = common.Run(Config(out_dir=str(tmp_path), log_every=4), "vit", "tiny",
-                     common.Processes("cpu"))
+    run = Run(Config(out_dir=str(tmp_path), log_every=4), "vit", "tiny",
+                     parallel.Processes("cpu"))
     run.begin(8, 100, "images", 1)
     model, seeds, modes = torch.nn.Linear(1, 1), [], []
     train = torch.nn.Module.train
@@ -415,7 +418,7 @@ def test_what_is_done_between_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "train", lambda module, mode=True:
                         modes.append(mode) or train(module, mode))
     losses = [torch.tensor(loss) for loss in (1.0, 2.0, 3.0, 4.0, 5.0, math.nan, 7.0, math.inf)]
-    with pytest.raises(common.Diverged, match="not finite at step 6;"):
+    with pytest.raises(flags_module.Diverged, match="not finite at step 6;"):
         for step in run.steps(model):
             with Launches() as launched:
                 run.log_step(losses[step], 0.1)

@@ -9,9 +9,9 @@ from torch import nn
 
 import analyze
 import checkpoint
-import common
 import train_vit
-from common import UserError
+from flags import UserError
+from parallel import count
 from helpers import metrics
 from model import ImageClassifier, ImageConfig, sparse_rate_reduction
 
@@ -210,7 +210,7 @@ def test_folder_of_runs(grid, cache, capsys):
         last = metrics(grid / row["run"], "val")[-1]
         assert row["val_loss"] == pytest.approx(last["loss"], abs=1e-5)
         assert row["gap"] == row["val_loss"] - row["train_loss"]
-        assert row["measures"]["# params"] == common.count(model)
+        assert row["measures"]["# params"] == count(model)
         # lr 1e-30 changes nothing: the initial model is made anew from the seed
         assert (row["measures"]["l2-norm-init"] == 0) == row["run"].endswith("1e-30")
     for flags, message in ((["--train_loss=9"], "0 runs in"),

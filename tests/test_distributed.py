@@ -16,12 +16,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import common
+import flags
+import optim
+import parallel
 from checkpoint import read_checkpoint
 from data import images
 from helpers import FLAGS, losses, metrics, same, weights
 
-ROOT = Path(common.__file__).parent
+ROOT = Path(optim.__file__).parent
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
@@ -39,7 +41,9 @@ LONG = ["--batch_size=10", "--epochs=1.9", "--save_every=30", "--eval_every=1000
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import common
+import flags
+import optim
+import parallel
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -47,7 +51,7 @@ def main(argv):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = rank
         out = f"rank{{rank}}/{{name.replace('again', 'long')}}"
         importlib.import_module(script).main([*flags, f"--out_dir={{out}}"])
-common.cli(main)
+flags.cli(main)
 """
 
 
@@ -150,10 +154,10 @@ def test_a_start_does_not_see_stale_addresses_of_previous_workers():
     store = dist.HashStore()
     for start in range(3):
         with ThreadPoolExecutor(2) as pool:
-            early = pool.submit(common._fresh_store, store, start % 2, 2)
+            early = pool.submit(parallel._fresh_store, store, start % 2, 2)
             time.sleep(0.2)
             assert not early.done()
-            late = pool.submit(common._fresh_store, store, 1 - start % 2, 2)
+            late = pool.submit(parallel._fresh_store, store, 1 - start % 2, 2)
             mine, theirs = early.result(60), late.result(60)
         assert not mine.check(["address"]) and not theirs.check(["address"])
         mine.set("address", str(start))

@@ -10,12 +10,12 @@ import tiktoken
 import torch
 from torch.nn import functional as F
 
-import common
 import evaluate
 import train_gpt
 import train_vit
 from checkpoint import load_model
-from common import UserError
+from flags import DeviceFlags, UserError
+from parallel import Processes
 from data import augment, images, text
 from data.store import DataError
 from helpers import write_model
@@ -112,7 +112,7 @@ def test_a_masked_model_sees_no_padding(tmp_path, monkeypatch, n):
     model, seen = random_model(tmp_path / "ckpt.pt", causal=False), []
     tokens = 1 + np.arange(n) % 9
     monkeypatch.setattr(text, "mask_tokens", lambda x, *_: (seen.append(x[0].clone()) or x, x))
-    evaluate.language_scores(model, tokens, common.DeviceFlags(), common.Processes("cpu"), 1,
+    evaluate.language_scores(model, tokens, DeviceFlags(), Processes("cpu"), 1,
                              CHARACTERS.n_vocab, 0.15)
     assert len(seen) == 1 + (n > CONTEXT + 1) and all((x != 0).all() for x in seen)
 
@@ -285,7 +285,7 @@ def test_accuracy_and_probes(cache, tmp_path, monkeypatch):
     digits = images.ImageData("digits", list("0123456789"), [0] * 3, [1] * 3, 32, **other)
     with monkeypatch.context() as patch:
         patch.setattr(images, "load", lambda name, cache: digits)
-        with pytest.raises(common.UserError, match="other classes .circle, ...*digits has .0, ..."):
+        with pytest.raises(UserError, match="other classes .circle, ...*digits has .0, ..."):
             evaluate.main(["accuracy", *flags, "--data=digits"])
 
     data, encoder = images.load("shapes", cache), load_model(out / "ckpt.pt").encoder
@@ -293,8 +293,8 @@ def test_accuracy_and_probes(cache, tmp_path, monkeypatch):
         x = augment.to_float(torch.from_numpy(data.train_images[:9].copy()))
         Z = encoder(augment.normalize(x, data.mean, data.std))
     nine = images.Images(data.train_images[:9], data.train_labels[:9], "cpu")
-    processes = common.Processes("cpu")
-    found = evaluate.features(encoder, nine, data, common.DeviceFlags(), processes, "both", 4)
+    processes = Processes("cpu")
+    found = evaluate.features(encoder, nine, data, DeviceFlags(), processes, "both", 4)
     torch.testing.assert_close(found, torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1))
 
     flags.append("--features=mean")

@@ -18,7 +18,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import common
+from flags import parse
 import train_mae
 import train_simdino
 import train_vit
@@ -380,7 +380,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
         t.pinned = True
         return t
 
-    c, _ = common.parse(script.Config, script.PRESETS, ["cifar10", "--batch_size=8", *flags], "")
+    c, _ = parse(script.Config, script.PRESETS, ["cifar10", "--batch_size=8", *flags], "")
     data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
     pixels, labels = np.zeros((40, 32, 32, 3), np.uint8), np.zeros(40, np.int64)
     source = images.Images(pixels, labels, "meta", resident)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-import common
+from optim import make_optimizer, set_decay, set_lr
 import train_simdino
 from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
@@ -28,7 +28,7 @@ def build(task, arch="crate"):
 def split(model):
     """{parameter's name: "muon", "decayed" or "rest"}, each exactly once."""
     names = {p: name for name, p in model.named_parameters()}
-    optimizer = common.make_optimizer(model, "muon", LR, DECAY, BETAS)
+    optimizer = make_optimizer(model, "muon", LR, DECAY, BETAS)
     found = {}
     for part, torch_optimizer in optimizer.parts.items():
         for group in torch_optimizer.param_groups:
@@ -88,7 +88,7 @@ def test_every_direction_moves_alike():
     """The step's singular values lie around one, however unequal the gradient's are."""
     model = build("gpt", "transformer")
     optimizer, _ = split(model)
-    common.set_decay(optimizer, 0.0)
+    set_decay(optimizer, 0.0)
     p = model.layers[0].sparsification.up.weight                    # (64, 16)
     before = p.detach().clone()
     p.grad = torch.randn_like(p) * torch.logspace(0, -1.5, p.shape[1])
@@ -104,7 +104,7 @@ def test_the_rest_is_adamws():
     torch.manual_seed(0)
     mixed = build("gpt")
     alone = copy.deepcopy(mixed)
-    optimizers = [split(mixed)[0], common.make_optimizer(alone, "adamw", LR, DECAY, BETAS)]
+    optimizers = [split(mixed)[0], make_optimizer(alone, "adamw", LR, DECAY, BETAS)]
     for _ in range(3):
         for p, q in zip(mixed.parameters(), alone.parameters()):
             p.grad = torch.randn_like(p)
@@ -119,8 +119,8 @@ def test_the_rest_is_adamws():
 def test_rates_decay_and_state():
     model = build("vit")
     optimizer, _ = split(model)
-    common.set_lr(optimizer, 0.5)
-    common.set_decay(optimizer, 0.7)
+    set_lr(optimizer, 0.5)
+    set_decay(optimizer, 0.7)
     muon, decayed, rest = optimizer.param_groups
     assert [group["lr"] for group in (muon, decayed, rest)] == [0.5, 0.5, 0.5]
     assert [group["weight_decay"] for group in (muon, decayed, rest)] == [0.7, 0.7, 0.0]
@@ -140,4 +140,4 @@ def test_rates_decay_and_state():
     other.step()
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
     with pytest.raises((KeyError, ValueError)):
-        other.load_state_dict(common.make_optimizer(twin, "lion", LR, DECAY, BETAS).state_dict())
+        other.load_state_dict(make_optimizer(twin, "lion", LR, DECAY, BETAS).state_dict())

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 import evaluate
-from common import UserError
+from flags import UserError
 from data import augment, images
 from helpers import write_model
 from model import (ImageClassifier, ImageConfig, ImageEncoder, MAEConfig, MaskedAutoencoder,

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import checkpoint
-import common
+from parallel import Processes
 from data import images, text
 from evaluate import classify, features, language_scores, nearest_neighbours, statistics_of
 from train_mae import validate
 
 ROOT = Path(__file__).resolve().parents[1]
-PROCESSES = common.Processes("cpu")
+PROCESSES = Processes("cpu")
 CONFIG = SimpleNamespace(dtype="float32", workers=0, image_size=32)
 # of README.md's table: name -> score
 TABLE = {name: float(score) for name, score in re.findall(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import common
+from flags import parse, parse_command
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "RESULTS.md")}
@@ -40,11 +40,11 @@ def test_every_command_parses(name):
         module, argv = script.removesuffix(".py"), shlex.split(words)
         if module in DEFAULTS and not {"PRESET", "..."} & set(argv):
             script = importlib.import_module(module)
-            common.parse(script.Config, script.PRESETS, argv, "", DEFAULTS[module])
+            parse(script.Config, script.PRESETS, argv, "", DEFAULTS[module])
             seen += 1
         elif module in ("evaluate", "analyze", "bench") and argv and "..." not in argv:
             commands = importlib.import_module(module).COMMANDS
-            common.parse_command({k: config for k, (config, _) in commands.items()}, argv, "")
+            parse_command({k: config for k, (config, _) in commands.items()}, argv, "")
             seen += 1
     assert seen > 5
 

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
-import common
+from flags import RunFlags
+from parallel import Processes
+from run import Run
 import report
 
 
@@ -25,8 +27,8 @@ def test_report_of_a_run(tmp_path, monkeypatch, capsys):
     """Command, description, first and last values, the last sample and picture, what to try next;
     torn lines and other files do no harm."""
     monkeypatch.setattr("sys.argv", ["/somewhere/train_gpt.py", "pydoc", "--lr=1e-2", "--data=a b"])
-    config = common.RunFlags(out_dir=str(tmp_path / "run"), device="cpu")
-    run = common.Run(config, "gpt", "pydoc", common.Processes("cpu"))
+    config = RunFlags(out_dir=str(tmp_path / "run"), device="cpu")
+    run = Run(config, "gpt", "pydoc", Processes("cpu"))
     run.begin(4, 2, "tokens", 10)
     run.describe("a small model")
     for name in ("step2.png", "step10.png", "stepx.png"):
@@ -50,8 +52,8 @@ def test_report_of_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_costs_the_report_only(tmp_path, monkeypatch, capsys):
-    config = common.RunFlags(out_dir=str(tmp_path), device="cpu")
-    run = common.Run(config, "gpt", "pydoc", common.Processes("cpu"))
+    config = RunFlags(out_dir=str(tmp_path), device="cpu")
+    run = Run(config, "gpt", "pydoc", Processes("cpu"))
     run.begin(4, 2, "tokens", 10)
 
     def full(*arguments):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sample
-from common import UserError
+from flags import UserError
 from model import ConfigError, LanguageModel
 from test_evaluate import CHARACTERS, bpe, random_model     # noqa: F401 (bpe is a fixture)
 

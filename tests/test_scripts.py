@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import checkpoint
-import common
+from flags import Diverged, parse, Stopped, UserError
+from parallel import count, Processes
+from run import Run
 import train_gpt
 import train_mae
 import train_simdino
@@ -34,12 +36,12 @@ PUBLISHED = {"openwebtext": 59_886_336, "crate-alpha": 109_431_552, "tost": 109_
 @pytest.mark.parametrize("script, preset", PRESETS, ids=[f"{s.__name__}-{p}" for s, p in PRESETS])
 def test_presets_build(script, preset):
     """Each builds, and its batch divides among 1 to 8 GPUs."""
-    c, name = common.parse(script.Config, script.PRESETS, [preset], "")
+    c, name = parse(script.Config, script.PRESETS, [preset], "")
     tokenizer = SimpleNamespace(n_vocab=50257 if c.data == "openwebtext" else 97)
     rest = {train_vit: [100], train_gpt: [tokenizer]}.get(script, [])
     with torch.device("meta"):
         model = script.build_model(c, *rest)
-    assert name == preset and common.count(model) > 10_000
+    assert name == preset and count(model) > 10_000
     if script is train_gpt and preset in PUBLISHED:
         assert model.count() == PUBLISHED[preset] and model.config.vocab_size == 50304
         assert model.config.causal == (preset != "bert")
@@ -50,7 +52,7 @@ def test_presets_build(script, preset):
 
 def defaults(script):
     """The preset that a script takes without argument, as torchrun starts it."""
-    return common.parse(script.Config, script.PRESETS, [], "", default="openwebtext"
+    return parse(script.Config, script.PRESETS, [], "", default="openwebtext"
                         if script is train_gpt else "imagenet")[0]
 
 
@@ -65,7 +67,7 @@ def test_the_defaults_are_the_papers_settings():
     assert (c.lr, c.weight_decay) == (2.4e-4, 0.5)
     assert (c.batch_size, c.epochs, c.warmup_epochs, c.label_smoothing) == (2048, 155, 5, 0.1)
     assert (c.crop, c.crop_area, c.flip, c.image_size) == ("resized", 0.08, True, 224)
-    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, ["finetune-cifar10"], "")
+    c, _ = parse(train_vit.Config, train_vit.PRESETS, ["finetune-cifar10"], "")
     assert (c.optimizer, c.lr, c.weight_decay, c.beta2) == ("adamw", 5e-5, 0.01, 0.999)
     assert (c.batch_size, c.warmup_epochs, c.label_smoothing) == (512, 0, 0)
     assert (c.image_size, c.crop, c.randaugment, c.magnitude) == (224, "resized", 2, 14)
@@ -84,7 +86,7 @@ def test_evaluating_takes_a_fiftieth_of_a_long_run():
     for script, name, evaluated, trained in (
             (train_vit, "cifar10", 10_000, 3), (train_vit, "finetune-cifar10", 10_000, 3),
             (train_mae, "cifar10", 10_000, 3), (train_simdino, "cifar10", 60_000, 11)):
-        c, _ = common.parse(script.Config, script.PRESETS, [name], "")
+        c, _ = parse(script.Config, script.PRESETS, [name], "")
         steps = c.eval_every or 50_000 // c.batch_size
         assert 0.01 < evaluated / (trained * steps * c.batch_size) < 0.025, (script, name)
 
@@ -116,14 +118,14 @@ STEADY = {"vit": (train_vit, *KEEP_ALL, "--epochs=0.5"), "mae": (train_mae, "--e
 def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
     """The first does, which is timed apart, and those that log or evaluate may."""
     script, *flags = STEADY[name]
-    steps, now = common.Run.steps, [None]
+    steps, now = Run.steps, [None]
 
     def counted(run, model):
         for step in steps(run, model):
             now[0] = step + 1
             yield step
         now[0] = None
-    monkeypatch.setattr(common.Run, "steps", counted)
+    monkeypatch.setattr(Run, "steps", counted)
     with Launches(lambda: now[0]) as launched:
         train(script, "a", *flags, "--log_every=4")
     assert 1 in launched.waits and {*launched.waits} <= {None, 1, 4, 8, 10}
@@ -166,7 +168,7 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, nam
     train(script, "whole", *flags)
     with monkeypatch.context() as patch:
         interrupt(patch, step=8)
-        with pytest.raises(common.Stopped):
+        with pytest.raises(Stopped):
             train(script, "cut", *flags)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert checkpoint.read_checkpoint(cut / "ckpt.pt")["step"] == 8
@@ -205,7 +207,7 @@ HOT = {train_vit: ["--lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weig
 
 @each_script
 def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
-    with pytest.raises(common.Diverged, match="not finite at step"):
+    with pytest.raises(Diverged, match="not finite at step"):
         train(script, "a", *HOT[script], "--save_every=1")
     assert all(loss is not None for loss in losses(tmp_path / "a"))
     kept = weights(tmp_path / "a")                              # of the last good step
@@ -250,7 +252,7 @@ MISTAKES = [(script, flags.split(), says) for flags, says in EVERYWHERE.items()
                          ids=[f"{s.__name__}{' '.join(flags)}" for s, flags, _ in MISTAKES])
 def test_mistakes_are_one_line(train, tmp_path, monkeypatch, script, flags, says):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")     # nothing answers there
-    with pytest.raises((common.UserError, ConfigError, DataError)) as error:
+    with pytest.raises((UserError, ConfigError, DataError)) as error:
         train(script, "a", *flags)
     assert says in str(error.value) and "\n" not in str(error.value)
     assert not list((tmp_path / "a").glob("*.pt"))
@@ -268,20 +270,20 @@ def test_resuming_another_model_is_refused(train, tmp_path, script):
     train(script, "a")
     before = weights(tmp_path / "a")
     for flag, says in OTHER[script].items():
-        with pytest.raises(common.UserError, match=says):
+        with pytest.raises(UserError, match=says):
             train(script, "a", "--resume", flag)
-    with pytest.raises(common.UserError, match="is not empty"):
+    with pytest.raises(UserError, match="is not empty"):
         train(script, "a")
     assert same(before, weights(tmp_path / "a"))
 
 
 @each_script
 def test_a_batch_that_the_processes_cannot_share(train, monkeypatch, script):
-    start = common.Processes.__init__
+    start = Processes.__init__
 
     def three(self, device):
         start(self, device)
         self.world = 3
-    monkeypatch.setattr(common.Processes, "__init__", three)
-    with pytest.raises(common.UserError, match="^(20|8) samples do not divide among 3 processes$"):
+    monkeypatch.setattr(Processes, "__init__", three)
+    with pytest.raises(UserError, match="^(20|8) samples do not divide among 3 processes$"):
         train(script, "a")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import evaluate
-from common import UserError
+from flags import UserError
 from data import store
 from helpers import write_model
 from model import (ImageClassifier, ImageConfig, LanguageModel, MaskedAutoencoder, MAEConfig,

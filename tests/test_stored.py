@@ -13,7 +13,10 @@ import pytest
 import torch
 
 import checkpoint
-import common
+from flags import parse
+from optim import make_optimizer
+from parallel import Processes
+from run import Run
 import train_gpt
 from helpers import losses, same, weights
 
@@ -34,10 +37,10 @@ def flags(tmp_path, text_cache):
 
 
 def test_a_stored_run_is_read_bit_for_bit(flags, text_cache):
-    c, _ = common.parse(train_gpt.Config, train_gpt.PRESETS, flags, "")
-    run = common.Run(c, "gpt", "pydoc", common.Processes("cpu"))
+    c, _ = parse(train_gpt.Config, train_gpt.PRESETS, flags, "")
+    run = Run(c, "gpt", "pydoc", Processes("cpu"))
     model = train_gpt.build_model(c, train_gpt.text.load("verse", text_cache).tokenizer)
-    optimizer = common.make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
     checkpoint.restore(run, model.config, optimizer, model)
     run.close()
     raw = torch.load(STORED, weights_only=True)

@@ -33,7 +33,9 @@ import torch
 import analyze
 import bench
 import checkpoint
-import common
+from flags import cli, RunFlags, UserError
+from parallel import Processes
+from run import Run
 import evaluate
 import helpers
 import sample
@@ -46,7 +48,7 @@ from data import images, store, text
 from data.store import DataError
 from helpers import losses, metrics, same, weights
 
-ROOT = Path(common.__file__).parent
+ROOT = Path(checkpoint.__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="signals, limits, files of Linux")
 
 SHAPES = [*helpers.IMAGES, "--layers=1"]
@@ -463,7 +465,7 @@ def test_an_error_at_each_call_of_a_save(saved, error):
         draft, now = saved.write(), 11
         try:
             written(saved.folder, draft, strike)
-        except common.UserError as told:
+        except UserError as told:
             assert os.strerror(error) in str(told) and "\n" not in str(told), n
             failed, now = failed + 1, 10
         held = saved.held()
@@ -478,7 +480,7 @@ def test_an_error_at_each_call_of_a_save(saved, error):
 
 def test_a_kill_at_each_call_of_a_save(saved):
     """Then a start removes what is left over."""
-    config = common.RunFlags(out_dir=str(saved.folder), resume=True)
+    config = RunFlags(out_dir=str(saved.folder), resume=True)
     leftovers = set()
     for n in saved.calls:
         draft = saved.write()
@@ -502,7 +504,7 @@ def test_a_kill_at_each_call_of_a_save(saved):
         assert held["ckpt.pt"] == (11 if "replace ckpt.pt" in done else 10), names
         assert held["ckpt.prev.pt"] == (10 if "replace ckpt.prev.pt" in done else 9), names
         leftovers |= {path.suffix for path in saved.folder.iterdir()}
-        common.Run(config, "vit", "tiny", common.Processes("cpu")).close()
+        Run(config, "vit", "tiny", Processes("cpu")).close()
         assert {path.suffix for path in saved.folder.iterdir()} == {".pt", ""}, names
     assert leftovers == {".pt", ".tmp", ".link", ""}
 
@@ -549,7 +551,7 @@ def test_mutated_checkpoints(trained, tmp_path, full):
         ends.append(("end", bytes(bad)))
     for kind, bad in [*mutants(whole, 200, random.Random(0)), *ends]:
         path.write_bytes(bad)
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             read_checkpoint(path)
         assert str(path) in str(error.value) and "\n" not in str(error.value), kind
 
@@ -690,7 +692,7 @@ def test_no_file_runs_code(start, vit, trained, cache, tmp_path, full):
         files[-1].write_bytes(pickle.dumps(content | dict(model=call)))
     assert b"mkdir" in files[0].read_bytes() and not marker.exists()    # the fault landed
     for path in files:
-        with pytest.raises(common.UserError) as error:
+        with pytest.raises(UserError) as error:
             read_checkpoint(path)
         assert path.name in str(error.value) and "\n" not in str(error.value)
     for path in files if full else files[:1]:
@@ -856,12 +858,12 @@ def outcome(monkeypatch, capfd, tmp_path):
     nest = tmp_path / "a" / "b"
     nest.mkdir(parents=True)
     monkeypatch.chdir(nest)
-    monkeypatch.setattr(common, "ROOT", tmp_path)       # nothing lands in the repository's own out/
+    monkeypatch.setattr("run.ROOT", tmp_path)       # nothing lands in the repository's own out/
     for name, word in OFFLINE.items():
         monkeypatch.setenv(name, word)
     draw_images = images._draw
     monkeypatch.setattr(images, "_draw", lambda folder, **more: draw_images(folder, 40, 20, **more))
-    monkeypatch.setattr(common.Run, "begin", built)
+    monkeypatch.setattr(Run, "begin", built)
 
     def too_long(*_):
         raise TimeoutError("half a minute, and nothing yet")
@@ -872,7 +874,7 @@ def outcome(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", [name, *argv])
         signal.alarm(30)
         try:
-            common.cli(module.main)
+            cli(module.main)
         except Built:
             return None
         except SystemExit as exit:

@@ -7,14 +7,14 @@ import torch
 from torch.nn import functional as F
 
 import checkpoint
-import common
+from flags import parse, UserError
 import train_gpt
 from data import text
 from helpers import TEXT, losses, metrics, same
 
 
 def config(*flags):
-    return common.parse(train_gpt.Config, train_gpt.PRESETS, [*TEXT, *flags], "")[0]
+    return parse(train_gpt.Config, train_gpt.PRESETS, [*TEXT, *flags], "")[0]
 
 
 def entropy(tokens):
@@ -68,5 +68,5 @@ def test_starting_from_weights(train, tmp_path, text_cache):
     theirs = checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")["model"]
     assert same(train_gpt.build_model(c, tokenizer).state_dict(), theirs)
     c.width = 32
-    with pytest.raises(common.UserError, match="positions is .16, 16. there, .16, 32. here"):
+    with pytest.raises(UserError, match="positions is .16, 16. there, .16, 32. here"):
         train_gpt.build_model(c, tokenizer)

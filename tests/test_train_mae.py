@@ -4,7 +4,8 @@ import pytest
 import torch
 from PIL import Image
 
-import common
+from flags import parse
+from parallel import derive_seed, Processes
 import evaluate
 import train_mae
 import train_vit
@@ -28,7 +29,7 @@ def setup(cache):
     def make(*flags):
         data = images.load("shapes", cache=cache)
         flags = ["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", *flags]
-        c, _ = common.parse(train_mae.Config, train_mae.PRESETS, flags, "")
+        c, _ = parse(train_mae.Config, train_mae.PRESETS, flags, "")
         model = train_mae.build_model(c).eval()
         return model, images.Images(data.val_images, data.val_labels, torch.device("cpu")), data, c
     return make
@@ -36,13 +37,13 @@ def setup(cache):
 
 def test_validation_is_the_loss_of_every_image_once(setup):
     model, val, data, c = setup()
-    processes = common.Processes("cpu")
+    processes = Processes("cpu")
     found = train_mae.validate(model, val, data, c, processes, batch_size=30)
     assert found == train_mae.validate(model, val, data, c, processes, batch_size=30)
     total = 0.0
     for start in range(0, 100, 30):
         rows = torch.arange(start, min(start + 30, 100))
-        noise = augment.BatchRandom(common.derive_seed("validation", start), len(rows)).uniform(16)
+        noise = augment.BatchRandom(derive_seed("validation", start), len(rows)).uniform(16)
         x = augment.normalize(augment.to_float(val.batch(rows)[0]), data.mean, data.std)
         for i in range(len(rows)):      # every image hides 12 of 16: the mean of means is the mean
             total += model(x[i:i + 1], noise[i:i + 1]).item()
@@ -66,7 +67,7 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, nor
     given, masked, guess, pasted = sheet.unbind(2)
     pixels = torch.from_numpy(np.array(data.val_images[:3]).astype(np.int16))
     assert (given - pixels).abs().max() <= 1
-    noise = augment.BatchRandom(common.derive_seed("validation", 0), 3).uniform(16)
+    noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
     hidden = model.hidden(noise).view(3, 4, 4).repeat_interleave(8, 1).repeat_interleave(8, 2)
     grey = torch.tensor(data.mean).mul(255).round().short()
     assert hidden.float().mean() == 0.75
@@ -79,7 +80,7 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, nor
 def test_the_encoder_is_handed_on(train, tmp_path, cache):
     train(train_mae, "a", "--epochs=0.2")
     path = tmp_path / "a" / "ckpt.pt"
-    c, _ = common.parse(train_vit.Config, train_vit.PRESETS,
+    c, _ = parse(train_vit.Config, train_vit.PRESETS,
                         ["cifar10", f"--init_from={path}", "--width=16"], "")
     classifier, theirs = train_vit.build_model(c, 10, train_vit.load_start(c)), weights(path)
     assert c.pool is None and classifier.config.pool == "mean"      # no loss on the class token

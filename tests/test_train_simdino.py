@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import checkpoint
-import common
+from flags import parse
+from optim import ema_update, make_optimizer
+from parallel import count, derive_seed, Processes
 import evaluate
 import train_simdino
 import train_vit
@@ -15,11 +17,11 @@ from data import augment, images
 from helpers import VIEWS, Launches, metrics, same
 from model import ImageClassifier, ImageEncoder, coding_rate
 
-ONE = common.Processes("cpu")
+ONE = Processes("cpu")
 
 
 def config(*flags):
-    return common.parse(train_simdino.Config, train_simdino.PRESETS, [*VIEWS, *flags], "")[0]
+    return parse(train_simdino.Config, train_simdino.PRESETS, [*VIEWS, *flags], "")[0]
 
 
 def unit(*shape, dtype=torch.float64):
@@ -223,7 +225,7 @@ def test_branch():
     encoder = ImageEncoder(branch.encoder.config)
     assert branch.encoder.config.final_norm
     projector = (16 * 32 + 32) + (32 * 32 + 32) + (32 * 16 + 16)
-    assert common.count(branch) - common.count(encoder) == projector + 24 * 16
+    assert count(branch) - count(encoder) == projector + 24 * 16
     simdino = train_simdino.build_model(config())
     assert simdino.prototypes is None and simdino(views)[1] is None
 
@@ -276,7 +278,7 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
     flags = [f"--method={method}", "--gamma=auto", "--eps=0.3", "--seed=4"]
     train(train_simdino, "a", *flags, "--epochs=0.05")
     c = config(*flags)
-    torch.manual_seed(common.derive_seed(4, "weights"))
+    torch.manual_seed(derive_seed(4, "weights"))
     branch = train_simdino.build_model(c)
     index = next(images.index_batches(400, 20, 4))
     pixels = torch.from_numpy(np.array(shapes.train_images))[index]
@@ -323,7 +325,7 @@ def test_whose_features_have_the_coding_rate(train, monkeypatch, rate_of):
 @pytest.mark.parametrize("method", ["simdino", "dino"])
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, method):
     seen, optimizers, calls, norms = [], [], [], []
-    make, update, loss = common.make_optimizer, common.ema_update, train_simdino.dino_loss
+    make, update, loss = train_simdino.make_optimizer, train_simdino.ema_update, train_simdino.dino_loss
     forward = train_simdino.Branch.forward
 
     def gradient_norms(optimizer, *_):
@@ -354,8 +356,8 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, meth
     def dino_loss(student, teacher, center, *temps):
         calls.append(dict(teacher=teacher.clone(), center=center.clone(), temps=temps))
         return loss(student, teacher, center, *temps)
-    monkeypatch.setattr(common, "make_optimizer", make_optimizer)
-    monkeypatch.setattr(common, "ema_update", ema_update)
+    monkeypatch.setattr(train_simdino, "make_optimizer", make_optimizer)
+    monkeypatch.setattr(train_simdino, "ema_update", ema_update)
     monkeypatch.setattr(train_simdino.Branch, "forward", checked)
     monkeypatch.setattr(train_simdino, "dino_loss", dino_loss)
     train(train_simdino, "a", f"--method={method}", "--epochs=2", "--base_lr=0.0128",
@@ -395,7 +397,7 @@ def test_the_checkpoint_is_the_teacher(train, tmp_path, cache):
     found = evaluate.main(["knn", f"--ckpt={path}", "--device=cpu", f"--data_dir={cache}"])
     assert (found["acc"], found["plain"], found["k"]) == (val["acc"], val["plain"], val["k"])
     flags = ["shapes", f"--init_from={path}", "--width=16", "--pool=class"]
-    c, _ = common.parse(train_vit.Config, train_vit.PRESETS, flags, "")
+    c, _ = parse(train_vit.Config, train_vit.PRESETS, flags, "")
     classifier = train_vit.build_model(c, 10, train_vit.load_start(c))
     assert isinstance(classifier, ImageClassifier) and classifier.encoder.config.final_norm
     ours = {f"encoder.{k}": v for k, v in classifier.encoder.state_dict().items()}

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 import checkpoint
-import common
+from flags import parse, UserError
+from parallel import Processes
 import evaluate
 import train_mae
 import train_vit
@@ -15,7 +16,7 @@ from test_published import official
 
 
 def config(*flags):
-    return common.parse(train_vit.Config, train_vit.PRESETS, ["shapes", *flags], "")[0]
+    return parse(train_vit.Config, train_vit.PRESETS, ["shapes", *flags], "")[0]
 
 
 @pytest.mark.parametrize("arch", ["crate", "transformer"])
@@ -40,7 +41,7 @@ def test_it_stops_at_a_training_loss(train, tmp_path, cache):
     data = images.load("shapes", cache=cache)
     first = images.Images(data.train_images[:40], data.train_labels[:40], "cpu")
     model = checkpoint.load_model(path).model
-    fit = evaluate.classify(model, first, data, c, common.Processes("cpu"))
+    fit = evaluate.classify(model, first, data, c, Processes("cpu"))
     assert fit["loss"] < 1.2 < whole["loss"] and fit["n"] == 40
     assert train(train_vit, "a", "--resume", *flags)["step"] == done["step"]
 
@@ -58,7 +59,7 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     torch.testing.assert_close(ours.encoder(x), theirs(x))
     assert ours.head[1].out_features == 5
     c.lambd = 0.7
-    with pytest.raises(common.UserError, match="--lambd=0.7 contradicts"):
+    with pytest.raises(UserError, match="--lambd=0.7 contradicts"):
         train_vit.build_model(c, 5, start)
 
 

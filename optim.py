@@ -1,0 +1,156 @@
+"""
+Schedules, and the optimizers: AdamW, Lion, Muon beside AdamW.
+"""
+import math
+
+import torch
+
+from flags import UserError
+
+
+def steps_per_epoch(samples, batch_size):
+    """Whole batches in an epoch. Raises UserError if there is none."""
+    if batch_size > samples:
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
+    return samples // batch_size
+
+
+def warmup_cosine(base, total, warmup=0, final=0.0):
+    """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
+    then half a cosine to `final`. Step 0 has base / warmup; DINO and MAE begin at 0."""
+    if total > 100_000_000:
+        raise UserError(f"{total:.3g} steps are more than a run can have (100 million)")
+    warmup = min(warmup, total // 2)
+    down = max(total - warmup, 1)
+    rise = [base * (i + 1) / warmup for i in range(warmup)]
+    fall = [0.5 * (1 + math.cos(math.pi * i / down)) for i in range(total - warmup)]
+    return rise + [final + (base - final) * share for share in fall]
+
+
+def trapezoid(base, total, warmup=0, final=0.0):
+    """As warmup_cosine, but at `base` until a straight line to `final` over the last 40 %."""
+    warmup, down = min(warmup, total // 2), round(0.4 * total)
+    rise = warmup_cosine(base, total, warmup)[:warmup]
+    fall = [final + (base - final) * (1 - i / down) for i in range(down)]
+    return rise + [base] * (total - warmup - down) + fall
+
+
+SCHEDULES = dict(cosine=warmup_cosine, trapezoid=trapezoid)
+
+
+class Lion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023), the optimizer of [N] B.1.2, for all tensors at once.
+
+        u = sign(b1 m + (1 - b1) g);   w = (1 - lr wd) w - lr u;   m = b2 m + (1 - b2) g"""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            for p in params:
+                if "m" not in self.state[p]:
+                    self.state[p]["m"] = torch.zeros_like(p)
+            m = [self.state[p]["m"] for p in params]
+            (b1, b2), lr = group["betas"], group["lr"]
+            update = torch._foreach_lerp(m, grads, 1 - b1)
+            torch._foreach_sign_(update)
+            if group["weight_decay"]:
+                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(params, update, alpha=-lr)
+            torch._foreach_lerp_(m, grads, 1 - b2)
+        return loss
+
+
+class MuonAdamW:
+    """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer.
+
+    Muon (Jordan et al. 2024), torch's own: m = 0.95 m + 0.05 g, then W = (1 - lr wd) W - lr s O,
+    where O is an approximate orthogonal factor of the Nesterov momentum (five Newton-Schulz steps
+    in bfloat16) and s = 0.2 sqrt(max(rows, columns)) gives the step AdamW's usual size, so that
+    both share one scale of rates (adjust_lr_fn="match_rms_adamw")."""
+
+    def __init__(self, muon_groups, adamw_groups, lr, betas):
+        muon = torch.optim.Muon(muon_groups, lr=lr, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, fused=True)
+        self.parts = dict(muon=muon, adamw=adamw)
+
+    @property
+    def param_groups(self):
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self):
+        """One update of every parameter that has a gradient."""
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none=True):
+        """Drops the gradients."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none)
+
+    def state_dict(self):
+        """{"muon": ..., "adamw": ...}, each as torch has it."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state):
+        """Raises KeyError or ValueError for another optimizer's state."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
+
+
+# Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and
+# released CRATE decays every parameter, vectors too
+_NEVER_DECAYED = ("class_token", "mask_token", "positions")
+_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings, classifiers
+
+
+def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
+    """lion, adamw or muon; scale(key) multiplies the rate of the parameter of that name.
+
+    Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
+    model here has a convolution: its weight (4-D) would have to be let in."""
+    hidden, others = {}, {}
+    for key, p in model.named_parameters():
+        if not p.requires_grad:
+            continue
+        words = key.split(".")
+        decays = p.ndim == 2 and words[-1] not in _NEVER_DECAYED
+        muon = name == "muon" and decays and _HIDDEN & set(words[:2])
+        groups = hidden if muon else others
+        groups.setdefault((not decays, scale(key)), []).append(p)
+    hidden, others = (
+        [dict(params=params, weight_decay=0.0 if spared else weight_decay, decays=not spared,
+              scale=factor) for (spared, factor), params in sorted(groups.items())]
+        for groups in (hidden, others))
+    if name == "muon":
+        return MuonAdamW(hidden, others, lr, betas)
+    if name == "lion":
+        return Lion(others, lr=lr, betas=betas)
+    return torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+
+
+def set_lr(optimizer, lr):
+    """The learning rate of every group, times the group's own scale."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group["scale"]
+
+
+def set_decay(optimizer, weight_decay):
+    """The weight decay of every group that is decayed."""
+    for group in optimizer.param_groups:
+        if group["decays"]:
+            group["weight_decay"] = weight_decay
+
+
+@torch.no_grad()
+def ema_update(average, params, momentum):
+    """average = momentum average + (1 - momentum) params, two lists of parameters."""
+    torch._foreach_lerp_(average, params, 1 - momentum)

@@ -1,0 +1,203 @@
+"""
+Processes, devices and seeds.
+"""
+import contextlib
+import ctypes
+import hashlib
+import os
+import re
+import time
+
+import torch
+import torch.distributed as dist
+
+from flags import UserError
+
+
+class Processes:
+    """This process among those of torchrun (rank, world, device), and the collectives."""
+
+    def __init__(self, device="auto"):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        available = dict(cuda=torch.cuda.is_available(),
+                         mps=torch.backends.mps.is_available(), cpu=True)
+        if device == "auto":
+            device = next(name for name, there in available.items() if there)
+        if not available[device]:
+            raise UserError(f"--device={device}: this machine has none")
+        if device == "cuda" and local >= torch.cuda.device_count():
+            gpus = torch.cuda.device_count()
+            raise UserError(f"--nproc_per_node is more than the {gpus} GPUs of this machine")
+        self.device = torch.device(device, local) if device == "cuda" else torch.device(device)
+        if device == "cpu":
+            keep_freed_memory()
+        if device == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        self.control = None
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if self.world > 1:
+            self._join()
+            self.restarts = self.largest(self.restarts)     # each agent of torchrun counts its own
+
+    def _join(self):
+        cuda = self.device.type == "cuda"
+        if not dist.is_initialized():
+            store, rank, world = next(dist.rendezvous("env://"))
+            store = _fresh_store(store, rank, world)
+            backend = "nccl" if cuda else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+        # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
+        self.control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
+
+    def rows(self, n, accumulate=1):
+        """This process's slice of n rows. Raises UserError if they do not divide among the
+        processes and, there, among `accumulate` micro-batches."""
+        if n % self.world:
+            raise UserError(f"{n} samples do not divide among {self.world} processes")
+        share = n // self.world
+        if share % accumulate:
+            raise UserError(f"--accumulate={accumulate} does not divide the {share} samples of a "
+                            "process")
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, tensor):
+        """The tensor summed over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, number):
+        """The largest of every process's whole number."""
+        if self.world == 1:
+            return number
+        flag = torch.tensor([number])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
+        return int(flag)
+
+    def main_only(self, function):
+        """function() on rank 0; its result, or its UserError, on every process."""
+        outcome = [None, None]
+        if self.rank == 0:
+            try:
+                outcome[0] = function()
+            except UserError as error:
+                outcome[1] = str(error)
+        if self.world > 1:
+            dist.broadcast_object_list(outcome, 0, group=self.control)
+        result, error = outcome
+        if error is not None:
+            raise UserError(error)
+        return result
+
+    def wrap(self, model, **options):
+        """The model, under DistributedDataParallel if there are several processes."""
+        if self.world == 1:
+            return model
+        if self.device.type == "cuda":
+            options["device_ids"] = [self.device.index]
+        ddp = torch.nn.parallel.DistributedDataParallel
+        return ddp(model, gradient_as_bucket_view=True, **options)
+
+    def autocast(self, dtype):
+        """The autocast context of --dtype."""
+        if dtype == "bfloat16" or (dtype == "auto" and multiplies_bfloat16(self.device)):
+            return torch.autocast(self.device.type, torch.bfloat16)
+        return contextlib.nullcontext()
+
+
+def _fresh_store(store, rank, world):
+    """The part of torchrun's store that belongs to this start of the processes.
+
+    The store outlives a restart and keeps the stale addresses of previous workers. So each writes a
+    random word, and all go on once all have read the same words, which then name the part."""
+    store.set(f"word/{rank}", os.urandom(8).hex())
+    while True:
+        words = b"".join(store.multi_get([f"word/{i}" for i in range(world)]))
+        store.set(f"read/{rank}", words)
+        if all(read == words for read in store.multi_get([f"read/{i}" for i in range(world)])):
+            return dist.PrefixStore(hashlib.sha256(words).hexdigest(), store)
+        time.sleep(0.05)
+
+
+def keep_freed_memory():
+    """Tells glibc to keep freed memory. By default the pages of each large tensor go back to the
+    kernel and come again zeroed: 5 to 10 % of a CPU step, more on some virtual machines."""
+    with contextlib.suppress(OSError, AttributeError):      # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 30) or mallopt(-3, 1 << 25)    # M_MMAP_THRESHOLD; some allow 32 MB only
+        mallopt(-1, (1 << 31) - 1)                      # M_TRIM_THRESHOLD
+
+
+def derive_seed(*purpose):
+    """A 63-bit seed, a function of (seed, step, purpose, ...): no state has to be saved."""
+    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def accumulating(model, last):
+    """no_sync of DDP on all but the last of a step's micro-batches."""
+    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+
+
+def wants_compile(config, device):
+    """--compile, by default on for cuda only: on a CPU Inductor takes long and gains little."""
+    return device.type == "cuda" if config.compile is None else config.compile
+
+
+def largest_that_fits(size, trial, params, processes):
+    """`size` or the first of its halves with which trial(size), a forward and backward pass, stays
+    within the GPU's memory on every process.
+
+    AdamW's two moments and DDP's buckets, which come later, are held in reserve meanwhile. Raises
+    UserError if not even 1 fits."""
+    while True:
+        fits = True
+        try:
+            reserve = [torch.empty_like(p) for p in params for _ in range(3)]
+            trial(size)
+        except torch.OutOfMemoryError:
+            fits = False
+        reserve = None
+        if processes.largest(int(not fits)) == 0:
+            return size
+        if size == 1:
+            raise UserError("a micro-batch of 1 does not fit in memory: try a smaller model, or "
+                            "a shorter --context")
+        size //= 2
+        torch.cuda.empty_cache()
+
+
+def multiplies_bfloat16(device):
+    """Whether a device has instructions for bfloat16: cuda, and a CPU with AMX or AVX512-BF16."""
+    if device.type == "cpu":
+        can = torch.cpu.get_capabilities()
+        return can.get("amx_bf16", False) or can.get("avx512_bf16", False)
+    return device.type == "cuda"
+
+
+def device_name(device):
+    """For the reader of a log."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+# Dense bf16 FLOP/s of the data sheets, without sparsity
+_PEAK = dict(GH200=989e12, H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
+_PEAK |= {"4090": 165e12, "3090": 71e12}
+
+
+def peak_flops(device):
+    """The bf16 FLOP/s of a GPU known by name, for MFU; None otherwise."""
+    if device.type != "cuda":
+        return None
+    words = re.split(r"\W", torch.cuda.get_device_name(device))      # an A1000 is no A100
+    return next((peak for key, peak in _PEAK.items() if key in words), None)
+
+
+def count(model):
+    """The number of parameters."""
+    return sum(p.numel() for p in model.parameters())
