@@ -42,8 +42,8 @@ from flags import (check_new, cli, DeviceFlags, needed, not_one_of, option, pars
 from optim import make_optimizer, set_lr
 from parallel import count, derive_seed, Processes
 from data import augment, images
-from evaluate import (classify, load_images, load_tokens, logistic_regression, model_input,
-                      on_device, pooling, write_overlays)
+from scores import (classify, load_images, load_tokens, logistic_regression, model_input, on_device,
+                    pooling, write_overlays)
 from model import (MHSA, LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
                    projected_coding_rate, run_layers, saliency, subspace_coding_rate,
                    subspace_coding_rate_grad, text_config)

@@ -25,7 +25,7 @@ from parallel import (accumulating, derive_seed, device_name, largest_that_fits,
                       wants_compile)
 from run import Run
 from data import text
-from evaluate import language_scores
+from scores import language_scores
 from model import LanguageModel, TextConfig, text_config
 
 # -------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from optim import make_optimizer, set_lr, steps_per_epoch, warmup_cosine
 from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
-from evaluate import model_input, validation_noise, write_reconstructions
+from scores import model_input, validation_noise, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config
 
 # -------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from optim import ema_update, make_optimizer, set_decay, set_lr, steps_per_epoch
 from parallel import count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
-from evaluate import features, nearest_neighbours, write_overlays
+from scores import features, nearest_neighbours, write_overlays
 from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, saliency
 
 # -------------------------------------------------------------------------------------------------

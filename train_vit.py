@@ -26,7 +26,7 @@ from optim import ema_update, make_optimizer, SCHEDULES, set_lr, steps_per_epoch
 from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
-from evaluate import classify, load_images, pooling
+from scores import classify, load_images, pooling
 from model import ImageClassifier, ImageConfig, image_config, projected_coding_rate
 
 # -------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import evaluate
+import scores
 import train_gpt
 import train_vit
 from checkpoint import load_model
@@ -112,7 +113,7 @@ def test_a_masked_model_sees_no_padding(tmp_path, monkeypatch, n):
     model, seen = random_model(tmp_path / "ckpt.pt", causal=False), []
     tokens = 1 + np.arange(n) % 9
     monkeypatch.setattr(text, "mask_tokens", lambda x, *_: (seen.append(x[0].clone()) or x, x))
-    evaluate.language_scores(model, tokens, DeviceFlags(), Processes("cpu"), 1,
+    scores.language_scores(model, tokens, DeviceFlags(), Processes("cpu"), 1,
                              CHARACTERS.n_vocab, 0.15)
     assert len(seen) == 1 + (n > CONTEXT + 1) and all((x != 0).all() for x in seen)
 
@@ -255,14 +256,14 @@ def test_nearest_neighbours_by_hand():
         for j, weigh in enumerate((lambda i: math.exp(cosine[i] / 0.1), lambda i: 1.0)):
             votes = [sum(weigh(i) for i in nearest if y[i] == k) for k in range(3)]
             right[j] += votes.index(max(votes)) == label
-    found = evaluate.nearest_neighbours(3 * x, y, tests, labels, 3, k=7, temperature=0.1, chunk=10)
+    found = scores.nearest_neighbours(3 * x, y, tests, labels, 3, k=7, temperature=0.1, chunk=10)
     assert found["acc"] == pytest.approx(right[0] / 23)
     assert found["plain"] == pytest.approx(right[1] / 23, abs=1 / 23)       # ties may differ
 
 
 def test_logistic_regression_is_at_its_minimum():
     x, y = torch.randn(200, 4), torch.randint(3, (200,))
-    W, b = evaluate.logistic_regression(x, y, 3, decay=0.1)
+    W, b = scores.logistic_regression(x, y, 3, decay=0.1)
     slope = (x @ W + b).softmax(1) - F.one_hot(y, 3)
     gradient = x.T @ slope / 200 + 0.1 * W
     torch.testing.assert_close(gradient, torch.zeros(4, 3), atol=1e-4, rtol=0)
@@ -294,7 +295,7 @@ def test_accuracy_and_probes(cache, tmp_path, monkeypatch):
         Z = encoder(augment.normalize(x, data.mean, data.std))
     nine = images.Images(data.train_images[:9], data.train_labels[:9], "cpu")
     processes = Processes("cpu")
-    found = evaluate.features(encoder, nine, data, DeviceFlags(), processes, "both", 4)
+    found = scores.features(encoder, nine, data, DeviceFlags(), processes, "both", 4)
     torch.testing.assert_close(found, torch.cat([Z[:, 0], Z[:, 1:].mean(1)], 1))
 
     flags.append("--features=mean")

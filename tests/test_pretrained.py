@@ -9,7 +9,7 @@ import torch
 import checkpoint
 from parallel import Processes
 from data import images, text
-from evaluate import classify, features, language_scores, nearest_neighbours, statistics_of
+from scores import classify, features, language_scores, nearest_neighbours, statistics_of
 from train_mae import validate
 
 ROOT = Path(__file__).resolve().parents[1]

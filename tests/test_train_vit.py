@@ -6,6 +6,7 @@ import checkpoint
 from flags import parse, UserError
 from parallel import Processes
 import evaluate
+import scores
 import train_mae
 import train_vit
 from data import augment, images, prepare
@@ -41,7 +42,7 @@ def test_it_stops_at_a_training_loss(train, tmp_path, cache):
     data = images.load("shapes", cache=cache)
     first = images.Images(data.train_images[:40], data.train_labels[:40], "cpu")
     model = checkpoint.load_model(path).model
-    fit = evaluate.classify(model, first, data, c, Processes("cpu"))
+    fit = scores.classify(model, first, data, c, Processes("cpu"))
     assert fit["loss"] < 1.2 < whole["loss"] and fit["n"] == 40
     assert train(train_vit, "a", "--resume", *flags)["step"] == done["step"]
 
