@@ -10,14 +10,10 @@ extra["student"] holds the weights being trained where they differ. An image enc
 `encoder.*`.
 """
 import contextlib
-import copy
-import dataclasses
 import hashlib
 import math
 import os
 import reprlib
-import sys
-import time
 import typing
 import warnings
 from pathlib import Path
@@ -202,6 +198,17 @@ def _shown(value):
     return " ".join(reprlib.repr(value).split())
 
 
+@contextlib.contextmanager
+def reading(path):
+    """Around the use of what a file holds: whatever is wrong with it is one line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from None
+
+
 def find(path):
     """The file of `path`: that of data/pretrained/ for pretrained:NAME, else `path` itself."""
     kind, _, name = str(path).partition(":")
@@ -368,82 +375,6 @@ def load_resized(encoder, loaded, path):
 # Saving and resuming a run
 # -------------------------------------------------------------------------------------------------
 
-def saver(run, content):
-    """The function save(best=False, now=False) of a run: writes ckpt.pt, and best.pt if `best`.
-
-    content() returns {model, model_config, data_meta, optimizer, extra}. Unless `now` or at the
-    end, writing may take 2 % of the time; the best weights wait in memory meanwhile. A failed write
-    keeps the previous checkpoint: a warning in mid-run, an error where it was the last chance."""
-    waiting, ended, took = None, 0.0, 0.0       # the next best.pt; the last write's end and seconds
-
-    def full():
-        flags = dict(preset=run.preset) | vars(run.config)
-        return dict(task=run.task, step=run.step, best=run.best, run_config=flags) | content()
-
-    def write():
-        nonlocal waiting, ended, took
-        began = time.perf_counter()
-        if waiting:                 # first: a run killed between the two evaluates that step again
-            write_checkpoint(run.dir / "best.pt", waiting, keep_previous=False)
-            waiting = None
-        write_checkpoint(run.dir / "ckpt.pt", full())
-        ended = time.perf_counter()
-        took = ended - began
-
-    def save(best=False, now=False):
-        """Takes the step just done for a checkpoint, and `best` for best.pt."""
-        nonlocal waiting
-        run.mean_loss()             # Diverged: a checkpoint of NaN would replace a good one
-        if best and run.is_main:
-            waiting = copy.deepcopy(full() | dict(optimizer={}))
-        due = now or run.step == run.total
-        if not (due or run.processes.main_only(lambda: time.perf_counter() - ended > 50 * took)):
-            return
-        run.saved_step = run.step
-        try:
-            with run.untimed():
-                run.processes.main_only(write)
-        except UserError as error:
-            if run.step == run.total or run.stopping:
-                raise
-            run.say(f"warning: {error}; the run goes on and keeps the checkpoint before")
-    return save
-
-
-def restore(run, model_config, optimizer, model, averaged=None):
-    """If `run` resumes: fills weights and optimizer, sets its step and best score, and returns the
-    checkpoint's content; else None.
-
-    `averaged` (EMA, teacher) takes the evaluated weights, `model` then the student's. A damaged
-    ckpt.pt is one warning, and ckpt.prev.pt serves. Raises UserError if neither is whole, or if the
-    flags describe another model; says which other flags differ."""
-    if not run.resuming:
-        return None
-    path = run.dir / "ckpt.pt"
-    content = run.processes.main_only(lambda: _newest_whole(run))
-    ours, theirs = dataclasses.asdict(model_config), content["model_config"]
-    for name in {**ours, **theirs}:
-        if ours.get(name) != theirs.get(name):
-            raise UserError(f"cannot resume {run.dir}: its model has {name}={theirs.get(name)}, "
-                            f"the flags say {ours.get(name)}")
-    harmless = ("resume", "overwrite", "out_dir", "device", "compile", "workers", "log_every",
-                "data_dir")
-    for name, value in vars(run.config).items():
-        was = content["run_config"].get(name)
-        if name not in harmless and was != value:
-            run.say(f"note: --{name} was {was}, is now {value}")
-    if (averaged is not None) != ("student" in content["extra"]):
-        raise UserError(f"cannot resume {run.dir}: one run averages weights, the other does not")
-    if averaged is None:
-        load_into(model, content["model"], path)
-    else:
-        load_into(averaged, content["model"], path)
-        load_into(model, content["extra"]["student"], path)
-    load_optimizer(optimizer, content["optimizer"], path)
-    run.step, run.best = content["step"], content["best"]
-    return content
-
-
 # what an optimizer keeps of a parameter: tensors of its shape, and AdamW the number of its steps
 _KEPT = dict(AdamW=("step", "exp_avg", "exp_avg_sq"), Lion=("m",), Muon=("momentum_buffer",))
 
@@ -478,24 +409,6 @@ def load_optimizer(optimizer, saved, path):
     optimizer.load_state_dict(
         {name: fitted(part, saved.get(name)) for name, part in parts.items()} if parts else
         fitted(optimizer, saved))
-
-
-def _newest_whole(run):
-    """The content of ckpt.pt, or, if that is damaged, of ckpt.prev.pt."""
-    problems = []
-    for path in (run.dir / "ckpt.pt", run.dir / "ckpt.prev.pt"):
-        if not path.exists():
-            continue
-        try:
-            content = read_checkpoint(path, run.task)
-        except UserError as error:
-            problems.append(str(error))
-            continue
-        if problems:
-            print(f"warning: {problems[0]}; continuing from {path.name} at step {content['step']}",
-                  file=sys.stderr, flush=True)
-        return content
-    raise UserError(problems[0] + ", and no whole checkpoint before it" * (len(problems) > 1))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def main(argv):
         c.micro_batch = largest_that_fits(wanted, trial, [*model.parameters()], processes)
         if c.micro_batch < wanted:
             run.say(f"--micro_batch={wanted} does not fit in memory: taking {c.micro_batch}")
-    checkpoint.restore(run, model.config, optimizer, model)
+    run.restore(model.config, optimizer, model)
     if wants_compile(c, device):
         model.compile()
     ddp = processes.wrap(model)
@@ -188,9 +188,11 @@ def main(argv):
                     objective=c.objective)
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=optimizer.state_dict(), data_meta=meta)
-    save = checkpoint.saver(run, content)
 
-    for step in run.steps(model):
+    for step in range(run.step, c.steps):
+        model.train()
+        torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
+
         # batch
         x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows)
         if masked:
@@ -231,7 +233,8 @@ def main(argv):
         run.log_step(loss, schedule[step])
 
         # evaluate; the best checkpoint is chosen on the same windows throughout
-        if run.evaluates():
+        if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
                 last = run.step == run.total
                 scores = validate(model, data.val, c, tokenizer, processes, all_tokens=last)
@@ -240,9 +243,9 @@ def main(argv):
                 chosen = None
                 if last and c.eval_windows:     # these scores are over all tokens
                     chosen = validate(model, data.val, c, tokenizer, processes, False)["loss"]
-                best = run.evaluated(min, "loss", chosen, **scores)
-            save(best)
-        run.end_step(save)
+                best = run.record_scores("loss", chosen, **scores)
+            run.save(content, best)
+        run.end_step(content)
     if masked:
         return run.done("python sample.py --ckpt={ckpt} --fill='The ___ is red.'")
     return run.done("python sample.py --ckpt={ckpt} --prompt='The '",

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields
 from optim import make_optimizer, set_lr, steps_per_epoch, warmup_cosine
 from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
@@ -154,7 +153,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "mae", preset, processes)
-    checkpoint.restore(run, model.config, optimizer, model)
+    run.restore(model.config, optimizer, model)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
@@ -171,11 +170,12 @@ def main(argv):
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=optimizer.state_dict(), data_meta=data.meta())
-    save = checkpoint.saver(run, content)
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in run.steps(model):
+    for step in range(run.step, total):
+        model.train()
+
         # batch
         pixels, _ = next(batches)
         rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows,
@@ -206,16 +206,17 @@ def main(argv):
         run.log_step(loss, schedule[step])
 
         # evaluate
-        if run.evaluates():
+        if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
-                best = run.evaluated(min, "loss", **validate(model, val, data, c, processes))
+                best = run.record_scores("loss", **validate(model, val, data, c, processes))
                 if run.is_main:
                     with run.optional(f"step{run.step}.png"):
                         pixels, _ = val.batch(torch.arange(min(8, len(val))))
                         path = run.dir / f"step{run.step}.png"
                         write_reconstructions(path, model, pixels, data)
-            save(best)
-        run.end_step(save)
+            run.save(content, best)
+        run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",
                     f"python train_vit.py finetune-shapes --data={c.data} --init_from={{ckpt}}")
 

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
 from optim import ema_update, make_optimizer, set_decay, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, Processes, wants_compile
@@ -336,7 +335,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", preset, processes)
-    resumed = checkpoint.restore(run, student.encoder.config, optimizer, student, teacher)
+    resumed = run.restore(student.encoder.config, optimizer, student, teacher)
     if resumed is not None:
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)
@@ -360,12 +359,14 @@ def main(argv):
         return dict(model=teacher.state_dict(), model_config=asdict(student.encoder.config),
                     extra=extra,
                     optimizer=optimizer.state_dict(), data_meta=data.meta())
-    save = checkpoint.saver(run, content)
 
     warned = False
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in run.steps(student):
+    for step in range(run.step, total):
+        student.train()
+        torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
+
         # batch
         pixels, _ = next(batches)
         views = augmentation(pixels, *random_numbers(c, step, rows, device))
@@ -405,7 +406,7 @@ def main(argv):
 
         # log; during warm-up random features look collapsed, which is no news
         seen = {}
-        if run.logs(step + 1):
+        if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
             warm = step >= min(c.warmup_epochs * epoch, total // 2)
             if warm and collapsed(seen) and not warned:
@@ -417,14 +418,16 @@ def main(argv):
         run.log_step(loss, rates[step], **seen)
 
         # evaluate
-        if run.evaluates():
+        if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
-                best = run.evaluated(**score_neighbours(teacher, train, val, data, c, processes))
+                scores = score_neighbours(teacher, train, val, data, c, processes)
+                best = run.record_scores("acc", **scores)
                 if run.is_main:
                     with run.optional(f"step{run.step}.png"):
                         write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
-            save(best)
-        run.end_step(save)
+            run.save(content, best)
+        run.end_step(content)
     return run.done("python evaluate.py knn --ckpt={ckpt}",
                     "python analyze.py saliency --ckpt={ckpt}")
 

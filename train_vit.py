@@ -274,7 +274,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", preset, processes)
-    checkpoint.restore(run, model.config, optimizer, model, averaged)
+    run.restore(model.config, optimizer, model, averaged)
     train = images.Images(train_images, train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
@@ -293,19 +293,20 @@ def main(argv):
         evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})
         return dict(model=evaluated.state_dict(), model_config=asdict(model.config), extra=extra,
                     optimizer=optimizer.state_dict(), data_meta=data.meta())
-    save = checkpoint.saver(run, content)
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in run.steps(model):
+    for step in range(run.step, total):
         if c.stop_loss and step and step % run.eval_every == 0:
             with run.untimed():
                 fit = classify(averaged or model, train, data, c, processes)["loss"]
             if fit < c.stop_loss:
                 run.say(f"step {step}: the training loss, {fit:.4f}, is below --stop_loss")
-                save(now=True)
+                run.save(content)
                 break
-            model.train()
+
+        model.train()
+        torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
         # batch
         pixels, labels = next(batches)
@@ -344,11 +345,13 @@ def main(argv):
         run.log_step(loss, schedule[step])
 
         # evaluate
-        if run.evaluates():
+        if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
-                best = run.evaluated(**classify(averaged or model, val, data, c, processes))
-            save(best)
-        run.end_step(save)
+                scores = classify(averaged or model, val, data, c, processes)
+                best = run.record_scores("acc", **scores)
+            run.save(content, best)
+        run.end_step(content)
     then = ["python analyze.py layers --ckpt={ckpt} --untrained",
             "python evaluate.py predict --ckpt={ckpt} PICTURE ..."]
     if model.config.pool == "class":        # the maps of a mean-pooled model are diffuse
