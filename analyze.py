@@ -42,11 +42,11 @@ from flags import (check_new, cli, DeviceFlags, needed, not_one_of, option, pars
 from optim import make_optimizer, set_lr
 from parallel import count, derive_seed, Processes
 from data import augment, images
-from scores import (classify, load_images, load_tokens, logistic_regression, model_input, on_device,
-                    pooling, write_overlays)
-from model import (MHSA, LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
-                   projected_coding_rate, run_layers, saliency, subspace_coding_rate,
-                   subspace_coding_rate_grad, text_config)
+from scores import (classify, load_images, load_tokens, logistic_regression, model_input,
+                      on_device, pooling, write_overlays)
+from model import (MHSA, ODL, LanguageModel, coding_rate, gaussian_mixture_denoise, mssa,
+                   projected_coding_rate, projected_sparse_rate_reduction, run_layers, saliency,
+                   subspace_coding_rate, subspace_coding_rate_grad, text_config)
 
 
 @dataclass(kw_only=True)
@@ -171,7 +171,7 @@ def pass_samples(loaded, c, split):
                           for i in index.tolist()]
             n = model.config.patches()
             noise = torch.stack([torch.rand(n, generator=g) for g in generators]).to(device)
-            model.decode(model.encode(x, noise), noise)
+            model(x, noise)
         else:
             loaded.encoder(x)
         yield index
@@ -210,10 +210,9 @@ class Layers(OneModel):
 
 
 def srr(attention, Z, eps, lambd, scale=1.0):
-    """The SRR measure of one layer [S]: lambda ||Z||_0 + R^c(Z | U) - R(Z), with scale U in U's
-    place. Z (B, n, d) -> (B,)."""
-    rate_of_subspaces = projected_coding_rate(scale * attention.values(Z), eps)
-    return lambd * (Z != 0).float().sum((-2, -1)) + rate_of_subspaces - coding_rate(Z, eps)
+    """The measure of [S] for one layer, minus the sparse rate reduction, with scale U in U's place.
+    Z (B, n, d) -> (B,)."""
+    return -projected_sparse_rate_reduction(Z, scale * attention.values(Z), eps, lambd)
 
 
 def layer_numbers(layer, entered, half, out, c):
@@ -231,7 +230,7 @@ def layer_numbers(layer, entered, half, out, c):
     found = dict(rate_of_subspaces=projected_coding_rate(w, c.eps),
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).float().mean((-2, -1)))
-    if hasattr(layer.sparsification, "code"):
+    if isinstance(layer.sparsification, ODL):
         code = layer.sparsification.code(layer.norm2(half))
         found["code_nonzeros"] = (code != 0).float().mean((-2, -1))
     return found | dict(srr=srr(layer.attention, out, c.eps, c.lambd, scale))
@@ -387,9 +386,8 @@ class Tokens(OneModel):
 def tokens(c):
     """{"layers": nonzeros and effective rank of each Z^{l+1}}."""
     encoder, _, x = open_images(c, 1)
-    outputs, rows, maps = [], [], []
-    encoder(x, outputs=outputs)
-    for l, (Z,) in enumerate(outputs, 1):
+    rows, maps = [], []
+    for l, (_, (Z,), _) in enumerate(encoder.trace(x), 1):
         share = torch.linalg.svdvals(Z).square()
         entropy = torch.special.entr(share / share.sum()).sum()
         rows.append(dict(layer=l, nonzeros=(Z != 0).float().mean().item(),
@@ -424,8 +422,7 @@ def saliency_maps(c):
         if (getattr(c, name) or 1) > most:
             raise UserError(f"--{name}={getattr(c, name)}: {c.ckpt} has {most}")
 
-    trace = []
-    encoder(x, trace)
+    trace = encoder.trace(x)
     maps = saliency(trace[(c.layer or 0) - 1].attention.float(), encoder.config.pool)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     names = ["mean", *range(1, K + 1)]
@@ -770,8 +767,7 @@ def last_codes(loaded, c):
     found, layer = [], (loaded.encoder or loaded.model).layers[-1].sparsification
     if layer is None:
         raise UserError(f"arch {loaded.model.config.arch} has no sparsification to look into")
-    code = getattr(layer, "code", None) or getattr(layer, "hidden", layer.forward)
-    hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(code(inputs[0])))
+    hook = layer.register_forward_pre_hook(lambda _, inputs: found.append(layer.code(inputs[0])))
     given = torch.cat(list(pass_samples(loaded, c, c.split))).cpu().numpy()
     hook.remove()
     values = torch.cat(found).float().cpu()                         # (samples, tokens, m)
@@ -1151,10 +1147,9 @@ def measure_outputs(model, x, y, c):
     """(margin, SRR measure of [S]: the mean over layers and images)."""
     logits, total = [], 0.0
     for part in x.split(c.batch_size):
-        out, outputs = model(part, outputs=True)
-        logits.append(out)
-        for layer, Z in zip(model.encoder.layers, outputs, strict=True):
-            total += srr(layer.attention, Z, c.eps, c.lambd).sum().item()
+        logits.append(model(part))
+        for layer, traced in zip(model.encoder.layers, model.encoder.trace(part), strict=True):
+            total += srr(layer.attention, traced.out, c.eps, c.lambd).sum().item()
     return margin_of(torch.cat(logits), y), total / (len(x) * len(model.encoder.layers))
 
 

@@ -169,9 +169,9 @@ def predict(c):
         write_reconstructions(out, model, pixels, data)
         return found
 
-    x, trace = model_input(pixels, data, config.image_size), []
+    x = model_input(pixels, data, config.image_size)
     with processes.autocast(c.dtype):
-        loaded.encoder(x, trace)
+        trace = loaded.encoder.trace(x)
     maps = saliency(trace[-1].attention.float(), config.pool).mean(1, keepdim=True)
     write_overlays(out, augment.to_float(pixels), maps, max(1, 256 // config.image_size))
     if loaded.task == "vit":

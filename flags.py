@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import ARCHS
+from model import ARCHS, ConfigError, not_one_of
 
 ROOT = Path(__file__).resolve().parent
 
@@ -83,6 +83,8 @@ def flush_or_mute():
 
 def _explain(error):
     """(exit status, message) of an error that needs no traceback, (None, None) of any other."""
+    if isinstance(error, ConfigError):
+        return 2, str(error)
     if hasattr(error, "exit_status"):
         return error.exit_status, str(error)
     too_large = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -145,8 +147,8 @@ class ModelFlags:
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0, high=1e6)
     lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, or the size's", low=0,
                                  high=1e6)
-    step: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1", low=-1e6,
-                                high=1e6)
+    step_size: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1", low=-1e6,
+                                     high=1e6)
     layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0,
                                        high=1e6)
 
@@ -181,14 +183,6 @@ def _convert(text, hint, name):
     if kind is int and abs(value) >= 1 << 31:
         raise UserError(f"--{name}={text}: expected a whole number below 2^31")
     return value
-
-
-def not_one_of(word, words):
-    """"X is not one of a, b, c, did you mean b?"."""
-    words = [str(w) for w in words]
-    close = difflib.get_close_matches(str(word), words, 1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"{word} is not one of {', '.join(words)}{hint}"
 
 
 def _check_range(value, limits, name):

@@ -29,7 +29,6 @@ width.
 """
 import difflib
 import math
-import os
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
@@ -41,7 +40,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
-    exit_status = 2         # flags.cli reports it in one line instead of a traceback
 
 
 # -------------------------------------------------------------------------------------------------
@@ -134,12 +132,20 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
     """R(Z) - R^c(Z | U) - lambda ||Z||, to be maximized.
 
     [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
-    entries of Z (..., n, d); returns (...). Raises ConfigError for another norm."""
-    if norm not in ("l0", "l1"):
-        raise ConfigError(f"norm={norm!r} is not one of l0, l1")
+    entries of Z (..., n, d); returns (...). [S] measures its negative, the lower the better.
+    Raises ConfigError for another norm."""
     Z, U = _exact(Z, U)
+    with torch.autocast(Z.device.type, enabled=False):
+        return projected_sparse_rate_reduction(Z, _project(Z, U), eps, lambd, norm)
+
+
+def projected_sparse_rate_reduction(Z, w, eps=0.5, lambd=0.1, norm="l0"):
+    """The same from the projections w = U_k^* Z (..., K, n, p) themselves."""
+    if norm not in ("l0", "l1"):
+        raise ConfigError(f"norm={not_one_of(norm, ('l0', 'l1'))}")
+    Z, = _exact(Z)
     size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
-    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * size
+    return coding_rate(Z, eps) - projected_coding_rate(w, eps) - lambd * size
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
@@ -286,19 +292,20 @@ class MSSA(Attention):
 
     output      the module computes              arch      source
     learned     W stack_k SSA(Z | U_k)           crate     [J] Eq. (37), [N] Eq. (115)
-    subspace    step [U_1 .. U_K] stack_k SSA    crate-c   [J] Eq. (36), [S]
-    negative    - step [U_1 .. U_K] stack_k SSA  crate-n   [S]: descends R^c; crate-c can raise it
-    transpose   step [U_1 .. U_K]^* stack_k SSA  crate-t   [S]; needs p K = d
+    subspace    s [U_1 .. U_K] stack_k SSA       crate-c   [J] Eq. (36), [S]
+    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: descends R^c; crate-c can raise it
+    transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
-    SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with step beta, and scale 1). U has
+    s is step_size. SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
+    scale 1). U has
     no bias; W has one where the released code has (and is absent when K = 1 and p = d). One tensor
     w = U^* Z is query, key and value, so generation caches one tensor a layer."""
 
-    def __init__(self, d, heads, p=None, output="learned", causal=False, step=1.0, bias=True,
+    def __init__(self, d, heads, p=None, output="learned", causal=False, step_size=1.0, bias=True,
                  dropout=0.0):
         super().__init__(d, heads, p, causal, dropout)
         assert output in ("learned", "subspace", "negative", "transpose")
-        self.output, self.step = output, step
+        self.output, self.step_size = output, step_size
         self.U = nn.Linear(d, heads * self.p, bias=False)   # weight = [U_1 .. U_K]^*
         self.W = nn.Identity()
         if output == "learned" and not (heads == 1 and self.p == d):
@@ -306,8 +313,8 @@ class MSSA(Attention):
 
     @classmethod
     def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal, c.step, c.out_bias,
-                   c.dropout)
+        return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal, c.step_size,
+                   c.out_bias, c.dropout)
 
     def bases(self):
         """[U_1 .. U_K] as (K, d, p)."""
@@ -338,7 +345,7 @@ class MSSA(Attention):
             out = self.W(ssa)
         else:
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
-            out = F.linear(ssa, (-self.step if self.output == "negative" else self.step) * U)
+            out = F.linear(ssa, (-self.step_size if self.output == "negative" else self.step_size) * U)
         return F.dropout(out, self.dropout, self.training)
 
 
@@ -489,8 +496,13 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 
 class Sparsification(nn.Module):
-    """What ISTA, MMProx, ODL and MLP share: build(config, context), forward, multiply_adds()."""
+    """What ISTA, MMProx, ODL and MLP share: build(config, context), forward, code(Z), the sparse
+    code, and multiply_adds()."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
+
+    def code(self, Z):
+        """The sparse code (B, n, m): of a proximal step, its output."""
+        return self.forward(Z)
 
     def multiply_adds(self):
         """Of a forward pass, per token: every weight once."""
@@ -600,12 +612,12 @@ class MLP(Sparsification):
     def build(cls, c, context):
         return cls(c.width, c.expansion * c.width, c.mlp_bias, c.dropout)
 
-    def hidden(self, Z):
-        """The hidden layer (B, n, hidden), behind GELU."""
+    def code(self, Z):
+        """The activations (B, n, hidden) behind GELU, which are not sparse by construction."""
         return F.gelu(self.up(Z))
 
     def forward(self, Z):
-        return F.dropout(self.down(self.hidden(Z)), self.dropout, self.training)
+        return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -691,10 +703,11 @@ ARCHS = {
 
 
 def not_one_of(word, words):
-    """'word' is not one of a, b, c, did you mean b? For messages about names."""
-    close = difflib.get_close_matches(str(word), list(words), 1)
+    """"X is not one of a, b, c, did you mean b?", for messages about names."""
+    words = [str(w) for w in words]
+    close = difflib.get_close_matches(str(word), words, 1)
     hint = f", did you mean {close[0]}?" if close else ""
-    return f"{word!r} is not one of {', '.join(words)}{hint}"
+    return f"{word} is not one of {', '.join(words)}{hint}"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -713,7 +726,7 @@ class BackboneConfig:
     head_dim: int | None = None         # p; None is width / heads
     eta: float = 0.1                    # step of ISTA and ODL
     lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
-    step: float = 1.0                   # step of MSSA where it has no W (crate-c, -n, -t)
+    step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # hidden width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
@@ -727,7 +740,7 @@ class BackboneConfig:
 
     def __post_init__(self):
         if self.arch not in ARCHS:
-            raise ConfigError(f"arch {not_one_of(self.arch, ARCHS)}")
+            raise ConfigError(f"arch={not_one_of(self.arch, ARCHS)}")
         for name in ("heads", "layers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
@@ -741,20 +754,13 @@ class BackboneConfig:
         if output == "transpose" and self.heads * self.head_dim != self.width:
             raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
                               f"not {self.heads} x {self.head_dim} and {self.width}")
-        if self.step != 1.0 and output == "learned":
-            raise ConfigError(f"step={self.step} is for crate-c, crate-n and crate-t; "
+        if self.step_size != 1.0 and output == "learned":
+            raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
                               f"{self.arch} learns its own (W)")
-
-    def least_weights(self):
-        """A lower bound of the number of weights, fixed positions included, before anything is
-        built: here of the layers."""
-        operator = ARCHS[self.arch].sparsification
-        atoms = {None: 0, MLP: self.expansion, ODL: self.expansion}.get(operator, 1)
-        return self.layers * self.width * (self.heads * self.head_dim + atoms * self.width)
 
 
 class LayerTrace(NamedTuple):
-    """What one layer did, on request."""
+    """What one layer did."""
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
     attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
@@ -841,21 +847,21 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def run_layers(layers, Z, trace=None, outputs=None, read=None):
-    """Z^1 -> Z^{L+1}. Lists `trace` and `outputs` receive each layer's LayerTrace and Z^{l+1}.
-
-    read=m: only the first m tokens are needed, so the last layer computes no others; all of them
-    if a list is given."""
+def run_layers(layers, Z, read=None):
+    """Z^1 -> Z^{L+1}. read=m: only the first m tokens are needed, so the last layer computes no
+    others."""
     for l, layer in enumerate(layers):
-        if trace is None:
-            alone = read and outputs is None and l == len(layers) - 1
-            Z = layer(Z, read=read) if alone else layer(Z)
-        else:
-            trace.append(layer.trace(Z))
-            Z = trace[-1].out
-        if outputs is not None:
-            outputs.append(Z)
+        Z = layer(Z, read=read) if read and l == len(layers) - 1 else layer(Z)
     return Z
+
+
+def trace_layers(layers, Z):
+    """run_layers, as a list of LayerTraces."""
+    traces = []
+    for layer in layers:
+        traces.append(layer.trace(Z))
+        Z = traces[-1].out
+    return traces
 
 
 def train_flops(layers, n, read=None):
@@ -904,47 +910,30 @@ class ImageConfig(BackboneConfig):
         """n, the number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
-    def least_weights(self):
-        """With the embedding and the positions; without the head."""
-        patch = self.channels * self.patch_size ** 2
-        return super().least_weights() + self.width * (patch + self.patches())
-
 
 def _check_words(config, **choices):
     for name, words in choices.items():
         if getattr(config, name) not in words:
-            raise ConfigError(f"{name} {not_one_of(getattr(config, name), words)}")
-
-
-def _memory():
-    """Bytes of memory of this machine; no limit where the system does not say (Windows)."""
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError):
-        return math.inf
+            raise ConfigError(f"{name}={not_one_of(getattr(config, name), words)}")
 
 
 def make_config(cls, fields, size=None):
     """cls(**fields), the fields of a named size of the arch beneath them.
 
-    Raises ConfigError for an unknown arch, size or field, and for more than fits in memory."""
+    Raises ConfigError for an unknown arch, size or field."""
     arch = fields.get("arch", "crate")
     if size is not None:
         if arch not in ARCHS:
-            raise ConfigError(f"arch {not_one_of(arch, ARCHS)}")
+            raise ConfigError(f"arch={not_one_of(arch, ARCHS)}")
         sizes = getattr(ARCHS[arch], cls.sizes)
         if size not in sizes:
-            raise ConfigError(f"size of {arch} {not_one_of(size, sizes)}")
+            raise ConfigError(f"{arch} of size={not_one_of(size, sizes)}")
         fields = sizes[size] | fields
     for name in fields:
         if name not in cls.__dataclass_fields__:
             known = not_one_of(name, cls.__dataclass_fields__)
             raise ConfigError(f"field of {cls.__name__} {known}")
-    config = cls(**fields)
-    if 4 * (least := config.least_weights()) > _memory():
-        raise ConfigError(f"{config.layers} layers of width {config.width} in a model of at least "
-                          f"{least:.2g} weights do not fit in this machine's memory")
-    return config
+    return cls(**fields)
 
 
 def image_config(size, arch="crate", **overrides):
@@ -985,8 +974,7 @@ class ImageEncoder(nn.Module):
 
     encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). H and W may differ from
     config.image_size if the patch divides them: positions are then interpolated (fine-tuning,
-    multi-crop). `trace`, `outputs` and `read` as in run_layers; read=1 is the class
-    token."""
+    multi-crop). With read=1 only the class token leaves the last layer."""
 
     def __init__(self, config):
         super().__init__()
@@ -1043,15 +1031,18 @@ class ImageEncoder(nn.Module):
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, x, trace=None, outputs=None, read=None):
-        return self.norm(run_layers(self.layers, self.tokens(x), trace, outputs, read))
+    def forward(self, x, read=None):
+        return self.norm(run_layers(self.layers, self.tokens(x), read))
+
+    def trace(self, x):
+        """What each layer does with the images: a list of LayerTraces."""
+        return trace_layers(self.layers, self.tokens(x))
 
 
 class ImageClassifier(nn.Module):
     """Encoder, pooling, and a linear head (behind a LayerNorm unless the encoder ends with one).
 
-    model(x) takes (B, C, H, W) and returns logits (B, classes); with outputs=True also every
-    Z^{l+1}."""
+    model(x) takes (B, C, H, W) and returns logits (B, classes)."""
 
     def __init__(self, config):
         super().__init__()
@@ -1066,11 +1057,9 @@ class ImageClassifier(nn.Module):
         """The class token, [B] Section 7.3.2, or the mean of the patch tokens: (B, d)."""
         return Z[:, 0] if self.config.pool == "class" else Z[:, 1:].mean(1)
 
-    def forward(self, x, trace=None, outputs=False):
-        kept = [] if outputs else None
+    def forward(self, x):
         read = 1 if self.config.pool == "class" else None
-        logits = self.head(self.pool(self.encoder(x, trace, kept, read)))
-        return (logits, kept) if outputs else logits
+        return self.head(self.pool(self.encoder(x, read)))
 
     def train_flops(self):
         """Floating-point operations of forward and backward for one image."""
@@ -1107,8 +1096,8 @@ class MAEConfig(ImageConfig):
                 raise ConfigError(f"decoder_{name} must be 1 or more")
         d, K = self.decoder_width, self.decoder_heads
         _check_words(self, mask_tokens=("before", "after"))
-        if not 1 <= self.masked() < self.patches():
-            raise ConfigError(f"mask_ratio={self.mask_ratio} hides {self.masked()} of "
+        if not 1 <= self.masked_patches() < self.patches():
+            raise ConfigError(f"mask_ratio={self.mask_ratio} masks {self.masked_patches()} of "
                               f"{self.patches()} patches")
         if self.mask_tokens == "before" and d != self.width:
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: before, encoder and "
@@ -1122,13 +1111,8 @@ class MAEConfig(ImageConfig):
         """Whether the decoder has the encoder's width and heads, and so its head_dim."""
         return (self.decoder_width, self.decoder_heads) == (self.width, self.heads)
 
-    def least_weights(self):
-        """With the decoder, of which an attention alone may have heads of any size."""
-        narrow = min(self.decoder_width, self.heads * self.head_dim)
-        return super().least_weights() + self.decoder_layers * self.decoder_width * narrow
-
-    def masked(self):
-        """How many patches are hidden; the rest is rounded down, as in the released code."""
+    def masked_patches(self):
+        """How many patches are masked; the rest is rounded down, as in the released code."""
         # 1e-9, unlike there: 100 * (1 - 0.9) is a little below 10 in floating point, and 9 patches
         # would be kept
         return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
@@ -1173,6 +1157,13 @@ class DecoderLayer(nn.Module):
         return n * self.D.numel() + self.attention.multiply_adds(n, read)
 
 
+class Mask(NamedTuple):
+    """Which patches of each image are masked."""
+    order: torch.Tensor                 # (B, n): the patches by number, the visible ones first
+    back: torch.Tensor                  # (B, n): each patch's place in that order
+    masked: torch.Tensor                # (B, n) bool
+
+
 class MaskedAutoencoder(nn.Module):
     """Hides mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
@@ -1203,33 +1194,42 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
-    def hidden(self, noise):
-        """(B, n) noise -> (B, n) bool: hidden are the patches with the largest noise."""
-        return noise.argsort(1).argsort(1) >= self.config.patches() - self.config.masked()
+    def draw_mask(self, noise):
+        """Uniform noise (B, n) as a Mask: the patches with the largest noise are masked."""
+        order = noise.argsort(1)
+        back = order.argsort(1)
+        return Mask(order, back, back >= self.config.patches() - self.config.masked_patches())
 
-    def encode(self, x, noise, trace=None):
-        """The encoder's tokens (B, 1 + n, d), or (B, 1 + visible, d) with mask_tokens="after"."""
+    def encoder_tokens(self, x, mask):
+        """What enters the encoder: (B, 1 + n, d), or (B, 1 + visible, d) with
+        mask_tokens="after"."""
         encoder, c = self.encoder, self.config
         Z = encoder.embed(patchify(x, c.patch_size))
         first = (encoder.class_token + encoder.positions[:, :1]).expand(len(x), -1, -1)
         if c.mask_tokens == "before":
-            Z = torch.where(self.hidden(noise)[..., None], self.mask_token.to(Z.dtype), Z)
+            Z = torch.where(mask.masked[..., None], self.mask_token.to(Z.dtype), Z)
         Z = Z + encoder.positions[:, 1:]
         if c.mask_tokens == "after":
-            visible = noise.argsort(1)[:, :c.patches() - c.masked(), None]
+            visible = mask.order[:, :c.patches() - c.masked_patches(), None]
             Z = Z.gather(1, visible.expand(-1, -1, c.width))
-        return encoder.norm(run_layers(encoder.layers, torch.cat([first, Z], 1), trace))
+        return torch.cat([first, Z], 1)
 
-    def decode(self, Z, noise, trace=None):
-        """The encoder's tokens -> predicted patches (B, n, P^2 C)."""
-        if self.config.mask_tokens == "after":
-            Z = self.decoder_embed(Z)
-            order = noise.argsort(1)
-            masked = self.mask_token.to(Z.dtype).expand(len(Z), order.shape[1] - Z.shape[1] + 1, -1)
-            back = order.argsort(1)[..., None].expand(-1, -1, Z.shape[-1])
-            patches = torch.cat([Z[:, 1:], masked], 1).gather(1, back)
-            Z = torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
-        return self.predict(self.decoder_norm(run_layers(self.decoder, Z, trace)))[:, 1:]
+    def decoder_tokens(self, Z, mask):
+        """The encoder's output -> what enters the decoder, (B, 1 + n, d)."""
+        if self.config.mask_tokens == "before":
+            return Z
+        Z = self.decoder_embed(Z)
+        missing = mask.order.shape[1] - Z.shape[1] + 1
+        masked = self.mask_token.to(Z.dtype).expand(len(Z), missing, -1)
+        back = mask.back[..., None].expand(-1, -1, Z.shape[-1])
+        patches = torch.cat([Z[:, 1:], masked], 1).gather(1, back)
+        return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
+
+    def predicted(self, x, mask):
+        """The decoder's guess of every patch: (B, n, P^2 C)."""
+        Z = self.encoder.norm(run_layers(self.encoder.layers, self.encoder_tokens(x, mask)))
+        Z = self.decoder_norm(run_layers(self.decoder, self.decoder_tokens(Z, mask)))
+        return self.predict(Z)[:, 1:]
 
     def targets(self, x):
         """The patches (B, n, P^2 C), each to mean 0 and unbiased variance 1 if asked for."""
@@ -1239,13 +1239,19 @@ class MaskedAutoencoder(nn.Module):
         mean, var = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
         return (patches - mean) / (var + 1e-6).sqrt()   # 1e-6 as in the released code: flat patches
 
-    def forward(self, x, noise, trace=None):
-        """[B] Eq. (7.6.7), over the hidden patches only, as in the released code."""
-        predicted = self.decode(self.encode(x, noise, trace), noise, trace)
-        predicted, targets = _exact(predicted, self.targets(x))
+    def forward(self, x, noise):
+        """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
+        mask = self.draw_mask(noise)
+        predicted, targets = _exact(self.predicted(x, mask), self.targets(x))
         error = (predicted - targets).square().mean(-1)
-        hidden = self.hidden(noise)
-        return (error * hidden).sum() / hidden.sum()
+        return (error * mask.masked).sum() / mask.masked.sum()
+
+    def trace(self, x, noise):
+        """A list of LayerTraces: the encoder's layers, then the decoder's."""
+        mask = self.draw_mask(noise)
+        encoder = trace_layers(self.encoder.layers, self.encoder_tokens(x, mask))
+        Z = self.encoder.norm(encoder[-1].out)
+        return encoder + trace_layers(self.decoder, self.decoder_tokens(Z, mask))
 
     def train_flops(self):
         """Floating-point operations of forward and backward for one image."""
@@ -1254,7 +1260,7 @@ class MaskedAutoencoder(nn.Module):
         n = m = 1 + c.patches()
         total = 0
         if c.mask_tokens == "after":
-            m = n - c.masked()
+            m = n - c.masked_patches()
             total += 6 * m * c.width * c.decoder_width      # decoder_embed
         total += train_flops(self.encoder.layers, m)
         total += train_flops(self.decoder, n)
@@ -1282,10 +1288,6 @@ class TextConfig(BackboneConfig):
         super().__post_init__()
         if self.layer_scale is None:
             self.layer_scale = ARCHS[self.arch].layer_scale
-
-    def least_weights(self):
-        """With the embeddings of tokens and positions."""
-        return super().least_weights() + self.width * (self.vocab_size + self.context)
 
 
 def text_config(size, arch="crate", **overrides):
@@ -1368,7 +1370,7 @@ class LanguageModel(nn.Module):
     """Token and position embeddings, layers, a last LN, and the embedding as head.  [B] 7.4.
 
     model(ids) takes (B, n) and returns logits (B, n, V); model(ids, targets) returns the mean
-    cross-entropy over targets >= 0. `trace` as in run_layers."""
+    cross-entropy over targets >= 0."""
 
     def __init__(self, config):
         super().__init__()
@@ -1399,11 +1401,15 @@ class LanguageModel(nn.Module):
         Z = self.embed(ids) + self.positions[start:end]
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, ids, targets=None, trace=None):
-        Z = self.norm(run_layers(self.layers, self.tokens(ids), trace))
+    def forward(self, ids, targets=None):
+        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
         if targets is None:
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)
+
+    def trace(self, ids):
+        """What each layer does with the tokens: a list of LayerTraces."""
+        return trace_layers(self.layers, self.tokens(ids))
 
     def count(self):
         """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 count them."""

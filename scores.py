@@ -264,12 +264,12 @@ def write_reconstructions(path, model, pixels, data):
     c = model.config
     x = model_input(pixels, data, c.image_size)
     noise = validation_noise(model, 0, len(x), x.device)
-    hidden, target = model.hidden(noise)[..., None], patchify(x, c.patch_size)
-    guess = model.decode(model.encode(x, noise), noise).float()
+    mask, target = model.draw_mask(noise), patchify(x, c.patch_size)
+    masked, guess = mask.masked[..., None], model.predicted(x, mask).float()
     # back to pixels with the patch's own statistics, which the model does not know
     if c.normalize_targets:
         guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
-    columns = [target, torch.where(hidden, 0.0, target), guess, torch.where(hidden, guess, target)]
+    columns = [target, torch.where(masked, 0.0, target), guess, torch.where(masked, guess, target)]
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
     row = torch.cat([(unpatchify(p, c.patch_size) * std + mean).clamp(0, 1) for p in columns], 3)
     sheet = (torch.cat(list(row), 1).permute(1, 2, 0) * 255).round().byte().cpu().numpy()

@@ -163,7 +163,7 @@ def main(argv):
     ddp = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
-                 f"{c.image_size} px, {model.config.masked()} of {model.config.patches()} patches "
+                 f"{c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} patches "
                  f"hidden, {total} steps of {c.batch_size} on {processes.world} x "
                  f"{device_name(device)}")
 

@@ -294,9 +294,8 @@ def write_saliency(encoder, val, data, path, n=8):
     Pi."""
     pixels, _ = val.batch(torch.arange(min(n, len(val))))
     x = augment.at_size(augment.to_float(pixels), encoder.config.image_size)
-    trace = []
-    encoder.forward(augment.normalize(x, data.mean, data.std), trace=trace)     # not compiled
-    maps = saliency(trace[-1].attention.float())
+    last = encoder.trace(augment.normalize(x, data.mean, data.std))[-1]
+    maps = saliency(last.attention.float())
     write_overlays(path, x, torch.cat([maps.mean(1, keepdim=True), maps], 1))
 
 

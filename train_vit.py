@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
@@ -217,11 +218,27 @@ def srr_layers(c, model, step):
     return [l - 1 for l in chosen]
 
 
-def srr(model, outputs, chosen, eps):
+class LogitsAndLayers(nn.Module):
+    """The classifier with the output Z^{l+1} of every layer beside its logits."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        encoder, outputs = self.model.encoder, []
+        Z = encoder.tokens(x)
+        for layer in encoder.layers:
+            Z = layer(Z)
+            outputs.append(Z)
+        return self.model.head(self.model.pool(encoder.norm(Z))), outputs
+
+
+def subspace_rate_loss(model, outputs, chosen, eps):
     """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l.
 
-    That is the part with a gradient of [S]'s 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l),
-    where the gradient through Z^l is stopped. It reaches U^l only. Its minimum is U = 0; only the
+    [S] adds 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l) to the loss and stops the gradient
+    through Z^l. Only this part then has a gradient. It reaches U^l only. Its minimum is U = 0; only the
     cross-entropy, which would then have no attention, keeps U away from it, so the weight has to be
     small."""
     rates = []
@@ -278,12 +295,15 @@ def main(argv):
     train = images.Images(train_images, train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
+    net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
     if wants_compile(c, device):
         model.compile()
+        if net is not model:
+            net.compile()
         if c.ema:
             averaged.compile()
         augmentation = augment.compiled(augmentation, device)
-    ddp = processes.wrap(model)
+    ddp = processes.wrap(net)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
                  f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
@@ -320,13 +340,15 @@ def main(argv):
         for i, (micro_x, micro_labels) in enumerate(micro_batches):
             with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    logits = ddp(micro_x, outputs=bool(c.srr_weight))
                     if c.srr_weight:
-                        logits, outputs = logits
+                        logits, outputs = ddp(micro_x)
+                    else:
+                        logits = ddp(micro_x)
                     micro_loss = F.cross_entropy(logits, micro_labels,
                                                  label_smoothing=c.label_smoothing)
                 if c.srr_weight:
-                    rate = srr(model, outputs, srr_layers(c, model, step), c.srr_eps)
+                    chosen = srr_layers(c, model, step)
+                    rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
                     micro_loss = micro_loss + c.srr_weight * rate
                 micro_loss = micro_loss / c.accumulate
                 micro_loss.backward()

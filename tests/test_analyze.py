@@ -90,10 +90,10 @@ def test_layers(save, call, cache, tmp_path, arch, convention):
     flags = [f"--ckpt={save(model)}", "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2"]
     run, = call("layers", *flags, f"--convention={convention}",
                 f"--json={tmp_path / 'a.json'}")["runs"]
-    x, trace = validation(cache, np.linspace(0, 99, 12).round().astype(int)), []
+    x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
     with torch.no_grad():
         Z = model.encoder.tokens(x)
-        model.encoder(x, trace)
+        trace = model.encoder.trace(x)
     for row, layer, traced in zip(run["layers"], model.encoder.layers, trace, strict=True):
         check(row, expected(layer, Z, traced.half, traced.out, convention, 0.3, 0.2))
         assert row["nonzeros"] < 1 if arch == "crate" else row["nonzeros"] == 1
@@ -144,9 +144,8 @@ def test_layers_of_a_masked_autoencoder(save, call, cache, arch, mask_tokens):
     generators = [torch.Generator().manual_seed(derive_seed("validation", int(i)))
                   for i in index]
     noise = torch.stack([torch.rand(16, generator=generator) for generator in generators])
-    trace = []
     with torch.no_grad():
-        model(validation(cache, index), noise, trace)
+        trace = model.trace(validation(cache, index), noise)
     layers = [*model.encoder.layers, *model.decoder]
     assert [row["part"] for row in run["layers"]] == 3 * ["encoder"] + 2 * ["decoder"]
     for l, (row, traced, layer) in enumerate(zip(run["layers"], trace, layers, strict=True)):
@@ -169,10 +168,9 @@ def test_layers_of_text(save, call, text_cache):
                 "--batch_size=3")["runs"]
     starts = np.linspace(0, len(data.val) // 11 - 1, 7).round().astype(int) * 11
     ids = torch.from_numpy(np.stack([data.val[s:s + 11] for s in starts]).astype(np.int64))
-    trace = []
     with torch.no_grad():
         Z = model.tokens(ids)
-        model(ids, trace=trace)
+        trace = model.trace(ids)
     for row, layer, traced in zip(run["layers"], model.layers, trace, strict=True):
         check(row, expected(layer, Z, traced.half, traced.out, "released", 0.3, 0.1))
         Z = traced.out
@@ -235,9 +233,9 @@ def test_subspaces(save, call, tmp_path):
 
 def test_tokens(save, call, cache, tmp_path):
     model = ImageClassifier(ImageConfig(**TINY)).eval()
-    rows, trace = call("tokens", f"--ckpt={save(model)}", "--index=7")["layers"], []
+    rows = call("tokens", f"--ckpt={save(model)}", "--index=7")["layers"]
     with torch.no_grad():
-        model.encoder(validation(cache, [7]), trace)
+        trace = model.encoder.trace(validation(cache, [7]))
     for row, traced in zip(rows, trace, strict=True):
         assert row["nonzeros"] == pytest.approx((traced.out != 0).double().mean().item())
         share = np.linalg.svd(traced.out[0].double().numpy(), compute_uv=False) ** 2
@@ -252,11 +250,11 @@ def test_tokens(save, call, cache, tmp_path):
 
 @pytest.mark.parametrize("arch", ["crate", "tost", "transformer"])
 def test_saliency(arch, save, call, cache, tmp_path):
-    model, trace = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval(), []
+    model = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
     flags = [f"--ckpt={save(model)}", "--pictures=5", "--index=2", "--layer=2"]
     heads = call("saliency", *flags)["heads"]
     with torch.no_grad():
-        model.encoder(validation(cache, [2, 3, 4, 5, 6]), trace)
+        trace = model.encoder.trace(validation(cache, [2, 3, 4, 5, 6]))
     attention = trace[1].attention
     maps = attention[:, :, 1:] if arch == "tost" else attention[:, :, 0, 1:]
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
@@ -464,8 +462,7 @@ def test_neurons_of_text(save, call, text_cache):
         assert np.array_equal(codes.kinds, windows.ravel())
         assert np.array_equal(codes.group, np.arange(9).repeat(11))
         with torch.no_grad():
-            trace = []
-            model(torch.from_numpy(windows.astype(np.int64)), trace=trace)
+            trace = model.trace(torch.from_numpy(windows.astype(np.int64)))
             layer = model.layers[0]
             wanted = layer.norm2(trace[0].half)
             wanted = (layer.sparsification(wanted) if arch == "crate" else
@@ -501,8 +498,7 @@ def test_neurons_of_images(pool, save, call, cache):
         red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
         assert np.array_equal(codes.properties["red"], red)
         with torch.no_grad():
-            trace = []
-            loaded.encoder(validation(cache, index), trace)
+            trace = loaded.encoder.trace(validation(cache, index))
             wanted = code(loaded.encoder.layers[-1], trace[-1].half)
         assert codes.nonzeros == pytest.approx((wanted != 0).float().mean().item(), abs=1e-3)
         wanted = wanted[:, 0] if pool == "class" else wanted[:, 1:].mean(1)

@@ -140,10 +140,8 @@ def test_initial_model(tmp_path):
     ("width", "16", "width='16'"), ("eta", float("nan"), "eta=nan"), ("layers", 0, "layers=0"),
     ("heads", True, "heads=True"), ("heads", 5, "does not divide width"), ("arch", "rate", "rate"),
     ("depth", 3, "depth"), ("layers", 2, "layers.1.norm1.weight is missing in it"),
-    ("classes", 2, "is (3, 16) there, (2, 16) here"), ("width", 32, "more weights than it has"),
-    ("layers", 10 ** 9, "do not fit in this machine's memory"), ("layers", 20, "more weights"),
-    ("classes", 10 ** 9, "more weights"), ("channels", 10 ** 6, "channels=1000000"),
-    ("arch", ["crate"], "arch=['crate']"), ("stem", "none", "stem 'none' is not one of"),
+    ("classes", 2, "is (3, 16) there, (2, 16) here"), ("channels", 10 ** 6, "channels=1000000"),
+    ("arch", ["crate"], "arch=['crate']"), ("stem", "none", "stem=none is not one of"),
     ("dropout", 1.5, "dropout=1.5"), ("mm_eps", 0.0, "mm_eps=0.0"), ("eta", 10 ** 400, "eta=1000"),
     ("layer_scale", 7, "layers.0.scale1 is missing in it"),
 ])
@@ -154,22 +152,6 @@ def test_a_config_that_does_not_fit_is_refused(tmp_path, name, value, says):
     with pytest.raises(UserError) as error:
         checkpoint.load_model(tmp_path / "a.pt")
     assert says in str(error.value) and "a.pt" in str(error.value)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-def test_a_config_claims_no_more_than_its_model_has(arch):
-    """The lower bound that a file's number of weights is held against."""
-    for fields in (dict(), dict(heads=1, head_dim=3), dict(heads=4, head_dim=16), dict(layers=5),
-                   dict(expansion=1)):
-        if arch == "crate-t" and "head_dim" in fields:
-            continue                                    # needs heads x head_dim = width
-        models = [ImageClassifier(ImageConfig(**IMAGE | fields, arch=arch)),
-                  LanguageModel(TextConfig(**TEXT | fields, arch=arch))]
-        models += [MaskedAutoencoder(MAEConfig(**IMAGE | fields, arch=arch, **decoder)) for decoder
-                   in (dict(), dict(decoder_width=8, decoder_heads=1, mask_tokens="after"))]
-        for model in models:
-            weights = sum(tensor.numel() for tensor in model.state_dict().values())
-            assert weights / 10 < model.config.least_weights() <= weights, model.config
 
 
 def test_positions_are_interpolated_to_another_image_size(tmp_path):

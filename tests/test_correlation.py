@@ -96,9 +96,9 @@ def test_srr():
     c = analyze.Correlation(eps=0.5, lambd=0.2, batch_size=3)
     margin, found = analyze.measure_outputs(model, x, y, c)
     with torch.no_grad():
-        logits, outputs = model(x, outputs=True)
+        logits, trace = model(x), model.encoder.trace(x)
         U = [layer.attention.bases() for layer in model.encoder.layers]
-        srr = torch.stack([sparse_rate_reduction(Z, *u, 0.5, 0.2) for Z, *u in zip(outputs, U)])
+        srr = torch.stack([sparse_rate_reduction(Z, *u, 0.5, 0.2) for (_, Z, _), *u in zip(trace, U)])
     assert found == pytest.approx(-srr.mean().item(), rel=1e-5)
     assert margin == pytest.approx(analyze.margin_of(logits, y), rel=1e-5)
 

@@ -81,12 +81,13 @@ def test_initialization(arch):
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
 def test_forward(arch):
-    net, ids, targets, trace = build(arch), draw(3, 9), draw(3, 9), []
+    net, ids, targets = build(arch), draw(3, 9), draw(3, 9)
     Z = net.embed.weight[ids] + net.positions[:9]
     for layer in net.layers:
         Z = layer(Z)
     logits = F.layer_norm(Z, (16,), net.norm.weight, None, 1e-5) @ net.embed.weight.T
-    assert_near(net(ids, trace=trace), logits)
+    assert_near(net(ids), logits)
+    trace = net.trace(ids)
     assert_near(trace[-1].out, Z)
     assert len(trace) == 2
     targets[0, :4] = -1
@@ -303,7 +304,7 @@ def test_choose_draws_from_the_softmax(kept, options):
 @pytest.mark.parametrize("build, message", [
     (lambda: text_config("large"), "small, base"),
     (lambda: text_config("base", contxt=4), "did you mean context"),
-    (lambda: TextConfig(arch="transformer", step=2.0), "step=2.0"),
+    (lambda: TextConfig(arch="transformer", step_size=2.0), "step_size=2.0"),
     (lambda: build(causal=False).advance(draw(1, 3), []), "causal=False")])
 def test_errors(build, message):
     with pytest.raises(ConfigError, match=message) as error:

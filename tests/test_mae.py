@@ -13,7 +13,7 @@ MIRRORED = ("crate", "crate-c", "crate-n", "crate-t", "crate-mm")
 
 
 def config(arch="crate", **fields):
-    """16 patches of 48 numbers, 12 of them hidden."""
+    """16 patches of 48 numbers, 12 of them masked."""
     small = dict(width=16, heads=4, layers=2, image_size=16, patch_size=4)
     return MAEConfig(**small | dict(arch=arch) | fields)
 
@@ -99,14 +99,14 @@ def test_decoder_layer():
 
 
 def forward_literally(net, image, draw):
-    """Predicted patches (n, 48) of one image, and the mean squared error of each hidden one."""
+    """Predicted patches (n, 48) of one image, and the mean squared error of each masked one."""
     c, e, n = net.config, net.encoder, net.config.patches()
     patches = patches_literally(image[None], c.patch_size)[0]
-    hidden = sorted(range(n), key=draw.__getitem__)[-c.masked():]
+    masked = sorted(range(n), key=draw.__getitem__)[-c.masked_patches():]
 
     tokens = [e.class_token[0, 0] + e.positions[0, 0]]
     for i, patch in enumerate(patches):
-        if i not in hidden:
+        if i not in masked:
             tokens.append(e.embed[0].weight @ patch + e.embed[0].bias + e.positions[0, 1 + i])
         elif c.mask_tokens == "before":
             tokens.append(net.mask_token[0, 0] + e.positions[0, 1 + i])
@@ -118,7 +118,7 @@ def forward_literally(net, image, draw):
     if c.mask_tokens == "after":
         seen = iter((Z @ net.decoder_embed.weight.T + net.decoder_embed.bias)[0])
         tokens = [next(seen)]
-        tokens += [net.mask_token[0, 0] if i in hidden else next(seen) for i in range(n)]
+        tokens += [net.mask_token[0, 0] if i in masked else next(seen) for i in range(n)]
         Z = torch.stack(tokens) + net.decoder_positions
     for layer in net.decoder:
         Z = layer(Z)
@@ -130,22 +130,25 @@ def forward_literally(net, image, draw):
         mean = patches.mean(1, keepdim=True)
         variance = (patches - mean).square().sum(1, keepdim=True) / (48 - 1)
         patches = (patches - mean) / (variance + 1e-6) ** 0.5
-    return predicted, (predicted - patches)[hidden].square().mean(1)
+    return predicted, (predicted - patches)[masked].square().mean(1)
 
 
 @pytest.mark.parametrize("normalize_targets", [False, True])
 @pytest.mark.parametrize("fields", [dict(), dict(mask_tokens="after", decoder_layers=3), VIT])
 @torch.no_grad()
 def test_forward(fields, normalize_targets):
-    c, trace = config(**fields, normalize_targets=normalize_targets), []
+    c = config(**fields, normalize_targets=normalize_targets)
     net = randomize(MaskedAutoencoder(c))
     x, noise = 0.01 * torch.randn(3, 3, 16, 16), torch.rand(3, 16)      # dark: the 1e-6 is felt
     x[0, :, :8] = 0.7                                                   # patches of one colour
     literal = [forward_literally(net, image, draw) for image, draw in zip(x, noise.tolist())]
     predicted, errors = zip(*literal)
-    assert_near(net.decode(net.encode(x, noise), noise), torch.stack(predicted))
-    assert_near(net(x, noise, trace), torch.cat(errors).mean())
+    assert_near(net.predicted(x, net.draw_mask(noise)), torch.stack(predicted))
+    assert_near(net(x, noise), torch.cat(errors).mean())
+    trace = net.trace(x, noise)
     assert len(trace) == 2 + len(net.decoder)
+    Z = net.decoder_norm(trace[-1].out)
+    assert_near(net.predict(Z)[:, 1:], torch.stack(predicted))
 
 
 @pytest.mark.parametrize("fields", [dict(), VIT])
@@ -178,23 +181,23 @@ def test_train_flops():
 
 @pytest.mark.parametrize("image_size, patch_size, ratio, masked", [
     (224, 16, 0.75, 147), (12, 4, 0.75, 7), (20, 4, 0.8, 20), (40, 4, 0.9, 90)])
-def test_number_of_hidden_patches(image_size, patch_size, ratio, masked):
+def test_number_of_masked_patches(image_size, patch_size, ratio, masked):
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
-    hidden = MaskedAutoencoder(c).hidden(torch.rand(50, c.patches()))
-    assert c.masked() == masked
-    assert hidden.sum(1).tolist() == [masked] * 50
+    mask = MaskedAutoencoder(c).draw_mask(torch.rand(50, c.patches()))
+    assert c.masked_patches() == masked
+    assert mask.masked.sum(1).tolist() == [masked] * 50
 
 
 def test_masks_are_uniform():
-    """The largest noise is hidden; each patch and each pair within 5 deviations of 4000 draws."""
+    """The largest noise is masked; each patch and each pair within 5 deviations of 4000 draws."""
     net, noise = MaskedAutoencoder(config()), torch.rand(4000, 16)
-    hidden = net.hidden(noise)
-    smallest_hidden = noise.where(hidden, torch.tensor(2.0)).amin(1)
-    assert (smallest_hidden > noise.where(~hidden, torch.tensor(-1.0)).amax(1)).all()
+    masked = net.draw_mask(noise).masked
+    smallest_masked = noise.where(masked, torch.tensor(2.0)).amin(1)
+    assert (smallest_masked > noise.where(~masked, torch.tensor(-1.0)).amax(1)).all()
 
-    frequency = hidden.double().mean(0)
+    frequency = masked.double().mean(0)
     assert (frequency - 12 / 16).abs().max() < 5 * (0.75 * 0.25 / 4000) ** 0.5
-    pairs = (hidden.double().T @ hidden.double() / 4000)[~torch.eye(16, dtype=torch.bool)]
+    pairs = (masked.double().T @ masked.double() / 4000)[~torch.eye(16, dtype=torch.bool)]
     assert (pairs - 12 * 11 / (16 * 15)).abs().max() < 5 * (0.55 * 0.45 / 4000) ** 0.5
 
 
@@ -213,7 +216,7 @@ def bare(arch):
         W = [t.clone() for t in attention.W.parameters()]
 
     def set_step(s):
-        attention.step = s
+        attention.step_size = s
         if arch == "crate":
             attention.W.weight.data, attention.W.bias.data = s * W[0], s * W[1]
     return encoder, decoder, set_step
@@ -251,12 +254,12 @@ def test_sparsification_is_inverted_up_to_lambda():
 
 
 @pytest.mark.parametrize("build, message", [
-    (lambda: config(mask_ratio=0), "mask_ratio=0 hides 0 of 16"),
-    (lambda: config(mask_ratio=0.99), "mask_ratio=0.99 hides 16 of 16"),
+    (lambda: config(mask_ratio=0), "mask_ratio=0 masks 0 of 16"),
+    (lambda: config(mask_ratio=0.99), "mask_ratio=0.99 masks 16 of 16"),
     (lambda: config(decoder_width=8), "decoder_width=8.*mask_tokens=after"),
     (lambda: config(mask_tokens="after", decoder_width=12, heads=8), "decoder_heads=8.*12"),
     (lambda: config(**VIT | dict(decoder_width=6)), "sincos.*decoder_width.*6"),
-    (lambda: mae_config("large"), "'large'.*small, base")])
+    (lambda: mae_config("large"), "large.*small, base")])
 def test_config_errors(build, message):
     with pytest.raises(ConfigError, match=message) as error:
         build()

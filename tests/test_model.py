@@ -495,7 +495,7 @@ def test_layer(arch):
     attention, sparsification, output, norm_eps = ROWS[arch]
     fields = dict(eta=0.2, lambd=0.3, mm_eps=0.4)
     step = 1.0 if output in ("learned", None) else 0.6
-    layer = Layer(config(arch, layer_scale=0.5, expansion=2, step=step, **fields))
+    layer = Layer(config(arch, layer_scale=0.5, expansion=2, step_size=step, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
     def ln(Z, norm):
@@ -512,7 +512,7 @@ def test_layer(arch):
     assert_near(layer(Z), out)
 
     assert (type(op), type(nonlinear)) == (attention, sparsification)
-    assert attention is not MSSA or (op.output, op.step) == (output, step)
+    assert attention is not MSSA or (op.output, op.step_size) == (output, step)
     assert all(getattr(nonlinear, name, value) == value for name, value in fields.items())
     if sparsification in (ODL, MLP):                        # expansion
         assert max(p.numel() for p in nonlinear.parameters()) == 16 * 32
@@ -596,8 +596,8 @@ def test_last_layer_computes_the_class_token_alone(arch):
     net.encoder.layers[-1].register_forward_hook(lambda layer, _, Z: shapes.append(Z.shape[1]))
     alone = net(x)
     gradient = torch.autograd.grad(alone.square().sum(), net.parameters())
-    full, outputs = net(x, outputs=True)
-    assert shapes == [1, 5] and outputs[-1].shape[1] == 5
+    full = net.head(net.pool(net.encoder(x)))
+    assert shapes == [1, 5]
     assert_near(alone, full)
     for ours, theirs in zip(gradient, torch.autograd.grad(full.square().sum(), net.parameters())):
         assert_near(ours, theirs)
@@ -622,18 +622,17 @@ def test_every_arch_takes_either_stem(arch, stem):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
     """Every parameter has a gradient; the trace holds what the layers compute."""
-    net, x, trace = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8), []
-    logits, outputs = net(x, trace, outputs=True)
+    net, x = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8)
+    logits = net(x)
     logits.square().sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
-    assert_near(net(x), logits)
 
     encoder = net.encoder
     Z = encoder.tokens(x)
-    for layer, traced, output in zip(encoder.layers, trace, outputs, strict=True):
+    for layer, traced in zip(encoder.layers, encoder.trace(x), strict=True):
         half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
         Z = layer(Z)
-        assert_near((*traced, output), (half, Z, attention, Z))
+        assert_near(tuple(traced), (half, Z, attention))
     if ROWS[arch][1] not in (ISTA, MMProx, ODL, ResidualISTA):      # their heads begin with an LN
         Z = F.layer_norm(Z, (16,), encoder.norm.weight, encoder.norm.bias, 1e-6)
     assert_near(encoder(x), Z)
@@ -714,12 +713,12 @@ def test_position_interpolation():
 
 
 @pytest.mark.parametrize("build, message", [
-    (lambda: config("crat"), "'crat'.*did you mean crate"),
-    (lambda: image_config("tinny"), "'tinny'.*tiny, small, base, large.*did you mean tiny"),
-    (lambda: image_config("tiny", wdth=3), "'wdth'.*did you mean width"),
+    (lambda: config("crat"), "arch=crat is.*did you mean crate"),
+    (lambda: image_config("tinny"), "tinny.*tiny, small, base, large.*did you mean tiny"),
+    (lambda: image_config("tiny", wdth=3), "wdth.*did you mean width"),
     (lambda: config(heads=5), r"heads=5.*width=16.*\[1, 2, 4, 8, 16\]"),
     (lambda: config(patch_size=3), "patch_size=3.*image_size=8"),
-    (lambda: config(step=0.5), "step=0.5.*crate-c.*crate learns"),
+    (lambda: config(step_size=0.5), "step_size=0.5.*crate-c.*crate learns"),
     (lambda: config("crate-t", head_dim=3), "crate-t.*4 x 3 and 16"),
     (lambda: config(positions="sincos", width=6, heads=1), "sincos.*6")])
 def test_config_errors(build, message):

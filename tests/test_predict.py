@@ -62,8 +62,7 @@ def test_classes_and_saliency(predict, pictures, capsys):
 
         shown = sheet[256 * row:256 * (row + 1)][8::16, 8::16]
         assert np.array_equal(shown[:, :16], pixels)
-        trace = []
-        model.encoder(x, trace)
+        trace = model.encoder.trace(x)
         patches = saliency(trace[-1].attention).mean(1).view(2, 2)
         red = shown[:, 16:, 0].astype(int) - shown[:, 16:, 1]
         hottest = red.reshape(2, 8, 2, 8).mean((1, 3)).argmax()

@@ -59,7 +59,7 @@ def official(kind, d=d):
     return {name: (0.4 * torch.randn(shape)).float().double() for name, shape in shapes.items()}
 
 
-def released_forward(t, x, hidden=None, heads=4):
+def released_forward(t, x, masked=None, heads=4):
     """The authors' network on their tensors, tokens as rows: logits, or predicted patches."""
     alpha, mae = "conv1.weight" in t, "mask_token" in t
 
@@ -89,7 +89,7 @@ def released_forward(t, x, hidden=None, heads=4):
     if mae:
         positions, blocks = t["decoder_pos_embed"], "blocks.{}.layers.0"
         Z = conv("patch_embed.proj")
-        Z[hidden] = t["mask_token"][0]
+        Z[masked] = t["mask_token"][0]
     else:
         positions, blocks = t["pos_embedding"], "transformer.layers.{}"
         if alpha:
@@ -120,11 +120,12 @@ def test_from_official(kind):
     assert (c.width, c.layers, c.patch_size, c.image_size) == (d, LAYERS, P, 12)
     assert not net.training
     if kind == "crate-mae":
-        found, hidden = net.decode(net.encode(x, noise), noise), net.hidden(noise)
+        mask = net.draw_mask(noise)
+        found, masked = net.predicted(x, mask), mask.masked
         assert (c.decoder_layers, c.lambd) == (DECODER_LAYERS, 0.5)
     else:
-        found, hidden = net(x), None
-    assert_near(found, released_forward(tensors, x, hidden))
+        found, masked = net(x), None
+    assert_near(found, released_forward(tensors, x, masked))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -219,9 +219,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 # -------------------------------------------------------------------------------------------------
 
 EVERYWHERE = {"--layers=1000000000": "--layers=1000000000 must be 10000 or less",
-              "--layers=10000 --width=100000": "do not fit in this machine's memory",
-              "--heads=3": "does not divide width", "--size=huge": "'huge' is not one of",
-              "--arch=crat": "did you mean crate", "--step=2": "step"}
+              "--heads=3": "does not divide width", "--size=huge": "size=huge is not one of",
+              "--arch=crat": "did you mean crate", "--step_size=2": "step_size"}
 MISTAKES = [(script, flags.split(), says) for flags, says in EVERYWHERE.items()
             for script in SCRIPTS] + [
     (train_vit, ["--device=mps"], "this machine has none"),
@@ -236,7 +235,7 @@ MISTAKES = [(script, flags.split(), says) for flags, says in EVERYWHERE.items()
     (train_vit, ["--srr_layers=2"], "do nothing without --srr_weight"),
     (train_vit, ["--srr_eps=0.1"], "do nothing without --srr_weight"),
     (train_mae, ["--decoder_layers=1000000000"], "--decoder_layers=1000000000 must be 10000"),
-    (train_mae, ["--mask_ratio=0.95"], "mask_ratio=0.95 hides 16 of 16"),
+    (train_mae, ["--mask_ratio=0.95"], "mask_ratio=0.95 masks 16 of 16"),
     (train_mae, ["--accumulate=3"], "--accumulate=3"),
     (train_simdino, ["--local_size=12"], "--patch_size=8 does not divide --local_size=12"),
     (train_simdino, ["--local_area=0.5"], "--local_area=0.5 is more than --global_area=0.4"),

@@ -152,10 +152,9 @@ def test_every_kind_of_arch(run, arch):
 def test_maps_and_features():
     """The maps are rows of the attention that the whole encoder reports, the features those of the
     same layer."""
-    encoder, x, trace = classifier(arch="transformer").encoder, torch.randn(2, 3, 32, 32), []
-    encoder(x, trace)
+    encoder, x = classifier(arch="transformer").encoder, torch.randn(2, 3, 32, 32)
     Z = encoder.tokens(x)
-    for number, (_, out, attention) in enumerate(trace, 1):
+    for number, (_, out, attention) in enumerate(encoder.trace(x), 1):
         maps, X = evaluate.maps_and_features(encoder, x, number, "class", "output")
         torch.testing.assert_close(maps, attention[:, :, 0, 1:])
         torch.testing.assert_close(X, out[:, 1:])

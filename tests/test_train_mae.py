@@ -68,7 +68,7 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, tmp_path, nor
     pixels = torch.from_numpy(np.array(data.val_images[:3]).astype(np.int16))
     assert (given - pixels).abs().max() <= 1
     noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
-    hidden = model.hidden(noise).view(3, 4, 4).repeat_interleave(8, 1).repeat_interleave(8, 2)
+    hidden = model.draw_mask(noise).masked.view(3, 4, 4).repeat_interleave(8, 1).repeat_interleave(8, 2)
     grey = torch.tensor(data.mean).mul(255).round().short()
     assert hidden.float().mean() == 0.75
     assert ((masked[hidden] - grey).abs() <= 1).all()

@@ -405,7 +405,7 @@ def test_the_checkpoint_is_the_teacher(train, tmp_path, cache):
 
 
 def test_saliency_is_what_the_class_token_attends_to(shapes, monkeypatch):
-    sheets, trace = [], []
+    sheets = []
     monkeypatch.setattr(train_simdino, "write_overlays", lambda *sheet: sheets.append(sheet))
     encoder = train_simdino.build_model(config("--patch_size=4")).eval().encoder
     val = images.Images(shapes.val_images, shapes.val_labels, "cpu")
@@ -414,7 +414,7 @@ def test_saliency_is_what_the_class_token_attends_to(shapes, monkeypatch):
     assert path == "a.png" and x.shape == (8, 3, 32, 32) and maps.shape == (8, 3, 64)
     assert torch.equal((255 * x).round().byte().permute(0, 2, 3, 1), val.batch(torch.arange(8))[0])
     with torch.no_grad():
-        encoder(augment.normalize(x, shapes.mean, shapes.std), trace)
+        trace = encoder.trace(augment.normalize(x, shapes.mean, shapes.std))
     heads = trace[-1].attention[:, :, 0, 1:]
     torch.testing.assert_close(maps, torch.cat([heads.mean(1, keepdim=True), heads], 1))
 

@@ -152,20 +152,21 @@ def srr_setup():
 
 def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
     model, x = srr_setup()
-    trace = []
-    logits, outputs = model(x, outputs=True)
-    torch.testing.assert_close(logits, model(x, trace))
+    logits, outputs = train_vit.LogitsAndLayers(model)(x)
+    torch.testing.assert_close(logits, model(x))
+    trace = model.encoder.trace(x)
     expected = 0
     for l in (0, 2):
         U = model.encoder.layers[l].attention.U.weight.view(4, 4, 16).mT.double()
         expected += subspace_coding_rate(trace[l].out.double(), U, eps=0.3).mean().item() / 2
-    found = train_vit.srr(model, outputs, [0, 2], eps=0.3)
+    found = train_vit.subspace_rate_loss(model, outputs, [0, 2], eps=0.3)
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_srr_gradient_reaches_the_chosen_U_only():
     model, x = srr_setup()
-    train_vit.srr(model, model(x, outputs=True)[1], [1], eps=0.5).backward()
+    _, outputs = train_vit.LogitsAndLayers(model)(x)
+    train_vit.subspace_rate_loss(model, outputs, [1], eps=0.5).backward()
     reached = [name for name, p in model.named_parameters() if p.grad is not None]
     U = model.encoder.layers[1].attention.U.weight
     assert reached == ["encoder.layers.1.attention.U.weight"] and U.grad.norm() > 0
