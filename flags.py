@@ -232,8 +232,12 @@ def parse(config_class, presets, argv, doc, default=None):
             f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
             metavar="|".join(map(str, limits["choices"] or [kind.__name__])),
             type=partial(_convert, name=f.name, kind=kind, optional=optional, limits=limits),
-            default=argparse.SUPPRESS, **dict(nargs="?", const=True) if kind is bool else {})
+            default=argparse.SUPPRESS)
         flags[f.name] = f.metadata["help"]
+        if kind is bool:        # bare, it is true, and the word after it another argument
+            pairs = zip(argv, [*argv[1:], ""])
+            argv = [f"{word}=true" if word == f"--{f.name}" and after not in _BOOLEANS else word
+                    for word, after in pairs]
     given, words = parser.parse_known_args(argv)
     given = vars(given)
     for word in words:

@@ -24,6 +24,7 @@ class Config(flags.RunFlags):
 class Files(flags.DeviceFlags):
     """Reads files."""
     files: tuple = option((), "their names", positional=True)
+    sure: bool = option(False, "yes or no")
 
 
 PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
@@ -72,8 +73,8 @@ def test_help_names_every_flag_with_the_presets_value(capsys):
 def test_subcommands(capsys):
     name, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
     assert name == "look" and c.width == 3
-    _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--workers=3", "b.png"], "doc")
-    assert c.files == ("a.png", "b.png") and c.workers == 3
+    _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--sure", "b.png"], "doc")
+    assert c.files == ("a.png", "b.png") and c.sure
     for argv in (["lok"], ["look", "here"], ["read", "--widht=3"]):
         with pytest.raises(UserError, match="did you mean look|unknown"):
             flags.parse_command(COMMANDS, argv, "doc")
