@@ -137,7 +137,7 @@ class Predict(ImageFlags):
     """Of each picture's centre square the likeliest classes, and a PNG: the square beside the mean
     of the last layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both
     pasted."""
-    files: tuple = option((), "pictures")
+    files: tuple = option((), "pictures", positional=True)
     top: int = option(5, "classes to print", low=1)
     out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png, "
                              "replaced each time")

@@ -7,11 +7,6 @@ Text from a trained language model.
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 import re
 import sys
 import time
@@ -34,7 +29,8 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 class Sample(DeviceFlags):
     """Flags of this script."""
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
-    prompt: str = option("", "the beginning; - reads stdin, empty is a new document")
+    prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, empty is a new "
+                         "document")
     prompt_file: str | None = option(None, "a file with the beginning")
     fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")
     tokens: int = option(300, "how many to write", low=1)
@@ -105,7 +101,7 @@ def write(model, tokenizer, ids, c, processes):
 
 def main(argv):
     """Writes the text to stdout and returns it."""
-    c, _ = parse(Sample, {"sample": {}}, argv, __doc__, default="sample")
+    c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)

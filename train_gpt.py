@@ -9,11 +9,6 @@ Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as t
 --objective=masked trains a bidirectional model to fill in masked tokens (CRATE-BERT, [J]). The
 batch is that of all processes together, so it is the same on 1 GPU and 8.
 """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 from dataclasses import asdict, dataclass
 
 import torch

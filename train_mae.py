@@ -10,11 +10,6 @@ in reverse, and compare what was hidden. Each evaluation writes a PNG: input, ma
 reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py
 --init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
 """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 from dataclasses import asdict, dataclass
 from functools import partial
 

@@ -10,11 +10,6 @@ moving average) the two large ones, and the features of all views should agree. 
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
 by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
 knn or linear, fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt. """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 import copy
 import math
 from dataclasses import asdict, dataclass

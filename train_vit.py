@@ -8,11 +8,6 @@ Supervised image classification with CRATE, its variants, and ViT.
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
 a checkpoint of this project or a published one.
 """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 import copy
 from dataclasses import asdict, dataclass, fields
 from functools import partial

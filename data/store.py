@@ -29,13 +29,14 @@ from pathlib import Path
 
 import numpy as np
 
+from flags import UserError
+
 CACHE = Path(__file__).resolve().parent / "cache"
 FORMAT = 1
 
 
-class DataError(ValueError):
+class DataError(UserError, ValueError):
     """Bad or missing data. The message is one line: what is wrong, and what to do."""
-    exit_status = 2
 
 
 # -------------------------------------------------------------------------------------------------

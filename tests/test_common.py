@@ -18,146 +18,9 @@ from helpers import Launches
 from model import ConfigError, ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 
-# -------------------------------------------------------------------------------------------------
-# Flags
-# -------------------------------------------------------------------------------------------------
-
 @dataclass(kw_only=True)
 class Config(flags_module.RunFlags):
     """Flags for these tests."""
-    width: int = option(8, "whole", low=1)
-    rate: float = option(0.5, "real", above=0, high=1)
-    arch: str = option("crate", "word", choices=("crate", "tost"))
-    limit: int | None = option(None, "maybe")
-    flip: bool = option(False, "yes or no")
-    size: str | None = option(None, "instead of the preset's width", displaces=("width",))
-
-
-PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
-
-
-def parse(*argv):
-    return flags_module.parse(Config, PRESETS, argv, "doc", default="tiny")
-
-
-def test_flags_take_their_fields_types():
-    c, preset = parse("large", "--rate=0.25", "--limit", "3", "--flip", "--arch", "tost")
-    assert preset == "large" and c.width == 64 and c.rate == 0.25
-    assert c.limit == 3 and c.flip is True and c.arch == "tost"
-    c, preset = parse("--width=9", "--limit=none", "--flip=false", "--compile=true")
-    assert preset == "tiny" and c.width == 9
-    assert c.limit is None and c.flip is False and c.compile is True
-
-
-@pytest.mark.parametrize("argv, says", [
-    (["larg"], "did you mean large"), (["--widht=3"], "did you mean --width"),
-    (["--width=3.5"], "whole number"), (["--width=99999999999"], "below 2^31"),
-    (["--width=0"], "1 or more"), (["--rate=0"], "more than 0"), (["--rate=2"], "1 or less"),
-    (["--rate=nan"], "finite"), (["--rate=x"], "a number"), (["--arch=crat"], "did you mean crate"),
-    (["--flip=maybe"], "true or false"), (["--width"], "needs a value"),
-    (["tiny", "extra"], "unknown argument"), (["-w3"], "unknown argument"),
-    (["--device=tpu"], "not one of"),
-])
-def test_bad_flags_are_one_line(argv, says):
-    with pytest.raises(UserError) as error:
-        parse(*argv)
-    assert says in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_flag_displaces_what_the_preset_says_of_the_same():
-    assert parse("large", "--size=big")[0].width == 8
-    assert parse("large", "--size=big", "--width=5")[0].width == 5
-
-
-def test_help_names_every_flag(capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse("large", "--help")
-    text = capsys.readouterr().out
-    assert exit.value.code in (0, None) and "--width=64" in text and "tiny (default)" in text
-    assert "\nflags, as preset large has them:\n" in text
-    assert all(f"--{name}=" in text for name in Config.__dataclass_fields__)
-    assert all(len(line) <= 100 for line in text.splitlines())
-    often, seldom = text.split("flags that one seldom changes:")
-    assert "--width=64" in often and "--seed=" in seldom
-
-
-def test_help_of_subcommands_has_a_line_each(capsys):
-    @dataclass(kw_only=True)
-    class Look(flags_module.DeviceFlags):
-        """The rate by [J] Eq. (8), in nats. More is said of it in its own help."""
-    with pytest.raises(SystemExit):
-        flags_module.parse_command({"look": Look}, ["-h"], "doc")
-    assert capsys.readouterr().out.splitlines()[-1].split(None, 1) == [
-        "look", "The rate by [J] Eq. (8), in nats"]
-
-
-def test_subcommands(capsys):
-    commands = {"look": Config, "listen": Config}
-    name, c = flags_module.parse_command(commands, ["listen", "--width=3"], "doc")
-    assert name == "listen" and c.width == 3
-    with pytest.raises(UserError, match="did you mean listen"):
-        flags_module.parse_command(commands, ["lissen"], "doc")
-    with pytest.raises(UserError, match="unknown argument"):
-        flags_module.parse_command(commands, ["look", "here"], "doc")
-    with pytest.raises(SystemExit) as exit:
-        flags_module.parse_command(commands, [], "doc")
-    assert exit.value.code == 2 and "  listen  " in capsys.readouterr().out
-
-
-def test_set_fields_leaves_what_is_auto_to_the_model():
-    c = parse("--width=12")[0]
-    c.heads, c.unknown = None, 7
-    assert flags_module.set_fields(ImageConfig, c, classes=3) == dict(arch="crate", width=12, classes=3)
-
-
-class Foreign(Exception):
-    exit_status = 2
-
-
-@pytest.mark.parametrize("error, status, says", [
-    (UserError("no\n such \tthing"), 2, "no such thing"), (ConfigError("heads"), 2, "heads"),
-    (Foreign("data"), 2, "data"), (flags_module.Diverged("step 3"), 3, "step 3"),
-    (flags_module.Stopped(signal.SIGINT), 130, "SIGINT"), (KeyboardInterrupt(), 130, ""),
-    (flags_module.Stopped(signal.SIGTERM), 143, "SIGTERM"), (MemoryError(), 2, "does not fit in memory"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
-    (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: a.pt"),
-])
-def test_exit_statuses(monkeypatch, capsys, error, status, says):
-    def main(argv):
-        raise error
-    monkeypatch.setattr("sys.argv", ["here/script.py"])
-    with pytest.raises(SystemExit) as exit:
-        flags_module.cli(main)
-    err = capsys.readouterr().err
-    assert exit.value.code == status
-    assert err == f"script.py: {err[11:-1]}\n" * bool(says) and says in err
-
-
-def test_stdout_on_a_full_disk(monkeypatch, capsys, tmp_path):
-    """Of a command: one line and status 2. A run warns once and goes on."""
-    def done(main):
-        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-            patch.setattr("sys.stdout", full)
-            patch.setattr("sys.argv", ["here/script.py"])
-            with pytest.raises(SystemExit) as exit:
-                flags_module.cli(main)
-        return exit.value.code, capsys.readouterr().err
-
-    said = "script.py: No space left on device\n"
-    assert done(lambda argv: print("a result")) == (2, said)
-    assert done(lambda argv: print("a result", flush=True)) == (2, said)
-
-    def train(argv):
-        do(run_in(tmp_path), 3, [])
-    status, err = done(train)
-    assert status == 0 and err.count("\n") == 1 and "warning: cannot write to stdout" in err
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["event"] == "done"
-
-
-def test_a_mistake_of_the_program_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        flags_module.cli(lambda argv: 1 / 0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -451,3 +314,25 @@ def test_a_run_goes_on_without_metrics_on_a_full_disk(tmp_path, capsys):
     run.done()
     said = capsys.readouterr().out
     assert said.count("warning: cannot write") == 1 and "step 3/3" in said and "\ndone: " in said
+
+
+def test_stdout_on_a_full_disk(monkeypatch, capsys, tmp_path):
+    """Of a command: one line and status 2. A run warns once and goes on."""
+    def done(main):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", full)
+            patch.setattr("sys.argv", ["here/script.py"])
+            with pytest.raises(SystemExit) as exit:
+                flags_module.cli(main)
+        return exit.value.code, capsys.readouterr().err
+
+    said = "script.py: No space left on device\n"
+    assert done(lambda argv: print("a result")) == (2, said)
+    assert done(lambda argv: print("a result", flush=True)) == (2, said)
+
+    def train(argv):
+        do(run_in(tmp_path), 3, [])
+    status, err = done(train)
+    assert status == 0 and err.count("\n") == 1 and "warning: cannot write to stdout" in err
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["event"] == "done"
