@@ -988,9 +988,9 @@ def papers_settings():
         classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)
         student, language = train_simdino.build_model(dino), LanguageModel(text_config(gpt.size))
     return [("train_vit imagenet", classifier.train_flops(), count(classifier),
-             vit.batch_size, "images", lambda n: vit.accumulate),
+             vit.batch_size, "images", lambda n: 1),
             ("train_mae imagenet", autoencoder.train_flops(), count(autoencoder),
-             mae.batch_size, "images", lambda n: mae.accumulate),
+             mae.batch_size, "images", lambda n: math.ceil(mae.batch_size / n / mae.micro_batch)),
             ("train_simdino imagenet", simdino_flops(dino), count(student), dino.batch_size,
              "images", lambda n: 1),
             ("train_gpt openwebtext", gpt.context * language.train_flops(), count(language),

@@ -17,7 +17,9 @@ def steps_per_epoch(samples, batch_size):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
-    then half a cosine to `final`. Step 0 has base / warmup; DINO and MAE begin at 0."""
+    then half a cosine to `final`.
+
+    Step 0 has base / warmup. DINO and MAE begin at 0, nanoGPT at base / (warmup + 1)."""
     if total > 100_000_000:
         raise UserError(f"{total:.3g} steps are more than a run can have (100 million)")
     warmup = min(warmup, total // 2)
@@ -25,17 +27,6 @@ def warmup_cosine(base, total, warmup=0, final=0.0):
     rise = [base * (i + 1) / warmup for i in range(warmup)]
     fall = [0.5 * (1 + math.cos(math.pi * i / down)) for i in range(total - warmup)]
     return rise + [final + (base - final) * share for share in fall]
-
-
-def trapezoid(base, total, warmup=0, final=0.0):
-    """As warmup_cosine, but at `base` until a straight line to `final` over the last 40 %."""
-    warmup, down = min(warmup, total // 2), round(0.4 * total)
-    rise = warmup_cosine(base, total, warmup)[:warmup]
-    fall = [final + (base - final) * (1 - i / down) for i in range(down)]
-    return rise + [base] * (total - warmup - down) + fall
-
-
-SCHEDULES = dict(cosine=warmup_cosine, trapezoid=trapezoid)
 
 
 class Lion(torch.optim.Optimizer):

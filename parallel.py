@@ -52,15 +52,12 @@ class Processes:
         # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
         self.control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
 
-    def rows(self, n, accumulate=1):
-        """This process's slice of n rows. Raises UserError if they do not divide among the
-        processes and, there, among `accumulate` micro-batches."""
-        if n % self.world:
-            raise UserError(f"{n} samples do not divide among {self.world} processes")
-        share = n // self.world
-        if share % accumulate:
-            raise UserError(f"--accumulate={accumulate} does not divide the {share} samples of a "
-                            "process")
+    def rows(self, batch_size):
+        """This process's slice of a batch. Raises UserError if it does not divide among them."""
+        if batch_size % self.world:
+            raise UserError(f"--batch_size={batch_size} does not divide among {self.world} "
+                            "processes")
+        share = batch_size // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
 
     def sum(self, tensor):
@@ -145,29 +142,6 @@ def accumulating(model, last):
 def wants_compile(config, device):
     """--compile, by default on for cuda only: on a CPU Inductor takes long and gains little."""
     return device.type == "cuda" if config.compile is None else config.compile
-
-
-def largest_that_fits(size, trial, params, processes):
-    """`size` or the first of its halves with which trial(size), a forward and backward pass, stays
-    within the GPU's memory on every process.
-
-    AdamW's two moments and DDP's buckets, which come later, are held in reserve meanwhile. Raises
-    UserError if not even 1 fits."""
-    while True:
-        fits = True
-        try:
-            reserve = [torch.empty_like(p) for p in params for _ in range(3)]
-            trial(size)
-        except torch.OutOfMemoryError:
-            fits = False
-        reserve = None
-        if processes.largest(int(not fits)) == 0:
-            return size
-        if size == 1:
-            raise UserError("a micro-batch of 1 does not fit in memory: try a smaller model, or "
-                            "a shorter --context")
-        size //= 2
-        torch.cuda.empty_cache()
 
 
 def multiplies_bfloat16(device):

@@ -15,9 +15,8 @@ import torch
 
 import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
-from optim import make_optimizer, SCHEDULES, set_lr
-from parallel import (accumulating, derive_seed, device_name, largest_that_fits, Processes,
-                      wants_compile)
+from optim import make_optimizer, set_lr, warmup_cosine
+from parallel import accumulating, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import text
 from scores import language_scores
@@ -42,44 +41,40 @@ class Config(RunFlags, ModelFlags):
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
-    min_lr: float = option(6e-5, "where the schedule ends", low=0)
-    schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
-                           "last 40 %", choices=tuple(SCHEDULES))
+    min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(384, "sequences a step, of all processes together", low=1)
-    micro_batch: int = option(12, "sequences at once in a process; a step accumulates the rest",
-                              low=1)
+    micro_batch: int | None = option(None, "sequences at once in a process, whose gradients a step "
+                                     "adds up; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
-    eval_windows: int = option(400,
-                               "sequences of an evaluation on the way; 0, and the last one: every "
-                               "token once", low=0)
+    eval_windows: int = option(400, "sequences of an evaluation on the way; 0, and the last one: "
+                               "every token once", low=0)
     sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)
 
 
-_OWT = dict(data="openwebtext", size="base", eval_every=1000)
+_OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
     "openwebtext": dict(    # [B] 7.4: nanoGPT's setting
-        _OWT, micro_batch=16),      # fits 40 GB
+        _OWT | dict(micro_batch=16)),       # fits 40 GB
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
     "aot": dict(_OWT, arch="aot"),
     "gpt2": dict(_OWT, arch="transformer"),
     "bert": dict(           # BERT's rate, decay and length; its 15 % are --mask_rate
-        _OWT, objective="masked", context=512, batch_size=256, micro_batch=32, lr=1e-4, min_lr=0.0,
-        weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),
+        _OWT | dict(micro_batch=32), objective="masked", context=512, batch_size=256, lr=1e-4,
+        min_lr=0.0, weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),
     # nanoGPT's shakespeare_char; CPU: --width=128 --heads=4 --layers=4 --context=64
     "shakespeare": dict(
-        data="shakespeare_char", width=384, heads=6, layers=6, context=256, batch_size=64,
-        micro_batch=64, lr=1e-3, min_lr=1e-4, beta2=0.99, dropout=0.2, steps=5000, warmup=100,
-        eval_every=250,
+        data="shakespeare_char", width=384, heads=6, layers=6, context=256, batch_size=64, lr=1e-3,
+        min_lr=1e-4, beta2=0.99, dropout=0.2, steps=5000, warmup=100, eval_every=250,
         eval_windows=0),
     "pydoc": dict(          # the README's quick start for text
-        data="pydoc", width=256, heads=4, layers=4, context=128, batch_size=32, micro_batch=32,
+        data="pydoc", width=256, heads=4, layers=4, context=128, batch_size=32,
         optimizer="muon", lr=1e-2,      # 1.30 nats after 600 steps; AdamW with lr=2e-3 1.905
         # weight_decay=1 gives CRATE 1.27, but CRATE-alpha loses as much
         min_lr=2e-4, beta2=0.99, steps=600, warmup=50, eval_every=150, eval_windows=0,
@@ -114,8 +109,8 @@ def validate(model, tokens, c, tokenizer, processes, all_tokens):
     --eval_windows windows of it."""
     if c.eval_windows and not all_tokens:
         tokens = tokens[:c.eval_windows * c.context + 1]
-    return language_scores(model, tokens, c, processes, c.micro_batch, tokenizer.n_vocab,
-                           c.mask_rate)
+    return language_scores(model, tokens, c, processes, c.micro_batch or c.batch_size,
+                           tokenizer.n_vocab, c.mask_rate)
 
 
 def write_sample(model, tokenizer, c, run, device):
@@ -153,22 +148,10 @@ def main(argv):
 
     # ---- optimizer
     optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = SCHEDULES[c.schedule](c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
+    schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "gpt", preset, processes)
-    # the micro-batch is halved until it fits into a GPU's memory
-    if device.type == "cuda":
-        def trial(size):
-            ids = torch.zeros(size, c.context, dtype=torch.int64, device=device)
-            with processes.autocast(c.dtype):
-                loss = model(ids, ids)
-            loss.backward()
-            optimizer.zero_grad(set_to_none=True)
-        wanted = min(c.micro_batch, c.batch_size // processes.world)
-        c.micro_batch = largest_that_fits(wanted, trial, [*model.parameters()], processes)
-        if c.micro_batch < wanted:
-            run.say(f"--micro_batch={wanted} does not fit in memory: taking {c.micro_batch}")
     run.restore(model.config, optimizer, model)
     if wants_compile(c, device):
         model.compile()
@@ -193,8 +176,7 @@ def main(argv):
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
             x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, tokenizer.n_vocab, c.mask_rate,
-                                    rows,
-                                    c.batch_size)
+                                    rows, c.batch_size)
         if device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()           # so that the copy does not wait
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -205,8 +187,8 @@ def main(argv):
             targets = processes.sum((y >= 0).sum().float()).clamp_min(1)
 
         # forward and backward
-        loss = 0.0
-        micro_batches = list(zip(x.split(c.micro_batch), y.split(c.micro_batch)))
+        loss, at_once = 0.0, c.micro_batch or len(x)
+        micro_batches = list(zip(x.split(at_once), y.split(at_once)))
         for i, (micro_x, micro_y) in enumerate(micro_batches):
             with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):

@@ -45,12 +45,13 @@ class Config(RunFlags, ModelFlags):
     # optimization
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
                             choices=("adamw", "muon", "lion"))
-    base_lr: float = option(1.5e-4, "rate for a batch of 256; it grows in proportion", above=0)
+    lr: float = option(2.4e-3, "peak learning rate", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(256, "of all processes together", low=1)
-    accumulate: int = option(1, "micro-batches a step", low=1)
+    micro_batch: int | None = option(None, "images at once in a process, whose gradients a step "
+                                     "adds up; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(40, "of linear warm-up", low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
@@ -59,23 +60,24 @@ class Config(RunFlags, ModelFlags):
 
 
 PRESETS = {
-    "imagenet": dict(       # [B] 7.6; ViT-MAE takes --base_lr=1.5e-4 --weight_decay=0.05
-        data="imagenet", image_size=224, size="base", base_lr=3e-5, weight_decay=0.1,
-        batch_size=4096, accumulate=2,
+    "imagenet": dict(       # [B] 7.6; ViT-MAE takes --lr=2.4e-3 --weight_decay=0.05
+        data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
+        lr=4.8e-4,          # 3e-5 for a batch of 256, and as much more as the batch is larger
+        micro_batch=256,    # two of them in a step of 8 GPUs
         eval_every=3120),   # ten epochs
     "cifar10": dict(        # width, rate and length are our choice
         data="cifar10", width=192, heads=6, layers=6,
         patch_size=4,       # 64 patches, of which 16 are seen
         lambd=0.5,          # the encoder's, as in the released code
-        base_lr=2e-3, epochs=100, warmup_epochs=5,
+        lr=2e-3, epochs=100, warmup_epochs=5,
         eval_every=780),    # four epochs
     "cifar10-small": dict(  # a quarter of an hour on two CPU cores
         data="cifar10", width=128, heads=4, layers=4, patch_size=4, lambd=0.5,
-        optimizer="muon", base_lr=8e-3,     # loss 0.312; AdamW with base_lr=4e-3 0.365
+        optimizer="muon", lr=4e-3,      # loss 0.312; AdamW with lr=2e-3 0.365
         batch_size=128, epochs=6, warmup_epochs=1),
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4, lambd=0.5,
-        optimizer="muon", base_lr=1.6e-2,   # loss 0.232; AdamW with base_lr=8e-3 0.325
+        optimizer="muon", lr=6.25e-3,   # loss 0.232; AdamW with lr=3.125e-3 0.325
         batch_size=100, epochs=12, warmup_epochs=1,
         crop_area=0.6),     # smaller crops lose the one object
 }
@@ -130,7 +132,7 @@ def main(argv):
     # ---- config
     c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device)
-    device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
+    device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
@@ -142,9 +144,8 @@ def main(argv):
     model = build_model(c).to(device)
 
     # ---- optimizer
-    lr = c.base_lr * c.batch_size / 256     # the linear rule of He et al.
-    optimizer = make_optimizer(model, c.optimizer, lr, c.weight_decay, (c.beta1, c.beta2))
-    schedule = warmup_cosine(lr, total, round(c.warmup_epochs * epoch))
+    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
     run = Run(c, "mae", preset, processes)
@@ -181,12 +182,12 @@ def main(argv):
         noise = rng.uniform(model.config.patches())         # the largest are hidden
 
         # forward and backward
-        loss = 0.0
-        micro_batches = list(zip(x.chunk(c.accumulate), noise.chunk(c.accumulate)))
+        loss, at_once = 0.0, c.micro_batch or len(x)
+        micro_batches = list(zip(x.split(at_once), noise.split(at_once)))
         for i, (micro_x, micro_noise) in enumerate(micro_batches):
             with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    micro_loss = ddp(micro_x, micro_noise) / c.accumulate
+                    micro_loss = ddp(micro_x, micro_noise) * (len(micro_x) / len(x))
                 micro_loss.backward()
             loss = loss + micro_loss.detach()
 

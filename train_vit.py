@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
-from optim import ema_update, make_optimizer, SCHEDULES, set_lr, steps_per_epoch
+from optim import ema_update, make_optimizer, set_lr, steps_per_epoch, warmup_cosine
 from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
@@ -52,18 +52,15 @@ class Config(RunFlags, ModelFlags):
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's rate to the next one's; the head has lr",
                                 above=0, high=1)
-    min_lr: float = option(0.0, "where the schedule ends", low=0)
-    schedule: str = option("cosine", "after the warm-up; trapezoid: constant, then linear over the "
-                           "last 40 %", choices=tuple(SCHEDULES))
+    min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.99, "second average", low=0, high=0.9999)
     batch_size: int = option(128, "of all processes together", low=1)
-    accumulate: int = option(1, "micro-batches a step", low=1)
+    micro_batch: int | None = option(None, "images at once in a process, whose gradients a step "
+                                     "adds up; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(0.5, "of linear warm-up", low=0)
-    stop_loss: float = option(0.0, "end once an evaluation finds a training loss below; 0: never",
-                              low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     ema: float = option(0.0, "momentum of averaged weights, which are then evaluated; 0: none",
@@ -252,7 +249,7 @@ def main(argv):
     if preset.startswith("finetune") and c.init_from is None:
         raise UserError(f"{preset} needs --init_from=CHECKPOINT")
     processes = Processes(c.device)
-    device, rows = processes.device, processes.rows(c.batch_size, c.accumulate)
+    device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data; an encoder goes on seeing it normalized as in its pretraining
     loaded = load_start(c)
@@ -280,9 +277,8 @@ def main(argv):
 
     # ---- optimizer
     scale = partial(rate_scale, L=model.config.layers, decay=c.layer_decay)
-    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay,
-                                      (c.beta1, c.beta2), scale)
-    schedule = SCHEDULES[c.schedule](c.lr, total, round(c.warmup_epochs * epoch), c.min_lr)
+    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2), scale)
+    schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "vit", preset, processes)
@@ -312,14 +308,6 @@ def main(argv):
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.step, total):
-        if c.stop_loss and step and step % run.eval_every == 0:
-            with run.untimed():
-                fit = classify(averaged or model, train, data, c, processes)["loss"]
-            if fit < c.stop_loss:
-                run.say(f"step {step}: the training loss, {fit:.4f}, is below --stop_loss")
-                run.save(content)
-                break
-
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -330,8 +318,8 @@ def main(argv):
         x = augmentation(pixels, rng)
 
         # forward and backward
-        loss = 0.0
-        micro_batches = list(zip(x.chunk(c.accumulate), labels.chunk(c.accumulate)))
+        loss, at_once = 0.0, c.micro_batch or len(x)
+        micro_batches = list(zip(x.split(at_once), labels.split(at_once)))
         for i, (micro_x, micro_labels) in enumerate(micro_batches):
             with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
@@ -345,7 +333,7 @@ def main(argv):
                     chosen = srr_layers(c, model, step)
                     rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
                     micro_loss = micro_loss + c.srr_weight * rate
-                micro_loss = micro_loss / c.accumulate
+                micro_loss = micro_loss * (len(micro_x) / len(x))
                 micro_loss.backward()
             loss = loss + micro_loss.detach()
 
