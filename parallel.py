@@ -90,13 +90,22 @@ class Processes:
         return result
 
     def wrap(self, model, **options):
-        """The model, under DistributedDataParallel if there are several processes."""
+        """The model, under DistributedDataParallel if there are several processes. Compile later.
+
+        After its first backward DDP arranges its buckets anew, and from then on sums are rounded
+        otherwise: a resumed run would not repeat the numbers of one left alone. So a backward of
+        zeros goes before the first real one."""
         if self.world == 1:
             return model
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
-        ddp = torch.nn.parallel.DistributedDataParallel
-        return ddp(model, gradient_as_bucket_view=True, **options)
+        ddp = torch.nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, **options)
+        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
+        ddp(torch.zeros((), device=self.device)).backward()
+        del model.forward                   # the class's own is back
+        ddp.zero_grad(set_to_none=True)
+        return ddp
 
     def autocast(self, dtype):
         """The autocast context of --dtype."""

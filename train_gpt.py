@@ -153,9 +153,9 @@ def main(argv):
     # ---- run
     run = Run(c, "gpt", preset, processes)
     run.restore(model.config, optimizer, model)
+    ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
-    ddp = processes.wrap(model)
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
                  f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} "

@@ -153,10 +153,10 @@ def main(argv):
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
+    ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
         augmentation = augment.compiled(augmentation, device)
-    ddp = processes.wrap(model)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
                  f"{c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} patches "

@@ -336,12 +336,12 @@ def main(argv):
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(make_views, c=c, data=data)
+    ddp = processes.wrap(student)
     if wants_compile(c, device):
         student.compile()
         teacher.compile()
         teacher.encoder.compile()           # the part of it that is evaluated
         augmentation = augment.compiled(augmentation, device)
-    ddp = processes.wrap(student)
     run.begin(total, epoch, "images", c.batch_size)
     encoder_count = count(student.encoder)
     run.describe(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "

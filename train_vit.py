@@ -287,6 +287,7 @@ def main(argv):
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
     net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
+    ddp = processes.wrap(net)
     if wants_compile(c, device):
         model.compile()
         if net is not model:
@@ -294,7 +295,6 @@ def main(argv):
         if c.ema:
             averaged.compile()
         augmentation = augment.compiled(augmentation, device)
-    ddp = processes.wrap(net)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
                  f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "

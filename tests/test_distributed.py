@@ -212,3 +212,39 @@ def test_a_killed_worker_is_replaced_and_the_run_goes_on(runs, odd, tmp_path, fu
     whole = runs[0] / "rank0" / "long"
     assert same(weights(whole), weights(out)) and losses(out) == losses(whole)
     assert metrics(out, "val") == metrics(whole, "val")
+
+
+FOUR = f"""
+import os, signal, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]
+import flags, run, train_vit
+from helpers import FLAGS
+def main(argv):
+    argv = [*FLAGS["train_vit"], "--epochs=0.6", "--clip=1", *argv]     # 12 steps
+    train_vit.main([*argv, "--out_dir=whole"])
+    log_step = run.Run.log_step
+    def stop(self, *args):
+        log_step(self, *args)
+        if self.step == 6:
+            self.signal = signal.SIGTERM
+    run.Run.log_step = stop
+    try:
+        train_vit.main([*argv, "--out_dir=cut"])
+    except flags.Stopped:
+        run.Run.log_step = log_step
+        train_vit.main([*argv, "--out_dir=cut", "--resume"])
+flags.cli(main)
+"""
+
+
+def test_four_processes_resume_exactly(cache, tmp_path):
+    """With more than two, the order in which gradients are added shows in the last bits."""
+    (tmp_path / "four.py").write_text(FOUR)
+    agent = torchrun("--standalone", "--nproc_per_node=4", "four.py", f"--data_dir={cache}",
+                     cwd=tmp_path)
+    with ended(agent):
+        said = agent.communicate(timeout=400)[0]
+    assert agent.returncode == 0, said[-5000:]
+    assert said.count("step 12/12:") == 2 and "resuming after step 6" in said
+    assert losses(tmp_path / "whole") == losses(tmp_path / "cut")
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "cut"))
