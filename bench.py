@@ -237,7 +237,7 @@ class Table:
         self.larger = 8 if self.cuda else 1     # on a CPU's batches a GPU waits for its launches
         self.matmul_flops = matmul_flops
         self.autocast = partial(processes.autocast, c.dtype)
-        self.compile = hasattr(c, "compile") and wants_compile(c, self.device)
+        self.compile = hasattr(c, "compile") and wants_compile(c, processes, 0)
         self.repeats = getattr(c, "repeats", 1)
         self.lines = []
 

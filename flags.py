@@ -128,11 +128,11 @@ class RunFlags(DeviceFlags):
     resume: bool = option(False, "continue the run in out_dir from its checkpoint")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run", low=0)
-    compile: bool | None = option(None, "torch.compile the model; auto is cuda only")
+    compile: bool | None = option(None, "torch.compile the model; auto: on cuda, and on a CPU in "
+                                  "bfloat16 for runs of minutes")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, or 1000 of text", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: at evaluations, for at most 2 % "
-                             "of the time", low=0)
+    save_every: int = option(0, "steps between checkpoints; 0: only at evaluations", low=0)
 
 
 @dataclass(kw_only=True)

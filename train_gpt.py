@@ -154,7 +154,7 @@ def main(argv):
     run = Run(c, "gpt", preset, processes)
     run.restore(model.config, optimizer, model)
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c, processes, c.steps * c.batch_size * c.context * model.train_flops()):
         model.compile()
     run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "

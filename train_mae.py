@@ -154,7 +154,7 @@ def main(argv):
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
         model.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())

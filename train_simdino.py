@@ -26,7 +26,8 @@ from parallel import count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
 from scores import features, nearest_neighbours, write_overlays
-from model import ImageConfig, ImageEncoder, gram_coding_rate, image_config, saliency
+from model import (gram_coding_rate, image_config, ImageConfig, ImageEncoder, saliency,
+                   train_flops)
 
 # -------------------------------------------------------------------------------------------------
 # Config
@@ -337,12 +338,16 @@ def main(argv):
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(make_views, c=c, data=data)
     ddp = processes.wrap(student)
-    if wants_compile(c, device):
+    # of an image: the student's views, and the teacher's two forwards, a third of a step's each
+    views = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
+    config = student.encoder.config
+    flops = views * train_flops(student.encoder.layers, 1 + config.patches())
+    if wants_compile(c, processes, total * c.batch_size * flops):
         student.compile()
         teacher.compile()
         teacher.encoder.compile()           # the part of it that is evaluated
         augmentation = augment.compiled(augmentation, device)
-    run.begin(total, epoch, "images", c.batch_size)
+    run.begin(total, epoch, "images", c.batch_size, flops)
     encoder_count = count(student.encoder)
     run.describe(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
                  f"{count(student) - encoder_count:,} behind them, {c.data}, 2 views of "

@@ -288,7 +288,7 @@ def main(argv):
     augmentation = partial(augmented, c=c, data=data)
     net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
     ddp = processes.wrap(net)
-    if wants_compile(c, device):
+    if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
         model.compile()
         if net is not model:
             net.compile()

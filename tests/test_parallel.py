@@ -1,0 +1,67 @@
+"""Devices, seeds, the sharing of a batch, and when a model is compiled. Several processes are in
+test_distributed.py."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import parallel
+from flags import UserError
+from parallel import Processes
+
+
+@pytest.mark.parametrize("instructions", [{}, dict(amx_bf16=True), dict(avx512_bf16=True)])
+def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instructions):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    Z, found = torch.ones(2, 2), {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        with Processes("cpu").autocast(dtype):
+            found[dtype] = (Z @ Z).dtype
+    auto = torch.bfloat16 if instructions else torch.float32
+    assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
+
+
+def test_a_cpu_compiles_long_runs_in_bfloat16_if_it_can(monkeypatch, capsys):
+    def wanted(compile, dtype, flops, device="cpu"):
+        processes = SimpleNamespace(device=torch.device(device), rank=0)
+        return parallel.wants_compile(SimpleNamespace(compile=compile, dtype=dtype), processes,
+                                      flops)
+    monkeypatch.setattr(parallel.shutil, "which", lambda compiler: f"/usr/bin/{compiler}")
+    assert wanted(None, "bfloat16", 6e13) and not wanted(None, "bfloat16", 4e13)
+    assert not wanted(None, "float32", 1e18) and wanted(True, "float32", 0)
+    assert wanted(None, "float32", 0, "cuda") and not wanted(False, "float32", 1e18, "cuda")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(parallel.shutil, "which", lambda compiler: None)
+    assert not wanted(True, "float32", 0) and not wanted(None, "bfloat16", 6e13)
+    assert capsys.readouterr().out.count("note: not compiled, since there is no C++ compiler") == 2
+    assert not wanted(None, "float32", 1e18) and capsys.readouterr().out == ""
+
+
+def test_a_gpu_is_known_by_whole_words(monkeypatch):
+    for name, peak in (("A100-SXM4-80GB", 312e12), ("A10", 125e12), ("H100 80GB HBM3", 989e12),
+                       ("GH200 480GB", 989e12), ("GeForce RTX 4090", 165e12), ("A10G", None),
+                       ("RTX A1000", None), ("RTX A1000 Laptop GPU", None)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
+        assert parallel.peak_flops(torch.device("cuda")) == peak, name
+
+
+def test_two_threads_beside_a_busy_process_are_advised_against(monkeypatch):
+    monkeypatch.setattr(parallel.os, "cpu_count", lambda: 2)
+    for threads, load, advised in ((2, 1.0, True), (2, 0.2, False), (1, 1.0, False)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        monkeypatch.setattr(parallel.os, "getloadavg", lambda: (load, 0, 0))
+        assert ("OMP_NUM_THREADS=1" in parallel.device_name(torch.device("cpu"))) == advised
+
+
+def test_seeds_depend_on_everything():
+    purposes = [(s, step, p) for s in range(5) for step in range(50) for p in ("augment", "order")]
+    seeds = {parallel.derive_seed(*purpose) for purpose in purposes}
+    assert len(seeds) == 500 and all(0 <= s < 2 ** 63 for s in seeds)
+
+
+def test_a_batch_that_the_processes_cannot_share():
+    processes = Processes("cpu")
+    processes.world, processes.rank = 3, 2
+    assert processes.rows(12) == slice(8, 12)
+    with pytest.raises(UserError, match="^--batch_size=20 does not divide among 3 processes$"):
+        processes.rows(20)
