@@ -64,6 +64,7 @@ from parallel import (count, derive_seed, device_name, multiplies_bfloat16, peak
                       wants_compile)
 import train_vit
 from data import augment, images, text
+from data.prepare import prepare
 from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel,
                    MAEConfig, MaskedAutoencoder, TextConfig, attention_map, image_config,
                    linear_cross_entropy, run_layers, text_config)
@@ -852,7 +853,7 @@ def bench_loop(t, c):
     small = 0 if t.cuda else 1
     n = c.steps * max(settings[small][1] for settings in SCRIPTS.values())
     with tempfile.TemporaryDirectory() as folder:
-        images.prepare_shapes(folder, n, 100)
+        prepare("shapes", cache=folder, drawn=(n, 100))
         for script, settings in SCRIPTS.items():
             name, batch = settings[small]
             flags = dict(data="shapes", epochs=c.steps / (n // batch))
@@ -1168,7 +1169,7 @@ def bench_gpu(t, c):
     Then forward, backward and optimizer, several steps at a time: the host may run ahead as in
     training. On a CPU both are a few tiny models."""
     with tempfile.TemporaryDirectory() as folder:
-        images.prepare_shapes(folder, 400, 100)
+        prepare("shapes", cache=folder, drawn=(400, 100))
         text.load("pydoc", folder)
         stages = trials(t.cuda)
         print(f"{sum(map(len, stages))} commands, {c.jobs} at once; then whole steps")

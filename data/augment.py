@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from data.store import DataError
+from flags import UserError
 
 LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601-2: .299, .587, .114, as in Pillow
 
@@ -148,11 +148,11 @@ def luma(x):
 # -------------------------------------------------------------------------------------------------
 
 def pad_crop(x, size, padding, rng):
-    """Zeros around, then a size x size window at random. DataError if the window is larger."""
+    """Zeros around, then a size x size window at random. UserError if the window is larger."""
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     if size > min(height, width):
-        raise DataError(f"a crop of {size} px does not fit {height} x {width} px, padded")
+        raise UserError(f"a crop of {size} px does not fit {height} x {width} px, padded")
     window = torch.arange(size, device=x.device)
     row = rng.integers(0, height - size + 1, 1) + window  # (B, size)
     column = rng.integers(0, width - size + 1, 1) + window
@@ -161,10 +161,10 @@ def pad_crop(x, size, padding, rng):
 
 
 def center_crop(x, size):
-    """The size x size window in the middle. DataError if it is larger than the image."""
+    """The size x size window in the middle. UserError if it is larger than the image."""
     height, width = x.shape[2:]
     if size > min(height, width):
-        raise DataError(f"a crop of {size} px does not fit {height} x {width} px: resize first")
+        raise UserError(f"a crop of {size} px does not fit {height} x {width} px: resize first")
     top, left = round((height - size) / 2), round((width - size) / 2)
     return x[:, :, top:top + size, left:left + size]
 
@@ -465,9 +465,9 @@ def rand_augment(x, rng, n=2, m=9, fill=0.0):
 
     m is on torchvision's scale of 0 to 30, as the m = 14 of CRATE's fine-tuning is (timm's goes to
     10). Nearest neighbour, `fill` in [0, 1] outside. Works on 8-bit levels as the original does: x
-    is rounded to multiples of 1/255. DataError if m is out of range."""
+    is rounded to multiples of 1/255. UserError if m is out of range."""
     if not 0 <= m <= 30:
-        raise DataError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
+        raise UserError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
     levels = (x * 255).round_()
     ops = [functools.partial(op, m=m, fill=255 * fill) for op in RAND_AUGMENT.values()]
     for _ in range(n):

@@ -1,46 +1,29 @@
-"""Text sets: the table of them, tokenizers, preparation, batches, masks, and two long-range tasks.
+"""Text sets as training reads them: tokenizers, batches, windows to evaluate, BERT's masks.
 
-    SETS -> prepare -> data/cache/NAME (see store.py) -> load -> TextData -> batch, eval_batches
+    load(NAME) -> TextData -> batch, eval_batches
 
-Any other name than those of SETS is prepared from a folder of .txt, .jsonl or Parquet files, with
---source and --tokenizer.
+prepare.py makes the files, on first use those of the small sets."""
 
-GPT-2's end-of-text token (50256) follows each document: a row, a .txt file, an article of WikiText,
-a sentence of PTB (which marks nothing larger), a passage of LAMBADA or CBT. Character tokenizers
-have no such token, and a source that is one single document gets none: it is split by position.
-"""
-
-import contextlib
-import functools
 import itertools
 import json
-import os
 import random
-import re
 import statistics
-from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 import torch
-from tqdm import tqdm
 
-from data import store
-from data.store import CACHE, DataError, reading
+from flags import ROOT, UserError
 
+CACHE = ROOT / "data" / "cache"
 SPLITS = ("train", "val", "test")
-SUFFIXES = (".parquet", ".jsonl", ".txt", ".md", ".raw", ".tokens")
 
 
 # -------------------------------------------------------------------------------------------------
 # Tokenizers
 # -------------------------------------------------------------------------------------------------
 
-PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))
+PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))      # of pydoc, whatever the Python version
 
 
 class CharTokenizer:
@@ -58,6 +41,9 @@ class CharTokenizer:
         """str -> uint16 array (number of characters,)."""
         return self.table[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)]
 
+    def encode_batch(self, texts, threads):
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids):
         """ids -> str; the last id, and any id beyond the vocabulary, as U+FFFD."""
         known = len(self.characters)
@@ -70,14 +56,14 @@ class CharTokenizer:
 class GPT2Tokenizer:
     """GPT-2's byte-pair encoding: 50257 ids.
 
-    Raises DataError if tiktoken's files are neither cached nor within reach."""
+    Raises UserError if tiktoken's files are neither cached nor within reach."""
 
     def __init__(self):
         import tiktoken
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
         except (OSError, ValueError) as error:  # no network; a damaged file
-            raise DataError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
+            raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
                             f"({type(error).__name__})") from None
         self.n_vocab = self.encoding.n_vocab
@@ -90,6 +76,10 @@ class GPT2Tokenizer:
         except UnicodeEncodeError:  # half a surrogate pair, which encode_ordinary replaces
             return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
 
+    def encode_batch(self, texts, threads):
+        """[str] -> lists of ids, the same as encode's."""
+        return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
+
     def decode(self, ids):
         """ids -> str; bytes that are not UTF-8, and ids of the padded vocabulary, as U+FFFD."""
         piece = self.encoding.decode_single_token_bytes
@@ -101,357 +91,31 @@ class GPT2Tokenizer:
 
 
 def tokenizer_from_meta(meta):
-    """The tokenizer that a meta.json, or a checkpoint's copy of it, describes. Raises DataError."""
+    """The tokenizer that a meta.json, or a checkpoint's copy of it, describes. Raises UserError."""
     described = meta.get("tokenizer") or {}
     if described.get("kind") == "char":
         tokenizer = CharTokenizer(described["characters"])
     elif described.get("kind") == "gpt2":
         tokenizer = GPT2Tokenizer()
     else:
-        raise DataError(f"unknown tokenizer {described.get('kind')!r} in the description of "
+        raise UserError(f"unknown tokenizer {described.get('kind')!r} in the description of "
                         f"{meta.get('name')}: it must be char or gpt2; prepare the set again")
     if tokenizer.n_vocab != meta.get("n_vocab", tokenizer.n_vocab):
-        raise DataError(f"{meta.get('name')} was prepared with {meta['n_vocab']} tokens, its "
+        raise UserError(f"{meta.get('name')} was prepared with {meta['n_vocab']} tokens, its "
                         f"tokenizer has {tokenizer.n_vocab}: prepare the set again")
     return tokenizer
 
 
 # -------------------------------------------------------------------------------------------------
-# Readers: a file as a stream of (text, end); `end` says that a document ends here
+# Prepared sets
 # -------------------------------------------------------------------------------------------------
 
-def read_documents(file):
-    """Rows of .parquet (column text or sentence) and .jsonl (key text); any other file as one."""
-    read = {".parquet": _read_parquet, ".jsonl": _read_lines}.get(file.suffix, _read_plain)
-    with reading(file):
-        for text, end in read(file):
-            if not isinstance(text, str):
-                raise ValueError("`text` is not a string")
-            yield text, end
-
-
-def _read_parquet(file):
-    parquet = pq.ParquetFile(file, **store.PARQUET)
-    names = parquet.schema_arrow.names
-    column = next((name for name in ("text", "sentence") if name in names), None)
-    if column is None:
-        raise ValueError(f"its columns are {', '.join(names)}, none is `text`")
-    for rows in parquet.iter_batches(batch_size=32, columns=[column]):
-        for text in rows.column(0).to_pylist():
-            yield text or "", True
-
-
-def _read_lines(file):
-    with open(file, encoding="utf-8") as stream:
-        for line in filter(str.strip, stream):
-            yield json.loads(line)["text"], True
-
-
-def _read_plain(file, size=1 << 20):
-    """One document in pieces of about `size` characters.
-
-    A piece ends after a single line break between two words: GPT-2's pattern always splits there,
-    so the tokens are those of the whole text."""
-    text = ""
-    with open(file, encoding="utf-8") as stream:
-        while more := stream.read(size):
-            text += more
-            if cut := re.match(r"(?s).*\S\n(?=\S)", text):
-                yield text[:cut.end()], False
-                text = text[cut.end():]
-    yield text, True
-
-
-def read_pydoc(file=None):
+def pydoc():
     """The English text of Python's own help topics."""
     from pydoc_data.topics import topics
 
-    yield "\n".join(topics[name] for name in sorted(topics)), True
+    return "\n".join(topics[name] for name in sorted(topics))
 
-
-def read_wikitext(file):
-    """Articles. Titles stand between empty lines, formulas such as ` = 1 / s = ` do not."""
-    rows = (text for text, _ in read_documents(file))
-    if file.suffix == ".parquet":  # the Hub's rows are lines, the empty ones (` \n`) stripped
-        rows = (row or " \n" for row in rows)
-    for article in re.split(r"(?<=\n \n)(?= = [^=\n]+ = \n \n)", "".join(rows)):
-        yield article, True
-
-
-def read_ptb(file):
-    """Sentences: the lines of a text file, the rows of any other."""
-    rows = [text for text, _ in read_documents(file)]
-    if file.suffix not in (".parquet", ".jsonl"):
-        rows = "".join(rows).splitlines()
-    for row in rows:
-        if row.strip():
-            yield row.strip(), True
-
-
-def lambada_passages(file):
-    return [{"text": text} for text, _ in read_documents(file)]
-
-
-def cbt_passages(file):
-    """Common nouns (CN) and named entities (NE), by the folder; XXXXX where an option belongs."""
-    task = next((part for part in reversed(file.parts) if part in ("CN", "NE")), None)
-    if task is None:
-        return []
-    with reading(file):
-        rows = pq.read_table(file).to_pylist()
-        return [{"task": task, "context": " ".join(row["sentences"]), "question": row["question"],
-                 "options": row["options"], "answer": row["answer"]} for row in rows]
-
-
-def _passage_text(passage):
-    if "text" in passage:
-        return passage["text"]
-    return f"{passage['context']} {passage['question'].replace('XXXXX', passage['answer'])}"
-
-
-# -------------------------------------------------------------------------------------------------
-# The sets
-# -------------------------------------------------------------------------------------------------
-
-@dataclass(frozen=True, kw_only=True)
-class TextSet(store.Source):
-    """A row of SETS: all there is to say about one set."""
-    tokenizer: str = "gpt2"           # or "char", of ...
-    characters: str | None = None     # ... these; None: those of the training text
-    read: Callable = read_documents   # file -> (text, end) ...
-    passages: Callable | None = None  # or file -> passages, which evaluate.py scores one by one
-    only: str | None = None           # the one split there is
-    held_out: float | None = 0.01     # share of the documents that validates if no file does;
-                                      # None: the last 10 % of the text validates
-    n_documents: int | None = None    # of the published set
-
-
-SHAKESPEARE = (("karpathy/tiny_shakespeare", "refs/convert/parquet", ["default/*/*.parquet"]),
-               ("karpathy/tiny_shakespeare", "main", ["*.parquet"]))
-FOLDER = TextSet(files=".txt, .md, .jsonl or Parquet files, and --tokenizer is gpt2 or char")
-# Some repositories have only a script on main; the Hub's own conversion is on refs/convert/parquet.
-SETS = {
-    "openwebtext": TextSet(
-        files="Parquet files with a column `text`", on_first_use=False,
-        held_out=0.0005, n_documents=8_013_769,  # as nanoGPT's, so that losses compare
-        hub=(("Skylion007/openwebtext", "main", ["plain_text/*.parquet", "data/*.parquet"]),
-             # by name, since plain_text/partial-train/ has only the first 5 GB
-             ("Skylion007/openwebtext", "refs/convert/parquet", ["plain_text/train/*.parquet"]),
-             ("Skylion007/openwebtext", "refs/pr/20", ["data/*.parquet"]))),  # the author's own
-    "books": TextSet(
-        files="train.parquet and validation.parquet with a column `text`, one book a row",
-        on_first_use=False),
-    "shakespeare": TextSet(files="input.txt", hub=SHAKESPEARE, held_out=None),
-    "shakespeare_char": TextSet(
-        files="input.txt", hub=SHAKESPEARE, held_out=None, tokenizer="char"),
-    "pydoc": TextSet(read=read_pydoc, held_out=None, tokenizer="char", characters=PRINTABLE),
-    # For zero-shot evaluation. WikiText-2 and WikiText-103 have the same validation and test text.
-    "wikitext": TextSet(
-        files="test.txt and valid.txt", read=read_wikitext,
-        hub=(("Salesforce/wikitext", "main",
-              ["wikitext-2-raw-v1/test*", "wikitext-2-raw-v1/validation*"]),)),
-    "ptb": TextSet(
-        files="ptb.test.txt and ptb.valid.txt", read=read_ptb,
-        hub=(("ptb-text-only/ptb_text_only", "refs/convert/parquet",
-              ["penn_treebank/*/*.parquet"]),)),
-    "lambada": TextSet(
-        files='test.jsonl with {"text": ...}', passages=lambada_passages, only="test",
-        hub=(("EleutherAI/lambada_openai", "879e19a2c9bb7ef03f9cf962089cf7d008f91e27",
-              ["data/lambada_test.jsonl"]),
-             ("EleutherAI/lambada_openai", "refs/convert/parquet", ["default/test/*.parquet"]))),
-    "cbt": TextSet(
-        files="the Hub's CN/validation*.parquet and NE/validation*.parquet",
-        passages=cbt_passages, only="val",
-        hub=(("cam-cst/cbt", "main", ["CN/validation*", "NE/validation*"]),
-             ("cam-cst/cbt", "refs/convert/parquet",
-              ["CN/validation/*.parquet", "NE/validation/*.parquet"]))),
-}
-
-
-# -------------------------------------------------------------------------------------------------
-# Splits: a set as one stream of (split, text, end)
-# -------------------------------------------------------------------------------------------------
-
-def validation_rows(n, fraction):
-    """Which of n documents validate, bool (n,): as datasets' train_test_split(seed=2357)."""
-    chosen = np.zeros(n, dtype=bool)
-    chosen[np.random.default_rng(2357).permutation(n)[:int(np.ceil(fraction * n))]] = True
-    return chosen
-
-
-def _pieces(name, files, root):
-    """(split, text, end) of a whole set, in order."""
-    row = SETS.get(name, FOLDER)
-    by_split = {split: [] for split in SPLITS}
-    for file in files:
-        by_split[store.split_of(file, root, row.only or "train")].append(file)
-
-    def read(*splits):
-        for split in splits:
-            for file in by_split[split]:
-                if row.passages:
-                    documents = ((_passage_text(passage), True) for passage in row.passages(file))
-                else:
-                    documents = row.read(file)
-                for text, end in documents:
-                    yield split, text, end
-
-    if row.only:
-        return read(row.only)
-    if row.held_out is None:
-        return _by_position(functools.partial(read, *SPLITS))
-    if by_split["val"] or not by_split["train"]:
-        return read(*SPLITS)
-
-    n = sum(_count_documents(row, file) for file in by_split["train"])
-    if row.n_documents not in (None, n):
-        print(f"{name}: {n:,} documents, not {row.n_documents:,}: its validation set is not that "
-              "of published results")
-    if n == 1:
-        train = _by_position(functools.partial(read, "train"))
-    else:
-        train = _by_document(read("train"), validation_rows(n, row.held_out))
-    return itertools.chain(train, read("test"))
-
-
-def _by_position(read):
-    """The first 90 % of the characters train, the rest validates, as in nanoGPT."""
-    left = int(0.9 * sum(len(text) for _, text, _ in read()))
-    for _, text, _ in read():
-        if text[:left]:
-            yield "train", text[:left], False
-        if text[left:]:
-            yield "val", text[left:], False
-        left = max(0, left - len(text))
-
-
-def _by_document(pieces, chosen):
-    document = 0
-    for _, text, end in pieces:
-        yield "val" if chosen[document] else "train", text, end
-        document += end
-
-
-def _count_documents(row, file):
-    if file.suffix == ".parquet" and row.read is read_documents:
-        with reading(file):
-            return pq.read_metadata(file).num_rows
-    return sum(end for _, end in row.read(file))
-
-
-# -------------------------------------------------------------------------------------------------
-# Preparation: token files, written in parallel and in constant memory
-# -------------------------------------------------------------------------------------------------
-
-def prepare(name, source=None, cache=CACHE, tokenizer=None, workers=None, overwrite=False):
-    """Writes cache/NAME: token files and meta.json, all or nothing. False if it was there already.
-
-    `source` is a folder or a file, None the Hub. `tokenizer` is "gpt2", "char" (the characters of
-    the training text), a tokenizer object or None, the set's usual one. `workers` threads tokenize
-    (default: one a core). Raises DataError."""
-    row = SETS.get(name, FOLDER)
-    tokenizer = tokenizer or row.tokenizer
-    with store.preparing(name, cache, overwrite) as folder:
-        if folder is None:
-            load(name, cache)
-            return False
-        if row.files:
-            root, files = row.find(name, source, cache, SUFFIXES)
-        else:
-            root, files = Path(), [Path(name)]  # of which `read` needs nothing
-        if tokenizer == "gpt2":
-            tokenizer = GPT2Tokenizer()
-        elif tokenizer == "char":
-            tokenizer = CharTokenizer(row.characters or _characters(name, files, root))
-
-        pieces = _pieces(name, files, root)
-        size = sum(map(_size, files)) if row.files else None
-        tokens, documents = write_tokens(folder, pieces, tokenizer, workers, size, name)
-        short = [split for split in tokens if tokens[split] < 2]
-        if short or not tokens:
-            raise DataError(f"{name}: the source has no text for {', '.join(short) or 'any split'}")
-        if row.passages:
-            with open(folder / f"{name}.jsonl", "w") as lines:
-                for file in files:
-                    if store.split_of(file, root, row.only) == row.only:
-                        lines.writelines(json.dumps(p) + "\n" for p in row.passages(file))
-        store.write_meta(folder, name, "text", tokenizer=tokenizer.meta(),
-                         n_vocab=tokenizer.n_vocab, eot=tokenizer.eot, tokens=tokens,
-                         documents=documents)
-    return True
-
-
-def _characters(name, files, root):
-    """The characters of the training text, sorted, as one string."""
-    characters = set()
-    for split, text, _ in _pieces(name, files, root):
-        if split == "train":
-            characters.update(text)
-    if not characters:
-        raise DataError(f"{name} has no training text to take characters from: "
-                        "use --tokenizer=gpt2")
-    return "".join(sorted(characters))
-
-
-def _size(file):
-    """Bytes of text in a file, about, for the progress bar."""
-    if file.suffix != ".parquet":
-        return file.stat().st_size
-    with reading(file):
-        meta = pq.read_metadata(file)
-    return sum(meta.row_group(i).total_byte_size for i in range(meta.num_row_groups))
-
-
-def write_tokens(folder, pieces, tokenizer, workers=None, size=None, desc=None):
-    """Streams (split, text, end) to folder/SPLIT.bin; returns tokens and documents by split.
-
-    Threads are enough: tiktoken works outside Python's lock. In memory are at most 2 * workers
-    chunks of 256k characters, or one longer document each."""
-    workers = workers or os.cpu_count() or 1
-    tokens, documents = Counter(), Counter()
-    encode = functools.partial(_encode, tokenizer)
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(workers))
-        bar = stack.enter_context(
-            tqdm(total=size, desc=desc, unit="B", unit_scale=True, disable=None))
-        files = {}
-        for chunk, encoded in store.in_order(pool, encode, _chunks(pieces), 2 * workers):
-            for split, ids in encoded.items():
-                if split not in files:
-                    files[split] = stack.enter_context(open(Path(folder) / f"{split}.bin", "wb"))
-                files[split].write(ids)
-                tokens[split] += len(ids)
-            documents.update(split for split, _, end in chunk if end)
-            bar.update(sum(len(text) for _, text, _ in chunk))
-    return dict(tokens), dict(documents)
-
-
-def _chunks(pieces, size=1 << 18):
-    """Lists of pieces of about `size` characters: enough work to be worth handing to a thread."""
-    chunk, length = [], 0
-    for piece in pieces:
-        chunk.append(piece)
-        length += len(piece[1])
-        if length >= size:
-            yield chunk
-            chunk, length = [], 0
-    if chunk:
-        yield chunk
-
-
-def _encode(tokenizer, chunk):
-    """A chunk's tokens by split, with end-of-text after each document."""
-    tokens = {}
-    for split, text, end in chunk:
-        tokens.setdefault(split, []).append(tokenizer.encode(text))
-        if end and tokenizer.eot is not None:
-            tokens[split].append(np.array([tokenizer.eot], dtype=np.uint16))
-    return {split: np.concatenate(parts) for split, parts in tokens.items()}
-
-
-# -------------------------------------------------------------------------------------------------
-# Prepared sets
-# -------------------------------------------------------------------------------------------------
 
 @dataclass
 class TextData:
@@ -462,39 +126,21 @@ class TextData:
     train: np.ndarray | None = None
     val: np.ndarray | None = None
     test: np.ndarray | None = None
-    passages: list[dict] | None = None  # as lambada_passages and cbt_passages give them
+    passages: list[dict] | None = None  # as prepare.py has them
 
 
 def load(name, cache=CACHE):
-    """Opens a prepared text set and checks the size of its files and the range of their tokens.
+    """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
+    from data import prepare
 
-    A missing set that is small (all but openwebtext and books) is prepared first. Raises
-    DataError."""
-    meta = store.open_set(name, cache, "text", SETS, prepare)
-    data = TextData(name, tokenizer_from_meta(meta), meta)
-    for split in SPLITS:
-        if f"{split}.bin" in meta["files"]:
-            tokens = store.open_file(meta, f"{split}.bin", cache)
-            largest, n_vocab = _largest(tokens), data.tokenizer.n_vocab
-            if largest >= n_vocab:
-                raise store.broken(name, cache, f"{split}.bin has token {largest}, allowed are 0 "
-                                   f"to {n_vocab - 1}")
-            setattr(data, split, tokens)
-    if f"{name}.jsonl" in meta["files"]:
-        lines = store.open_file(meta, f"{name}.jsonl", cache).tobytes().splitlines()
-        try:
+    with prepare.opened(name, "text", cache) as (folder, meta):
+        data = TextData(name, tokenizer_from_meta(meta), meta)
+        for split, n in meta["tokens"].items():
+            setattr(data, split, np.memmap(folder / f"{split}.bin", np.uint16, "r", shape=(n,)))
+        if (folder / f"{name}.jsonl").exists():
+            lines = (folder / f"{name}.jsonl").read_text().splitlines()
             data.passages = [json.loads(line) for line in lines]
-        except ValueError:
-            raise store.broken(name, cache, f"{name}.jsonl is damaged (not JSON)") from None
     return data
-
-
-def _largest(tokens, block=1 << 16, blocks=512):
-    """The largest token; of a file above 64 MB, in blocks spread evenly from start to end."""
-    if len(tokens) <= block * blocks:
-        return int(tokens.max())
-    starts = np.linspace(0, len(tokens) - block, blocks).astype(np.int64)
-    return max(int(tokens[start : start + block].max()) for start in starts)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -505,9 +151,9 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None)):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
 
     The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
-    micro-batch or resumed run finds its rows of the same global batch. Raises DataError."""
+    micro-batch or resumed run finds its rows of the same global batch. Raises UserError."""
     if len(tokens) <= context:
-        raise DataError(f"{len(tokens):,} tokens are too few for a context of {context}: use a "
+        raise UserError(f"{len(tokens):,} tokens are too few for a context of {context}: use a "
                         "smaller context")
     rng = np.random.default_rng([seed, step])
     starts = rng.integers(len(tokens) - context, size=batch_size)[rows]
@@ -523,7 +169,7 @@ def eval_windows(n_tokens, context, stride=None):
     once, and one after the first window is predicted from at least context - s + 1 tokens."""
     stride = stride or context
     if not 0 < stride <= context:
-        raise DataError(f"stride {stride} must be 1 to {context}, the context")
+        raise UserError(f"stride {stride} must be 1 to {context}, the context")
     return np.arange(max(1, -(-(n_tokens - 1 - context) // stride) + 1)) * stride
 
 

@@ -1,4 +1,5 @@
 """One thread and one seed for every test, and small sets to train on."""
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+os.environ["HF_HUB_OFFLINE"] = "1"      # no test waits for a network
 torch.cpu.get_capabilities = dict       # --dtype=auto is float32, whatever the CPU has
 
 
@@ -30,9 +32,9 @@ def seed():
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     """A data directory with `shapes` of 400 + 100 images."""
-    from data import images
+    from data.prepare import prepare
     cache = tmp_path_factory.mktemp("cache")
-    images.prepare_shapes(cache, 400, 100)
+    prepare("shapes", cache=cache, drawn=(400, 100))
     return cache
 
 
@@ -41,16 +43,16 @@ def text_cache(tmp_path_factory):
     """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
     short rhyme (`verse`), and a set without a training part (`exam`)."""
     from data import text
+    from data.prepare import prepare
     folder = tmp_path_factory.mktemp("text")
-    (manual, _), = text.read_pydoc()
-    for name, file, words in (("tiny", "manual.txt", manual[:40_000]),
+    for name, file, words in (("tiny", "manual.txt", text.pydoc()[:40_000]),
                               ("verse", "verse.txt", "abc\n" * 3000),
                               ("exam", "test.txt", "read only\n" * 9)):
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
         tokenizer = text.CharTokenizer("\nabc" if name == "verse" else text.PRINTABLE)
-        text.prepare(name, folder / name, folder / "cache", tokenizer, workers=1)
-    text.prepare("pydoc", cache=folder / "cache", workers=1)
+        prepare(name, folder / name, folder / "cache", tokenizer)
+    prepare("pydoc", cache=folder / "cache")
     return folder / "cache"
 
 

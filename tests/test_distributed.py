@@ -20,7 +20,7 @@ import flags
 import optim
 import parallel
 from checkpoint import read_checkpoint
-from data import images
+from data.prepare import prepare
 from helpers import FLAGS, losses, metrics, same, weights
 
 ROOT = Path(optim.__file__).parent
@@ -77,7 +77,7 @@ def ended(*agents):
 def odd(tmp_path_factory, text_cache):
     """401 + 101 images, and 40,000 characters of Python's manual: nothing divides by 2."""
     folder = tmp_path_factory.mktemp("odd")
-    images.prepare_shapes(folder, 401, 101)
+    prepare("shapes", cache=folder, drawn=(401, 101))
     (folder / "tiny").symlink_to(text_cache / "tiny")
     return folder
 

@@ -7,7 +7,7 @@ import torch
 
 import evaluate
 from flags import UserError
-from data import store
+from data.prepare import prepare
 from helpers import write_model
 from model import (ImageClassifier, ImageConfig, LanguageModel, MaskedAutoencoder, MAEConfig,
                    TextConfig)
@@ -173,12 +173,10 @@ def test_perfect_masks(tmp_path, run):
         top, left = 4 * rng.integers(1, 4, 2)
         mask[top:top + 8, left:left + 12] = 1
         image[mask == 1] = 220
-    with store.preparing("shapes", tmp_path / "cache") as folder:
-        for kind, array in dict(images=pixels, labels=np.arange(30) % 10, masks=masks).items():
-            np.save(folder / f"train_{kind}.npy", array)
-            np.save(folder / f"val_{kind}.npy", array)
-        store.write_meta(folder, "shapes", "images", image_size=32, classes=list("abcdefghij"),
-                         mean=[0.5] * 3, std=[0.2] * 3)
+    prepare("shapes", cache=tmp_path / "cache", drawn=(30, 30))
+    for kind, array in dict(images=pixels, labels=np.arange(30) % 10, masks=masks).items():
+        for split in ("train", "val"):
+            np.save(tmp_path / f"cache/shapes/{split}_{kind}.npy", array)
     found = run(classifier(patch_size=4), "--features=pixels", data_dir=tmp_path / "cache")
     for name in ("ap50", "ap75", "ap", "ap_ceiling"):
         assert found[f"box_{name}"] == found[f"mask_{name}"] == 1

@@ -44,8 +44,7 @@ import train_mae
 import train_simdino
 import train_vit
 from checkpoint import read_checkpoint
-from data import images, store, text
-from data.store import DataError
+from data import images
 from helpers import losses, metrics, same, weights
 
 ROOT = Path(checkpoint.__file__).parent
@@ -706,86 +705,6 @@ def test_no_file_runs_code(start, vit, trained, cache, tmp_path, full):
     assert not marker.exists()
 
 
-def check_images(folder):
-    data = images.load("shapes", folder)
-    for split, n in (("train", 400), ("val", 100)):
-        pixels, labels = getattr(data, f"{split}_images"), getattr(data, f"{split}_labels")
-        assert pixels.shape == (n, 32, 32, 3) and pixels.dtype == np.uint8
-        assert labels.shape == (n,) and 0 <= labels.min() and labels.max() < 10
-
-
-def check_text(folder):
-    data = text.load("pydoc", folder)
-    for split in (data.train, data.val):
-        assert split.dtype == np.uint16 and split.max() < data.tokenizer.n_vocab == 97
-
-
-def same_json(a, b):
-    """White space changes a file, not what it describes."""
-    with contextlib.suppress(ValueError):
-        return json.loads(a) == json.loads(b)
-    return False
-
-
-def test_mutated_data(cache, text_cache, tmp_path):
-    """Every load refuses in one line or gives data that passes its checks; --verify sees every
-    change. Half of the damage is in a file's first 128 bytes, where an array has its header."""
-    draw, refusals, accepted = random.Random(0), 0, 0
-    for name, source, check in (("shapes", cache, check_images), ("pydoc", text_cache, check_text)):
-        shutil.copytree(source / name, tmp_path / name)
-        files = sorted((tmp_path / name).iterdir())
-        for number, path in enumerate(files):
-            whole, n = path.read_bytes(), 100 // len(files) + (number < 100 % len(files))
-            heads = mutants(whole[:128], n // 2, draw)
-            heads = [(kind, bad + whole[128:]) for kind, bad in heads]
-            for kind, bad in [*heads, *mutants(whole, n - n // 2, draw)]:
-                path.write_bytes(bad)
-                alike = path.suffix == ".json" and same_json(bad, whole)
-                try:
-                    check(tmp_path)
-                    accepted += 1
-                    assert alike or path.suffix != ".json" and kind not in ("cut", "append")
-                except DataError as error:
-                    message = str(error)
-                    assert "\n" not in message and name in message and "--overwrite" in message
-                    refusals += 1
-                if not alike:
-                    with pytest.raises(DataError) as error:
-                        store.verify(name, tmp_path)
-                    assert "\n" not in str(error.value)
-            path.write_bytes(whole)
-        store.verify(name, tmp_path)
-    print(f"of 200 damaged data files {refusals} are refused at loading, all by --verify")
-    assert refusals + accepted == 200 and refusals > 80
-
-
-def test_scripts_on_mutated_data(start, cache, text_cache, tmp_path):
-    shutil.copytree(cache / "shapes", tmp_path / "shapes")
-    shutil.copytree(text_cache / "pydoc", tmp_path / "pydoc")
-    commands = dict(shapes=("train_vit.py", *SHAPES),
-                    pydoc=("train_gpt.py", *TEXT, "--data=pydoc"))
-    faults = (("shapes/train_images.npy", 20, "header"), ("pydoc/meta.json", 40, "meta.json"),
-              ("shapes/val_labels.npy", 128 + 7, "allowed are 0 to 9"),
-              ("pydoc/train.bin", 1001, "allowed are 0 to 96"))
-    for file, at, says in faults:
-        path, name = tmp_path / file, file.split("/")[0]
-        whole = path.read_bytes()
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1:])
-        script, *flags = commands[name]
-        places = [f"--data_dir={tmp_path}", f"--out_dir={tmp_path / 'out'}"]
-        line = refused(start(script, *flags, *places), script)
-        assert says in line and "--overwrite" in line, line
-        verify = [name, "--verify", "--cache", tmp_path]
-        refused(start("data/prepare.py", *verify), "prepare.py")
-        path.write_bytes(whole)
-    path = tmp_path / "shapes/val_images.npy"
-    whole = path.read_bytes()                           # one bit of one pixel: for --verify alone
-    path.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    images.load("shapes", tmp_path)
-    verify = start("data/prepare.py", "shapes", "--verify", "--cache", tmp_path)
-    assert "val_images.npy" in refused(verify, "prepare.py")
-
-
 # -------------------------------------------------------------------------------------------------
 # Hostile flags
 # -------------------------------------------------------------------------------------------------
@@ -861,8 +780,8 @@ def outcome(monkeypatch, capfd, tmp_path):
     monkeypatch.setattr("run.ROOT", tmp_path)       # nothing lands in the repository's own out/
     for name, word in OFFLINE.items():
         monkeypatch.setenv(name, word)
-    draw_images = images._draw
-    monkeypatch.setattr(images, "_draw", lambda folder, **more: draw_images(folder, 40, 20, **more))
+    draw_shapes = images.draw_shapes
+    monkeypatch.setattr(images, "draw_shapes", lambda n, *rest, **more: draw_shapes(40, *rest, **more))
     monkeypatch.setattr(Run, "begin", built)
 
     def too_long(*_):

@@ -126,7 +126,7 @@ def test_fine_tuning_on_another_set(train, tmp_path):
     for split, n in (("train", 74), ("test", 37)):
         pictures = [noise(24, 20 + i % 7, i) for i in range(n)]
         write_parquet(tmp_path / f"{split}.parquet", pictures, label=[i % 37 for i in range(n)])
-    assert prepare.main(["pets", f"--source={tmp_path}", f"--cache={tmp_path}", "--workers=1"]) == 0
+    prepare.prepare("pets", tmp_path, tmp_path)
     flags = ["--data=pets", f"--data_dir={tmp_path}", "--batch_size=37"]
     train(train_vit, "first", *flags, "--randaugment=2", "--crop=resized")
     content = checkpoint.read_checkpoint(tmp_path / "first" / "best.pt")
