@@ -4,8 +4,8 @@ Long range: ToST, CRATE and a transformer on sequences whose class depends on to
 Claim, [B] Table "Long-range arena": token-statistics attention, whose cost grows as n and not as
 n^2, loses nothing by it: on average over the tasks ToST reaches 59.90, the transformer 59.24.
 
-    python -m experiments.long_range                    # CIFAR-10 as 1,024 grey pixels
-    python -m experiments.long_range --task=listops     # expressions such as [MAX 2 9 [MIN 4 7 ] 0 ]
+    python -m experiments.long_range                   # CIFAR-10 as 1,024 grey pixels
+    python -m experiments.long_range --task=listops    # expressions such as [MAX 2 9 [MIN 4 7 ] 0 ]
 
 Verdict, 2026-11-21, one CPU core, --steps=100 --held_out=500: the cost is as claimed, the accuracy
 stays open. A step of 16 pictures takes ToST 673 ms, the transformer 1,851, CRATE 3,155. After 100
