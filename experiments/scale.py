@@ -1,0 +1,140 @@
+"""
+Scale: a step of the papers' settings on 1, 8 and 8 x 8 GPUs, computed.
+
+Claim: data parallelism alone is enough for every setting of the papers. A step takes its FLOPs by
+the rate of the GPUs, and the part of the all-reduce of float32 gradients that the backward pass
+does not hide. The launch of kernels, the optimizer and reading are left out.
+
+    python -m experiments.scale                 # the four scripts' presets
+    python -m experiments.scale --check         # also predictions for this machine, measured
+
+Verdict, computed 2026-11-22: 8 GPUs work at 99.3 % of their own rate or more; 64 at 90 %
+(train_vit.py imagenet, whose step takes 2.3 ms) and 97 to 99 % (the others). Checked 2026-11-21 on
+two CPU cores: a step of two processes was predicted as 283 ms and took 291.
+"""
+import copy
+import json
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import distributed, multiprocessing, nn
+from torch.nn import functional as F
+
+import train_gpt
+import train_mae
+import train_simdino
+import train_vit
+from flags import cli, option, parse
+from model import ImageClassifier, LanguageModel, text_config
+from parallel import count
+
+
+@dataclass(kw_only=True)
+class Flags:
+    rate: float = option(396.0, "TFLOP/s of a GPU: 40 % of an H100's 989 in bf16", above=0)
+    nvlink: float = option(360.0, "GB/s each way within a node: 80 % of NVLink 4", above=0)
+    network: float = option(40.0, "GB/s each way to another node: 80 % of 400 Gbit/s", above=0)
+    check: bool = option(False, "also compare predictions with measurements of this machine")
+
+
+def ring_bytes(size, n):
+    """Bytes that each of n processes sends to sum a buffer of `size` bytes around a ring."""
+    return 2 * (n - 1) / n * size
+
+
+def predict(flops, parameters, nodes, gpus, c):
+    """(bytes that a GPU sends, seconds that it computes, seconds that it waits for gradients) in a
+    step of `flops` in all on `nodes` x `gpus`.
+
+    Gradients are summed around a ring within each node, then each GPU's share of them around a ring
+    across the nodes. The backward pass, two thirds of the time, hides what is sent meanwhile; the
+    last bucket is sent when it has ended. Gradient accumulation would hide less."""
+    size = 4 * parameters
+    inside, across = ring_bytes(size, gpus), ring_bytes(size / gpus, nodes)
+    compute = flops / (gpus * nodes) / (c.rate * 1e12)
+    exchange = (inside / c.nvlink + across / c.network) / 1e9
+    last_bucket = exchange * min(1, 25e6 / size)        # DDP sends 25 MB at once
+    return inside + across, compute, max(exchange - 2 / 3 * compute, last_bucket)
+
+
+def simdino_flops(student, global_size, local_size, local_views):
+    """Operations of a step of SimDINO for one image."""
+    large, small = (ImageClassifier(replace(student.encoder.config, image_size=size)).train_flops()
+                    for size in (global_size, local_size))
+    projector = 6 * sum(p.numel() for p in student.projector.parameters() if p.ndim == 2)
+    # the student sees every view; the teacher, whose forward is a third of a step, the global two
+    return (2 + 2 / 3) * (large + projector) + local_views * (small + projector)
+
+
+def papers_settings():
+    """{preset: (FLOPs of a step, parameters)}."""
+    vit = train_vit.Config(**train_vit.PRESETS["imagenet"])
+    mae = train_mae.Config(**train_mae.PRESETS["imagenet"])
+    dino = train_simdino.Config(**train_simdino.PRESETS["imagenet"])
+    gpt = train_gpt.Config(**train_gpt.PRESETS["openwebtext"])
+    with torch.device("meta"):
+        classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)
+        student = train_simdino.build_model(dino)
+        language = LanguageModel(text_config(gpt.size))
+        image_flops = simdino_flops(student, dino.image_size, dino.local_size, dino.local_views)
+    return {
+        "train_vit imagenet": (vit.batch_size * classifier.train_flops(), count(classifier)),
+        "train_mae imagenet": (mae.batch_size * autoencoder.train_flops(), count(autoencoder)),
+        "train_simdino imagenet": (dino.batch_size * image_flops, count(student)),
+        "train_gpt openwebtext": (gpt.batch_size * gpt.context * language.train_flops(),
+                                  count(language))}
+
+
+def one_of_two(rank, folder):
+    """With the model of `cifar10` and a batch of 8: rank 0 writes the median seconds of a step
+    alone, a step with DDP and an all-reduce, the FLOPs of a step and the parameters."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    model = train_vit.build_model(train_vit.Config(**train_vit.PRESETS["cifar10"]), 10)
+    ddp = nn.parallel.DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
+    x, labels, buffer = torch.randn(8, 3, 32, 32), torch.arange(8), torch.zeros(2 ** 25)
+    calls = dict(alone=lambda: F.cross_entropy(model(x), labels).backward(),
+                 both=lambda: F.cross_entropy(ddp(x), labels).backward(),
+                 all_reduce=lambda: distributed.all_reduce(buffer))
+    seconds = {name: [] for name in calls}
+    for name, call in 6 * list(calls.items()):
+        start = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - start)
+    if rank == 0:
+        medians = [statistics.median(times[1:]) for times in seconds.values()]  # times[0]: warm-up
+        numbers = [*medians, 8 * model.train_flops(), count(model)]
+        Path(folder, "out").write_text(json.dumps(numbers))
+    distributed.barrier()
+    os._exit(0)         # past gloo's destructors, which crash now and then
+
+
+def check():
+    """Prints the step of two processes as predicted from that of one and an all-reduce."""
+    with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.spawn(one_of_two, (folder,), nprocs=2)
+        alone, both, all_reduce, flops, parameters = json.loads(Path(folder, "out").read_text())
+    here = Flags(rate=flops / alone / 1e12, nvlink=ring_bytes(2 ** 27, 2) / all_reduce / 1e9)
+    _, compute, wait = predict(2 * flops, parameters, 1, 2, here)
+    print(f"two processes: predicted {compute + wait:.3f} s, measured {both:.3f}")
+
+
+def main(argv):
+    c, _ = parse(Flags, {"scale": {}}, argv, __doc__, default="scale")
+    print("preset                    GPUs  MB sent  ms computing  ms waiting  efficiency")
+    for preset, (flops, parameters) in papers_settings().items():
+        for nodes, gpus in ((1, 1), (1, 8), (8, 8)):
+            sent, compute, wait = predict(flops, parameters, nodes, gpus, c)
+            print(f"{preset:24} {nodes * gpus:5} {sent / 1e6:8,.0f} {1e3 * compute:13,.1f} "
+                  f"{1e3 * wait:11.2f} {compute / (compute + wait):11.1%}")
+    if c.check:
+        check()
+
+
+if __name__ == "__main__":
+    cli(main)

@@ -1,0 +1,79 @@
+"""The tasks of experiments/long_range.py are what they say, and its models are comparable."""
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from experiments import long_range
+from model import LanguageModel, TextConfig
+
+
+def value_of(words):
+    """The value of a ListOps expression, by a stack and sorting alone."""
+    stack = []
+    for word in words:
+        if word != "]":
+            stack.append(int(word) if word.isdigit() else word)
+            continue
+        digits = []
+        while isinstance(stack[-1], int):
+            digits.append(stack.pop())
+        digits.sort()
+        middle = digits[(len(digits) - 1) // 2] + digits[len(digits) // 2]
+        stack.append({"[MIN": digits[0], "[MAX": digits[-1], "[MED": middle // 2,
+                      "[SM": sum(digits) % 10}[stack.pop()])
+    value, = stack
+    return value
+
+
+def test_values_of_listops():
+    x, y = long_range.listops(300, 0, 120)
+    lengths = (x > 0).sum(1)
+    for ids, value, length in zip(x, y, lengths):
+        assert ids[length:].eq(0).all()
+        assert value_of([long_range.LISTOPS_VOCAB[i] for i in ids[:length]]) == value
+    assert 60 < lengths.max() <= 120 and lengths.min() >= 4
+    assert set(y.tolist()) == set(range(10))
+    assert torch.equal(long_range.listops(300, 0, 120)[0], x)
+    assert not torch.equal(long_range.listops(300, 1, 120)[0], x)
+
+
+def test_grey_pixels_are_pillows():
+    pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
+    grey = long_range.grey_pixels(pictures)
+    assert grey.shape == (5, 1024) and grey.dtype == torch.uint8
+    for picture, pixels in zip(pictures, grey):
+        expected = np.asarray(Image.fromarray(picture).convert("L"))
+        assert np.array_equal(pixels.reshape(32, 32), expected)
+
+
+def test_equal_parameters():
+    def beside_the_embeddings(size):
+        config = TextConfig(arch=size, layers=4, context=8, vocab_size=16, causal=False,
+                            **long_range.SIZES[size])
+        return LanguageModel(config).count() - 16 * config.width
+    tost, transformer, crate = map(beside_the_embeddings, ("tost", "transformer", "crate"))
+    assert [tost, transformer] == pytest.approx([crate] * 2, rel=0.03)
+
+
+def test_padding_does_not_count_in_the_mean():
+    config = TextConfig(width=16, heads=2, layers=1, context=6, vocab_size=9, causal=False)
+    model, kept = long_range.SequenceClassifier(config), {}
+    model.norm.register_forward_hook(lambda module, args, out: kept.update(Z=out))
+    logits = model(torch.tensor([[3, 1, 4, 0, 0, 0], [5, 2, 6, 5, 3, 5]]))
+    means = torch.stack([kept["Z"][0, :3].mean(0), kept["Z"][1].mean(0)])
+    torch.testing.assert_close(logits, model.head(means))
+
+
+def test_learns(monkeypatch, capsys):
+    """A task that can be learned: the class is the id that occurs most often."""
+    y = torch.arange(160) % 4
+    x = torch.randint(1, 9, (160, 16))
+    x[:, ::2] = 1 + y[:, None]
+    monkeypatch.setattr(long_range, "load_task", lambda c: (x[:128], y[:128], x[128:], y[128:], 9))
+    flags = ("--steps=40", "--batch_size=30", "--lr=0.005", "--device=cpu")
+    results = long_range.main(flags)
+    assert results.keys() == long_range.SIZES.keys() and min(results.values()) > 0.9
+    assert results == long_range.main(flags)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 6 and all("ms a step" in line for line in printed)
