@@ -1,8 +1,8 @@
 """
 Does the MSSA step lower R^c?
 
-Claim of [J] Section 2.3: a step of MSSA approximates a gradient step on R^c(Z | U). [S] asks whether
-it does, on random tokens and random subspaces, by iterating five updates and following R^c:
+Claim of [J] Eq. (31)-(36): a step of MSSA approximates a gradient step on R^c(Z | U). [S] asks if it
+does: on random tokens and subspaces five updates are iterated and R^c is followed.
 
     mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
