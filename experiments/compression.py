@@ -1,0 +1,172 @@
+"""
+Does the MSSA step lower R^c?
+
+Claim of [J] Eq. (31)-(36): a step of MSSA approximates a gradient step on R^c(Z | U). [S] asks if it
+does: on random tokens and subspaces five updates are iterated and R^c is followed.
+
+    mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
+    shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
+    neumann, exact   Z - step / beta (approximate, exact gradient of R^c)   [J] Eq. (33), (31)
+
+Twice: on tokens small enough for the Neumann series, beta ||U_k^* Z||^2 < 1, and on larger ones,
+where its step diverges.
+
+    python -m experiments.compression
+
+Verdict (2026-11-21): no. The step Z + MSSA raises R^c on small and on large tokens, as [S] found.
+Its negative lowers R^c a little; the exact gradient and Eq. (34), which shrinks Z, lower it. MSSA
+stands for the second Taylor term of R^c alone and raises the first more than the second. Behind a
+LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
+"""
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.nn import functional as F
+
+from analyze import print_table
+from flags import cli, option, parse, UserError
+from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
+
+
+@dataclass(kw_only=True)
+class Compression:
+    width: int = option(64, "d", low=1)
+    heads: int = option(8, "K", low=1)
+    head_dim: int = option(8, "p", low=1)
+    tokens: int = option(64, "n", low=1)
+    eps: float = option(0.5, "distortion of the rates", above=0)
+    step: float = option(0.1, "step size times beta; below 2 the exact gradient step lowers R^c",
+                         above=0)
+    iterations: int = option(30, "how many steps", low=1)
+    valid: float = option(0.5, "the largest beta ||U_k^* Z||^2 of the first tokens", above=0)
+    beyond: float = option(2.0, "that of the second", above=0)
+    seed: int = option(0, "of all that is drawn", low=0)
+    out: str = option("out/compression.png", "the figure")
+
+
+def random_subspaces(c, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    if c.heads * c.head_dim > c.width:
+        raise UserError(f"--heads={c.heads} subspaces of --head_dim={c.head_dim} do not fit into "
+                        f"--width={c.width}")
+    A = torch.randn(c.width, c.heads * c.head_dim, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(c.width, c.heads, c.head_dim).transpose(0, 1)
+
+
+def beta_of(Z, U, eps):
+    """beta = p / (n eps^2) of R^c."""
+    return U.shape[-1] / (Z.shape[0] * eps ** 2)
+
+
+def validity(Z, U, eps):
+    """The largest beta ||U_k^* Z||^2 (spectral norm). The Neumann series converges below 1."""
+    return (beta_of(Z, U, eps) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
+
+
+def directions(Z, U, eps):
+    """What a step of 1 / beta adds to Z (n, d), by the update's name."""
+    beta, attention = beta_of(Z, U, eps), mssa(Z, U)
+    return {
+        "mssa": beta * attention,
+        "negative": -beta * attention,
+        "shrunk": beta * attention - Z,
+        "neumann": -subspace_coding_rate_grad(Z, U, eps, neumann=True) / beta,
+        "exact": -subspace_coding_rate_grad(Z, U, eps) / beta,
+    }
+
+
+def terms_of_neumann(Z, U, eps):
+    """The two terms of the Neumann step. MSSA stands for the second alone, with its sign and a
+    softmax of the Gram matrix; the -Z of [J] Eq. (34) for the first, as if the U_k filled R^d."""
+    first = -((Z @ U) @ U.mT).sum(0)
+    return {"first term": first, "second term": directions(Z, U, eps)["neumann"] - first}
+
+
+def taylor_terms(Z, U, eps):
+    """(a, b) of [S]'s lower bound R^c >= a - b, a = beta / 2 sum_k ||U_k^* Z||_F^2,
+    b = beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2."""
+    w, beta = Z @ U, beta_of(Z, U, eps)
+    a = beta / 2 * w.square().sum()
+    b = beta ** 2 / 4 * (w.mT @ w).square().sum()
+    return a.item(), b.item()
+
+
+def slopes(Z, U, c):
+    """A row for each direction: the slope of R^c along it, and the change of R^c by one step."""
+    start, gradient = subspace_coding_rate(Z, U, c.eps), subspace_coding_rate_grad(Z, U, c.eps)
+    rows = []
+    for name, direction in (directions(Z, U, c.eps) | terms_of_neumann(Z, U, c.eps)).items():
+        cosine = F.cosine_similarity(direction.flatten(), gradient.flatten(), dim=0)
+        after = subspace_coding_rate(Z + c.step * direction, U, c.eps)
+        rows.append(dict(direction=name, cosine_with_descent=-cosine.item(),
+                         slope=(direction * gradient).sum().item(), change=(after - start).item()))
+    return rows
+
+
+def iterate(Z, U, c):
+    """{update: R^c over the iterations}, and the Taylor terms along the path of mssa."""
+    curves = {name: [] for name in directions(Z, U, c.eps)}
+    curves |= {"first term": [], "second term": []}
+    for name in directions(Z, U, c.eps):
+        now = Z
+        for _ in range(c.iterations + 1):
+            curves[name].append(subspace_coding_rate(now, U, c.eps).item())
+            if name == "mssa":
+                for term, value in zip(("first term", "second term"), taylor_terms(now, U, c.eps)):
+                    curves[term].append(value)
+            now = now + c.step * directions(now, U, c.eps)[name]
+    return curves
+
+
+def draw(panels, c):
+    """R^c over the iterations on small and on large tokens; the Taylor terms on the small ones."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(14, 4), layout="constrained")
+    axes = figure.subplots(1, 3)
+    for ax, (start, _, curves) in zip(axes, panels):
+        for name in ("mssa", "negative", "shrunk", "neumann", "exact"):
+            ax.plot(curves[name], label=name)
+        ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
+               ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
+    curves = panels[0][2]
+    a, b = (torch.tensor(curves[term]) for term in ("first term", "second term"))
+    for name, curve in {"R^c": curves["mssa"], "first term": a, "second term": b,
+                        "first - second": a - b}.items():
+        axes[2].plot(curve, label=name)
+    axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
+                ylabel="nats")
+    for ax in axes:
+        ax.legend(fontsize="small")
+        ax.grid(alpha=0.3)
+    figure.savefig(c.out, dpi=120)
+
+
+def main(argv):
+    """[(beta ||U_k^* Z||^2 at the start, slopes, curves) of small tokens, of large ones]."""
+    c, _ = parse(Compression, {"compression": {}}, argv, __doc__, "compression")
+    generator = torch.Generator().manual_seed(c.seed)
+    U = random_subspaces(c, generator)
+    Z = torch.randn(c.tokens, c.width, generator=generator, dtype=torch.float64)
+    Z = F.normalize(Z, dim=-1) * c.width ** 0.5                     # as behind a LayerNorm
+    behind_norm = validity(Z, U, c.eps)
+
+    panels = []
+    for target in (c.valid, c.beyond):
+        start = Z * (target / behind_norm) ** 0.5
+        panels.append((target, slopes(start, U, c), iterate(start, U, c)))
+        print(f"beta ||U_k^* Z||^2 = {target:.3g}: slope of R^c along each direction, and its "
+              f"change by a step of {c.step:g}")
+        print_table(panels[-1][1])
+        print("R^c (nats) over the iterations, and its two Taylor terms along the path of mssa")
+        print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][2].items()}
+                     for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])
+    print(f"behind a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")
+    Path(c.out).parent.mkdir(parents=True, exist_ok=True)
+    draw(panels, c)
+    print(f"wrote {c.out}")
+    return panels
+
+
+if __name__ == "__main__":
+    cli(main)
