@@ -67,7 +67,7 @@ from data import augment, images, text
 from data.prepare import prepare
 from model import (ARCHS, ISTA, MHSA, MSSA, TSSA, ImageClassifier, ImageConfig, LanguageModel,
                    MAEConfig, MaskedAutoencoder, TextConfig, attention_map, image_config,
-                   linear_cross_entropy, run_layers, text_config)
+                   linear_cross_entropy, run_layers, sizes_of, text_config)
 
 # -------------------------------------------------------------------------------------------------
 # The literal form: what the released code computes, with the same parameters
@@ -355,7 +355,7 @@ def preset(script, name, **fields):
 
 # title, fields of the config, batch; on CUDA Table.larger times as many, here and below
 IMAGE_MODELS = [
-    ("CRATE-Tiny, 224 px", ARCHS["crate"].image_sizes["tiny"], 16),
+    ("CRATE-Tiny, 224 px", sizes_of("image", "crate")["tiny"], 16),
     ("cifar10 preset, 32 px",
      set_fields(ImageConfig, preset(train_vit, "cifar10"), classes=10), 64)]
 AUTOENCODER = ("cifar10 preset, 32 px",

@@ -24,8 +24,8 @@ from torch import nn
 
 from flags import cli, not_one_of, UserError
 from parallel import derive_seed
-from model import (ARCHS, ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
-                   MAEConfig, MaskedAutoencoder, TextConfig, make_config)
+from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
+                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, sizes_of)
 
 FORMAT = "crate-2"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
@@ -526,7 +526,7 @@ def _depth(tensors, prefix):
 
 
 def _published_heads(arch, task, d):
-    sizes = ARCHS[arch].mae_sizes if task == "mae" else ARCHS[arch].image_sizes
+    sizes = sizes_of("mae" if task == "mae" else "image", arch)
     heads = {size["width"]: size["heads"] for size in sizes.values()}
     if d not in heads:
         name = "CRATE-MAE" if task == "mae" else arch

@@ -6,7 +6,7 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K
                                           (from a gradient step on R^c; with this residual it can
-                                          also raise R^c: `analyze.py toy`, [S])
+                                          also raise R^c [S])
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D
                                           (a proximal gradient step on a LASSO)
 
@@ -29,7 +29,7 @@ width.
 """
 import difflib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -42,149 +42,22 @@ class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
 
 
+def not_one_of(word, words):
+    """"X is not one of a, b, c, did you mean b?", for messages about names."""
+    words = [str(w) for w in words]
+    close = difflib.get_close_matches(str(word), words, 1)
+    hint = f", did you mean {close[0]}?" if close else ""
+    return f"{word} is not one of {', '.join(words)}{hint}"
+
+
 # -------------------------------------------------------------------------------------------------
-# Objective
-#
-# eps is the distortion up to which tokens are coded. [N], [J] and [S] give no value for the
-# objective. 0.5 is our choice: half of a unit token's norm; tokens behind a LayerNorm have norm
-# sqrt(d), far above it. A direction costs log 2 / 2 nats where its mean square equals eps^2 / d,
-# and much less below. Rates compare only at equal eps: the released measurement of [N] Fig. 3 has
-# 0.1 (each head's vectors of norm 1), SimDINO sqrt(0.05).
+# The CRATE layer's operators: MSSA compresses, ISTA sparsifies
 # -------------------------------------------------------------------------------------------------
 
-def _exact(*tensors):
-    """The tensors in float32 or better: a logdet in half precision is wrong in the first digit."""
-    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
-
-
-def gram_coding_rate(G, a):
-    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...), in nats.
-
-    With I + a G = L L^* it is the sum of log diag(L). A matrix that Cholesky cannot factor (G not
-    finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
-    with torch.autocast(G.device.type, enabled=False):
-        G, = _exact(G)
-        identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-        L, failed = torch.linalg.cholesky_ex(identity + a * G)
-        half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
-
-
-def _half_logdet(Z, a):
-    """1/2 logdet(I + a Z Z^*) = 1/2 logdet(I + a Z^* Z), by the smaller of the two."""
-    with torch.autocast(Z.device.type, enabled=False):
-        n, d = Z.shape[-2:]
-        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, a)
-
-
-def coding_rate(Z, eps=0.5):
-    """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
-
-    The rate, in nats a token, of coding the tokens Z (..., n, d) up to a distortion eps. Returns
-    (...)."""
-    Z, = _exact(Z)
-    n, d = Z.shape[-2:]
-    return _half_logdet(Z, d / (n * eps ** 2))
-
-
-def _project(Z, U):
+def project(Z, U):
     """U_k^* Z for every k: Z (..., n, d), U (K, d, p) -> (..., K, n, p)."""
     return Z.unsqueeze(-3) @ U
 
-
-def subspace_coding_rate(Z, U, eps=0.5):
-    """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
-
-    [J] Eq. (13), [N] Eq. (8). The rate when each token is coded in K subspaces.
-    Z (..., n, d), U (K, d, p); returns (...), in nats."""
-    Z, U = _exact(Z, U)
-    with torch.autocast(Z.device.type, enabled=False):
-        return projected_coding_rate(_project(Z, U), eps)
-
-
-def projected_coding_rate(w, eps=0.5):
-    """R^c from the projections w = U_k^* Z (..., K, n, p) themselves."""
-    w, = _exact(w)
-    n, p = w.shape[-2:]
-    return _half_logdet(w, p / (n * eps ** 2)).sum(-1)
-
-
-def class_coding_rate(Z, Pi, eps=0.5):
-    """R^c(Z | Pi) = 1/2 sum_k logdet(I + gamma_k Z Pi_k Z^*), gamma_k = d / (n_k eps^2).
-
-    [J] Eq. (9). Pi (..., n, K) holds the membership of each token in each class, in [0, 1]; n_k =
-    sum_i Pi_ik (a class without members costs nothing). Z (..., n, d); returns (...), in nats."""
-    Z, Pi = _exact(Z, Pi)
-    d = Z.shape[-1]
-    members = Pi.sum(-2)                                                # n_k (..., K)
-    gamma = torch.where(members > 0, d / (members.clamp_min(1e-12) * eps ** 2), 0.0)
-    # Z Pi_k Z^* is the Gram matrix of Pi_k^1/2 Z; 1e-24 keeps the root's slope finite at Pi = 0
-    weight = (Pi * gamma.unsqueeze(-2) + 1e-24).sqrt()                  # (..., n, K)
-    return _half_logdet(Z.unsqueeze(-3) * weight.mT.unsqueeze(-1), 1.0).sum(-1)
-
-
-def rate_reduction(Z, Pi, eps=0.5):
-    """R(Z) - R^c(Z | Pi): the objective before subspaces replaced memberships.  [J] Eq. (7)."""
-    return coding_rate(Z, eps) - class_coding_rate(Z, Pi, eps)
-
-
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
-    """R(Z) - R^c(Z | U) - lambda ||Z||, to be maximized.
-
-    [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
-    entries of Z (..., n, d); returns (...). [S] measures its negative, the lower the better.
-    Raises ConfigError for another norm."""
-    Z, U = _exact(Z, U)
-    with torch.autocast(Z.device.type, enabled=False):
-        return projected_sparse_rate_reduction(Z, _project(Z, U), eps, lambd, norm)
-
-
-def projected_sparse_rate_reduction(Z, w, eps=0.5, lambd=0.1, norm="l0"):
-    """The same from the projections w = U_k^* Z (..., K, n, p) themselves."""
-    if norm not in ("l0", "l1"):
-        raise ConfigError(f"norm={not_one_of(norm, ('l0', 'l1'))}")
-    Z, = _exact(Z)
-    size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
-    return coding_rate(Z, eps) - projected_coding_rate(w, eps) - lambd * size
-
-
-def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
-    """grad_Z R^c, exact or by the first two terms of its Neumann series.
-
-    [J] Eq. (31) and (32)-(33), [N] Eq. (9) and (67)-(69):
-    exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
-    neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
-
-    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). The inverse is taken of a
-    p x p matrix: for w = (U_k^*Z)^*, (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}.
-    Z (..., n, d), U (K, d, p) -> (..., n, d)."""
-    Z, U = _exact(Z, U)
-    with torch.autocast(Z.device.type, enabled=False):
-        w = _project(Z, U)                                              # (..., K, n, p)
-        n, p = w.shape[-2:]
-        beta = p / (n * eps ** 2)
-        if neumann:
-            step = w - beta * w @ (w.mT @ w)
-        else:
-            identity = torch.eye(p, dtype=w.dtype, device=w.device)
-            step = torch.linalg.solve(identity + beta * w.mT @ w, w, left=False)
-        return beta * (step @ U.mT).sum(-3)
-
-
-def gaussian_mixture_denoise(z, U, sigma):
-    """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
-
-    [J] Eq. (47), [N] Eq. (6). One denoising step for a token drawn from Gaussians on subspaces U
-    (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it projects onto the
-    nearest subspace. z (..., d) -> (..., d)."""
-    w = _project(z.unsqueeze(-2), U)                                    # (..., K, 1, p)
-    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -2)   # (..., K, 1)
-    return ((weight.unsqueeze(-1) * w) @ U.mT).sum(-3).squeeze(-2)
-
-
-# -------------------------------------------------------------------------------------------------
-# Compression operators: the attention of each arch
-# -------------------------------------------------------------------------------------------------
 
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n).
@@ -206,9 +79,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
     [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in the equations of [N], [J] and
-    [S], p^-1/2 in [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5) and the released code. The module MSSA
-    follows the latter, so it equals this function with scale=p**-0.5."""
-    w = _project(Z, U)                                                  # (..., K, n, p)
+    [S], p^-1/2 in [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
+    w = project(Z, U)                                                   # (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
         return (ssa @ U.mT).sum(-3)
@@ -216,31 +88,63 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     return out if bias is None else out + bias
 
 
-def saliency(attention, query="class"):
-    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, below [B]
-    Eq. (7.2.41): (B, K, n).
+def ista(Z, D, eta=0.1, lambd=0.1):
+    """ISTA(Z | D) = ReLU(Z - eta D^*(D Z - Z) - eta lambda 1), as printed.
 
-    query="class": the row of the class token, without itself. query="mean": the mean of the
-    patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows but
-    memberships Pi (B, K, 1 + n)."""
-    if attention.ndim == 3:
-        return attention[..., 1:]
-    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+    [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
+    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Z (..., n, d), D (d, d) -> (..., n, d).
+    [B] prints + eta lambda, which would not shrink."""
+    residual = Z @ D.mT - Z                                 # D Z - Z
+    return F.relu(Z - eta * residual @ D - eta * lambd)
+
+
+def weight_count(module):
+    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
+
+
+def softmax_attention(q, k, v, scale, mask, causal, dropout):
+    """softmax(scale q k^*) v, (B, K, m, p), by PyTorch's fused kernel.
+
+    In bfloat16 on a CPU that is slower than forming the map, up to about 512 tokens. The kernel
+    would keep the Gram matrix in float32, which is rounded here."""
+    on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
+    if on_cpu and mask is None and q.shape[2] <= 512:
+        return F.dropout(attention_map(q, k, scale, causal), dropout) @ v
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
 
 
 class Attention(nn.Module):
-    """What MSSA, MHSA and TSSA share. K heads of dimension p; w (B, K, n, p) are a head's tokens.
+    """The interface of a compression operator, and what MSSA, MHSA and TSSA share.
 
-    Each answers: build(config, causal, context), bases() U_k or what stands for them, values(Z) the
-    projections whose rate is R^c, keys(Z) what tokens are compared by, map(Z), multiply_adds(n,
-    read), and forward: Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next
-    tokens of sequences whose past is in the state. read=m (not causal): the output of the first m
-    tokens alone, (B, m, d); they attend to all n."""
+    K heads of dimension p; a head's tokens are (B, K, n, p)."""
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
         self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
         self.scale = self.p ** -0.5         # keeps the Gram matrix's entries of order 1 for any p
+
+    @classmethod
+    def build(cls, config, causal, context):
+        """The operator that a BackboneConfig describes, for sequences of up to `context` tokens."""
+
+    def bases(self):
+        """U_k, or what stands for them in R^c: (K, d, p)."""
+
+    def values(self, Z):
+        """The projections whose rate is R^c: (B, K, n, p)."""
+
+    def keys(self, Z):
+        """What tokens are compared by: (B, K, n, p)."""
+
+    def map(self, Z):
+        """The attention map (B, K, n, n): row i has the weights that average to token i."""
+
+    def forward(self, Z, state=None, read=None):
+        """Z (B, n, d) -> (B, n, d).
+
+        With a `state` (causal only), Z holds the next tokens of sequences whose past is in the
+        state. read=m (not causal): the output of the first m tokens alone, (B, m, d); they attend
+        to all n."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v, heads side by side: (B, n, K p)."""
@@ -249,42 +153,31 @@ class Attention(nn.Module):
         mask = None
         if self.causal and past and n > 1:
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-        causal = self.causal and not past
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
-            # PyTorch's fused kernel is slower in bfloat16 there; it would keep the Gram
-            # matrix in float32, which is rounded here
-            weights = attention_map(q, k, self.scale, causal)
-            out = F.dropout(weights, self.dropout, self.training) @ v
-        else:
-            dropout = self.dropout if self.training else 0.0
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
+        dropout = self.dropout if self.training else 0.0
+        out = softmax_attention(q, k, v, self.scale, mask, self.causal and not past, dropout)
         return out.transpose(1, 2).flatten(-2)
 
     def multiply_adds(self, n, read=None):
         """Of a forward pass over n tokens: every weight once a token, and the two n x n products;
         W and the products for `read` tokens alone, if given."""
-        out = _weights(self.W)
-        return n * (_weights(self) - out) + (read or n) * (out + 2 * n * self.heads * self.p)
+        out = weight_count(self.W)
+        inward = n * (weight_count(self) - out)
+        return inward + (read or n) * (out + 2 * n * self.heads * self.p)
 
 
-def _weights(module):
-    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
+def cached(state, new):
+    """The tokens `new` (B, K, m, p) behind the state["n"] ones that `state` holds: (B, K, n + m, p).
 
-
-def _cached(state, **new):
-    """The tensors (B, K, ., p) cached in `state` with `new` ones behind them, in the order given.
-
-    `state` holds a buffer for state["room"] tokens under each name; state["n"] are in use."""
-    n = state.get("n", 0)
-    B, K, m, p = next(iter(new.values())).shape
-    if n + m > state["room"]:
-        raise ConfigError(f"{n + m} tokens exceed the context of {state['room']}")
-    for name, tensor in new.items():
-        if name not in state:
-            state[name] = tensor.new_empty(B, K, state["room"], p)
-        state[name][:, :, n:n + m] = tensor
-    state["n"] = n + m
-    return [state[name][:, :, :n + m] for name in new]
+    The first call makes a buffer for state["room"] tokens."""
+    start = state.get("n", 0)
+    end = start + new.shape[2]
+    if end > state["room"]:
+        raise ConfigError(f"{end} tokens exceed the context of {state['room']}")
+    if not start:
+        state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])
+    state["past"][:, :, start:end] = new
+    state["n"] = end
+    return state["past"][:, :, :end]
 
 
 class MSSA(Attention):
@@ -296,10 +189,9 @@ class MSSA(Attention):
     negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: descends R^c; crate-c can raise it
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
-    s is step_size. SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
-    scale 1). U has
-    no bias; W has one where the released code has (and is absent when K = 1 and p = d). One tensor
-    w = U^* Z is query, key and value, so generation caches one tensor a layer."""
+    s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
+    scale 1). U has no bias; W has one where the released code has, and is absent when K = 1 and
+    p = d. One tensor w = U^* Z is query, key and value, so generation caches one a layer."""
 
     def __init__(self, d, heads, p=None, output="learned", causal=False, step_size=1.0, bias=True,
                  dropout=0.0):
@@ -312,12 +204,12 @@ class MSSA(Attention):
             self.W = nn.Linear(heads * self.p, d, bias=bias)
 
     @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal, c.step_size,
-                   c.out_bias, c.dropout)
+    def build(cls, config, causal, context):
+        c = config
+        return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal=causal,
+                   step_size=c.step_size, bias=c.out_bias, dropout=c.dropout)
 
     def bases(self):
-        """[U_1 .. U_K] as (K, d, p)."""
         return self.U.weight.view(self.heads, self.p, -1).mT
 
     def project(self, Z):
@@ -327,7 +219,6 @@ class MSSA(Attention):
     keys = values = project
 
     def map(self, Z):
-        """softmax((U_k^*Z)^*(U_k^*Z)): (B, K, n, n), row i the weights that average to token i."""
         w = self.project(Z)
         return attention_map(w, w, self.scale, self.causal)
 
@@ -337,176 +228,35 @@ class MSSA(Attention):
 
     def forward(self, Z, state=None, read=None):
         w = self.project(Z)
-        past = w
-        if state is not None:
-            past, = _cached(state, w=w)
+        past = w if state is None else cached(state, w)
         ssa = self.attend(w[:, :, :read], past, past)
         if self.output == "learned":
             out = self.W(ssa)
         else:
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
-            out = F.linear(ssa, (-self.step_size if self.output == "negative" else self.step_size) * U)
+            s = -self.step_size if self.output == "negative" else self.step_size
+            out = F.linear(ssa, s * U)
         return F.dropout(out, self.dropout, self.training)
-
-
-class MHSA(Attention):
-    """Multi-head self-attention, the baseline's: separate queries, keys and values, scale p^-1/2.
-
-    [B] Eq. (7.2.15)-(7.2.19). `bias` is on these three, `out_bias` on the output map."""
-
-    def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
-        super().__init__(d, heads, p, causal, dropout)
-        self.QKV = nn.Linear(d, 3 * heads * self.p, bias=bias)
-        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, causal, c.qkv_bias, c.out_bias, c.dropout)
-
-    def bases(self):
-        """The value maps as (K, d, p): what stands for U in R^c."""
-        return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
-
-    def project(self, Z):
-        """Queries, keys and values, (B, K, n, p) each."""
-        heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
-        return heads.permute(2, 0, 3, 1, 4).unbind(0)
-
-    def keys(self, Z):
-        return self.project(Z)[1]
-
-    def values(self, Z):
-        """With their bias, if they have one."""
-        return self.project(Z)[2]
-
-    def map(self, Z):
-        """The attention map, [B] Eq. (7.2.19): (B, K, n, n)."""
-        q, k, _ = self.project(Z)
-        return attention_map(q, k, self.scale, self.causal)
-
-    def forward(self, Z, state=None, read=None):
-        q, k, v = self.project(Z)
-        if state is not None:
-            k, v = _cached(state, k=k, v=v)
-        return F.dropout(self.W(self.attend(q[:, :, :read], k, v)), self.dropout, self.training)
-
-
-class TSSA(Attention):
-    """Token-statistics self-attention (ToST), linear in n.
-
-    Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
-        Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
-        s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                             compress where energy is low
-    then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
-    b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
-    not decayed. Generation keeps the three running sums, of constant size."""
-
-    def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
-                 dropout=0.0):
-        super().__init__(d, heads, p, causal, dropout)
-        self.U = nn.Linear(d, heads * self.p, bias=bias)
-        self.eta = nn.Parameter(torch.ones(heads))
-        self.b = nn.Parameter(torch.zeros(heads, context, 1)) if causal else None
-        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, causal, context, c.qkv_bias, c.out_bias, c.dropout)
-
-    bases = MSSA.bases
-
-    def project(self, Z):
-        """w = U_k^* Z (+ bias) for every head, in float32 or better."""
-        return _exact(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))[0]
-
-    keys = project
-
-    def values(self, Z):
-        """U_k^* Z without the bias."""
-        return _project(Z, self.bases())
-
-    def _statistics(self, w, state):
-        """Pi (B, K, n) and s (B, K, n or 1, p)."""
-        square = w.square()
-        eta = _exact(self.eta)[0][:, None]
-        if not self.causal:
-            # the released guards: 1e-12 under the norm (1e-24 under its square), 1e-8 under the sum
-            share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
-            Pi = (eta * share.sum(-1)).softmax(-2)
-            return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
-        start = 0 if state is None else state.get("n", 0)
-        end = start + w.shape[-2]
-        if end > self.b.shape[1]:
-            raise ConfigError(f"{end} tokens exceed the context of {self.b.shape[1]}")
-        energy = square.cumsum(-2)                          # squared norm so far
-        if start:
-            energy = state["energy"] + energy
-        share = square / energy.clamp_min(1e-12)            # the released causal code's guard
-        likeness = share.sum(-1)
-        if not start:
-            # a first token has ratio 1 to itself, a constant. Below the guard it is not, with a
-            # slope of up to 2e6 that would drown every other gradient: so it is cut
-            likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
-        Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
-        moment = (Pi.unsqueeze(-1) * square).cumsum(-2)
-        mass = Pi.cumsum(-1)
-        if start:
-            moment, mass = state["moment"] + moment, state["mass"] + mass
-        if state is not None:
-            last = dict(energy=energy[..., -1:, :], moment=moment[..., -1:, :], mass=mass[..., -1:])
-            state.update(n=end, **{name: t.clone() for name, t in last.items()})
-        return Pi, moment / (mass + 1e-8).unsqueeze(-1)
-
-    def map(self, Z):
-        """TSSA has no attention map; this is Pi (B, K, n)."""
-        return self._statistics(self.project(Z), None)[0]
-
-    def multiply_adds(self, n, read=None):
-        """As Attention's, but there are no n x n products."""
-        return n * _weights(self.U) + (read or n) * _weights(self.W)
-
-    def forward(self, Z, state=None, read=None):
-        w = self.project(Z)
-        with torch.autocast(Z.device.type, enabled=False):
-            Pi, s = self._statistics(w, state)
-            Pi, w = Pi[:, :, :read], w[:, :, :read]
-            damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
-            out = -Pi.unsqueeze(-1) * w * damping
-        out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
-        return F.dropout(out, self.dropout, self.training)
-
-
-# -------------------------------------------------------------------------------------------------
-# Sparsification operators: what stands in the MLP's place. Z (B, n, d) -> (B, n, d)
-#
-# eta = lambda = 0.1 by default: the released code's values, close to the best of [N]'s ablation
-# (Table 2: 70.8 % with these; eta 0.02 70.7, 0.5 66.7; lambda 0.02 70.8, 0.5 70.5).
-# -------------------------------------------------------------------------------------------------
-
-def ista(Z, D, eta=0.1, lambd=0.1):
-    """ISTA(Z | D) = ReLU(Z - eta D^*(D Z - Z) - eta lambda 1), as printed.
-
-    [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
-    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Two matmuls over the tokens; the released
-    code takes three. Z (..., n, d), D (d, d) -> (..., n, d)."""
-    residual = Z @ D.mT - Z                                 # D Z - Z
-    # [B] prints + eta lambda, which would not shrink
-    return F.relu(Z - eta * residual @ D - eta * lambd)
 
 
 class Sparsification(nn.Module):
-    """What ISTA, MMProx, ODL and MLP share: build(config, context), forward, code(Z), the sparse
-    code, and multiply_adds()."""
+    """The interface of what stands in the MLP's place, and what ISTA, MMProx, ODL and MLP share."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
 
+    @classmethod
+    def build(cls, config, context):
+        """The operator that a BackboneConfig describes, for sequences of up to `context` tokens."""
+
+    def forward(self, Z):
+        """Z (B, n, d) -> (B, n, d)."""
+
     def code(self, Z):
-        """The sparse code (B, n, m): of a proximal step, its output."""
+        """The sparse code of Z (B, n, d), (B, n, m): the output, if that is the code."""
         return self.forward(Z)
 
     def multiply_adds(self):
         """Of a forward pass, per token: every weight once."""
-        return _weights(self)
+        return weight_count(self)
 
 
 class ISTA(Sparsification):
@@ -514,7 +264,8 @@ class ISTA(Sparsification):
 
     Exactly, Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z. For rows that is Z + Z G with
     G = eta (D - D^*D), a d x d matrix built once a step. The identity stays outside G: inside, bf16
-    would round G against it."""
+    would round G against it. eta = lambda = 0.1 is the released code's, close to the best of [N]
+    Table 2 (70.8 %; eta 0.02 70.7, 0.5 66.7; lambda 0.02 70.8, 0.5 70.5)."""
     residual = False
 
     def __init__(self, d, eta=0.1, lambd=0.1):
@@ -524,8 +275,8 @@ class ISTA(Sparsification):
         nn.init.kaiming_uniform_(self.D)
 
     @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.eta, c.lambd)
+    def build(cls, config, context):
+        return cls(config.width, config.eta, config.lambd)
 
     def forward(self, Z):
         if Z.numel() < self.D.numel():      # fewer than d (generation, class tokens): G costs more
@@ -534,230 +285,9 @@ class ISTA(Sparsification):
         return F.relu(Z + Z @ G - self.eta * self.lambd)
 
 
-class ResidualISTA(ISTA):
-    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone.
-
-    It is no proximal step any more, since the sum need not be sparse; but more layers then help
-    with text."""
-    residual = True
-
-
-class MMProx(Sparsification):
-    """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
-
-    [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
-    step. In a model n is its context, whatever number of tokens is there."""
-    residual = False
-
-    def __init__(self, d, lambd=0.1, eps=0.5, context=None):
-        super().__init__()
-        self.lambd, self.eps, self.context = lambd, eps, context
-        self.D = nn.Parameter(torch.empty(d, d))
-        nn.init.kaiming_uniform_(self.D)
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.lambd, c.mm_eps, context)
-
-    def forward(self, Z):
-        n, d = Z.shape[-2:]
-        alpha = d / ((self.context or n) * self.eps ** 2)
-        return F.relu((1 + 4 / (9 * (1 + alpha))) * (Z @ self.D) - 4 * self.lambd / (9 * alpha))
-
-
-class ODL(Sparsification):
-    """Overcomplete dictionary learning (CRATE-alpha): two ISTA steps from 0, then back.
-
-    [B] Eq. (7.5.3)-(7.5.5), with a dictionary of its own on the way back, as in the released code:
-        a1 = ReLU(eta D^*Z - eta lambda)
-        a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
-        output = D_hat a2
-    D and D_hat are (d, C d)."""
-
-    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
-        super().__init__()
-        self.eta, self.lambd = eta, lambd
-        self.D = nn.Parameter(torch.empty(d, C * d))
-        self.D_hat = nn.Parameter(torch.empty(d, C * d))
-        for D in (self.D, self.D_hat):
-            nn.init.uniform_(D, -(6 / d) ** 0.5, (6 / d) ** 0.5)    # the released training code's
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.expansion, c.eta, c.lambd)
-
-    def multiply_adds(self):
-        return super().multiply_adds() + 2 * self.D.numel()         # D is applied three times
-
-    def code(self, Z):
-        """The sparse code a2 (B, n, C d), entries >= 0."""
-        threshold = self.eta * self.lambd
-        a1 = F.relu(self.eta * Z @ self.D - threshold)
-        return F.relu(a1 + self.eta * (Z - a1 @ self.D.mT) @ self.D - threshold)
-
-    def forward(self, Z):
-        return self.code(Z) @ self.D_hat.mT
-
-
-class MLP(Sparsification):
-    """Linear, GELU, Linear: the baseline's. [B] Eq. (7.2.20) prints ReLU; ViT, GPT-2: GELU."""
-
-    def __init__(self, d, hidden, bias=True, dropout=0.0):
-        super().__init__()
-        self.up = nn.Linear(d, hidden, bias=bias)
-        self.down = nn.Linear(hidden, d, bias=bias)
-        self.dropout = dropout
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.expansion * c.width, c.mlp_bias, c.dropout)
-
-    def code(self, Z):
-        """The activations (B, n, hidden) behind GELU, which are not sparse by construction."""
-        return F.gelu(self.up(Z))
-
-    def forward(self, Z):
-        return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
-
-
 # -------------------------------------------------------------------------------------------------
-# The archs: one row each
+# The layer
 # -------------------------------------------------------------------------------------------------
-
-def _size(width, heads, layers, **fields):
-    return dict(width=width, heads=heads, layers=layers, **fields)
-
-
-_TINY, _SMALL, _LARGE = _size(384, 6, 12), _size(576, 12, 12), _size(1024, 16, 24)
-_BASE = _size(768, 12, 12)
-_CRATE = dict(tiny=_TINY, small=_SMALL, base=_BASE, large=_LARGE)               # [N] Table 1
-# DeiT's tiny and small, ViT's base and large
-_VIT = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=_BASE, large=_LARGE)
-_TEXT = dict(small=_size(512, 8, 12), base=_BASE)
-# CRATE-MAE: 12 layers encode, 12 decode, lambda 0.5
-_CRATE_MAE = dict(small=dict(_SMALL, lambd=0.5), base=dict(_BASE, lambd=0.5))
-_VIT_MAE = dict(small=_size(384, 6, 12), base=_BASE)
-
-
-@dataclass(frozen=True)
-class Arch:
-    """One row of the table: a layer's operators, what its authors put around them, and its sizes.
-
-    A size is a dict of config fields. Image sizes are the released code's; text sizes are inferred
-    from the parameter counts in [B] Sections 7.4 and 7.5 (CRATE-alpha-B has 109.4M here, which does
-    not match the published 120M)."""
-    attention: type                     # MSSA, MHSA or TSSA
-    sparsification: type | None         # ISTA, MMProx, ODL, MLP; None: attention only
-    output: str = "learned"             # of MSSA
-    # image models
-    stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # residual streams grow; not behind ISTA
-    norm_eps: float = 1e-6
-    qkv_bias: bool = False              # on MHSA's and TSSA's projections; MSSA's U never has one
-    out_bias: bool = True               # on the attention's output map
-    init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
-    class_token_std: float = 0.02
-    embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
-    layer_scale: float = 0.0            # at initialization; 0: none
-    deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
-    mirrored_decoder: bool = False      # its masked autoencoder decodes with DecoderLayer
-    image_sizes: dict = field(default_factory=lambda: _VIT)
-    mae_sizes: dict = field(default_factory=lambda: _VIT_MAE)
-    text_sizes: dict = field(default_factory=lambda: _TEXT)
-
-
-_CRATE_ROW = Arch(
-    MSSA, ISTA, stem="norm", final_norm=False, norm_eps=1e-5, init_std=None, class_token_std=1.0,
-    mirrored_decoder=True, image_sizes=_CRATE, mae_sizes=_CRATE_MAE)
-_VIT_MAE_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
-
-ARCHS = {
-    "crate": _CRATE_ROW,                                            # [J] Eq. (45)
-    "crate-c": replace(_CRATE_ROW, output="subspace"),              # [S]
-    "crate-n": replace(_CRATE_ROW, output="negative"),              # [S]
-    "crate-t": replace(_CRATE_ROW, output="transpose"),             # [S]
-    "crate-mm": replace(_CRATE_ROW, sparsification=MMProx),         # [N] Eq. (92), Table 3
-    "crate-residual": replace(_CRATE_ROW, sparsification=ResidualISTA, mirrored_decoder=False),
-    "crate-alpha": Arch(                                            # [B] Eq. (7.5.3)-(7.5.5)
-        MSSA, ODL, final_norm=False, out_bias=False, class_token_std=1e-6, embed_kaiming=True,
-        image_sizes=dict(_VIT, small=_SMALL, large=dict(_LARGE, patch_size=14))),
-    "tost": Arch(                                                   # [B] Eq. (7.5.6)-(7.5.7)
-        # Released ToST has LayerScale 1e-5 in text too. But then the last LN sees little except the
-        # embedding, whose logit for its own token is 0.014 d with a tied head: the first loss is
-        # 7 % above ln V at d = 768. With 1 it is 2 % above.
-        TSSA, MLP, qkv_bias=True, layer_scale=1.0, deep_layer_scale=1e-5,
-        image_sizes=dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
-                         medium=_size(512, 8, 24)),
-        mae_sizes=dict(small=_size(384, 8, 12)),
-        text_sizes=dict(base=_BASE, medium=_LARGE, large=_size(1280, 20, 36))),
-    "aot": Arch(                                                    # [B] Eq. (7.5.8)
-        MSSA, None, image_sizes=_CRATE, mae_sizes=dict(small=_SMALL, base=_BASE),
-        text_sizes=dict(base=_LARGE, medium=_size(1280, 20, 36))),
-    "aot-mhsa": Arch(                                               # [B] Eq. (7.5.8) with MHSA
-        MHSA, None, qkv_bias=True, text_sizes=dict(base=_size(896, 14, 24))),
-    "transformer": Arch(                                            # [B] Eq. (7.2.13)-(7.2.22)
-        MHSA, MLP, qkv_bias=True,
-        mae_sizes=dict(small=dict(_size(384, 6, 12), decoder_width=512, **_VIT_MAE_DECODER),
-                       base=dict(_BASE, decoder_width=768, **_VIT_MAE_DECODER))),
-}
-
-
-def not_one_of(word, words):
-    """"X is not one of a, b, c, did you mean b?", for messages about names."""
-    words = [str(w) for w in words]
-    close = difflib.get_close_matches(str(word), words, 1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"{word} is not one of {', '.join(words)}{hint}"
-
-
-# -------------------------------------------------------------------------------------------------
-# Layers
-# -------------------------------------------------------------------------------------------------
-
-@dataclass(kw_only=True)
-class BackboneConfig:
-    """What the layers of every model share. None means: as the arch's row has it.
-
-    Raises ConfigError for an unknown arch and for heads that do not fit the width."""
-    arch: str = "crate"
-    width: int = 384                    # d
-    heads: int = 6                      # K
-    layers: int = 12                    # L
-    head_dim: int | None = None         # p; None is width / heads
-    eta: float = 0.1                    # step of ISTA and ODL
-    lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
-    step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
-    mm_eps: float = 0.5                 # distortion in MMProx's alpha
-    expansion: int = 4                  # hidden width of MLP, atoms of ODL, in units of d
-    dropout: float = 0.0
-    drop_path: float = 0.0              # rate of the last layer, rising linearly from 0
-    layer_scale: float | None = None    # at initialization; 0: none
-    norm_eps: float | None = None
-    norm_bias: bool = True
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    mlp_bias: bool = True
-
-    def __post_init__(self):
-        if self.arch not in ARCHS:
-            raise ConfigError(f"arch={not_one_of(self.arch, ARCHS)}")
-        for name in ("heads", "layers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
-        if self.head_dim is None:
-            if self.width % self.heads:
-                fits = [h for h in range(1, 65) if self.width % h == 0]
-                raise ConfigError(f"heads={self.heads} does not divide width={self.width}; "
-                                  f"use one of {fits}")
-            self.head_dim = self.width // self.heads
-        output = ARCHS[self.arch].output
-        if output == "transpose" and self.heads * self.head_dim != self.width:
-            raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
-                              f"not {self.heads} x {self.head_dim} and {self.width}")
-        if self.step_size != 1.0 and output == "learned":
-            raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
-                              f"{self.arch} learns its own (W)")
-
 
 class LayerTrace(NamedTuple):
     """What one layer did."""
@@ -796,7 +326,7 @@ class Layer(nn.Module):
             if self.residual:
                 self.scale2 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
 
-    def _branch(self, out, scale):
+    def branch(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
         if scale is not None:
             out = out * scale
@@ -807,20 +337,20 @@ class Layer(nn.Module):
 
     def compress(self, Z, state=None, read=None):
         """Z^l -> Z^{l+1/2}, of the first `read` tokens alone, if given."""
-        return Z[:, :read] + self._branch(self.attention(self.norm1(Z), state, read), self.scale1)
+        return Z[:, :read] + self.branch(self.attention(self.norm1(Z), state, read), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
         if self.sparsification is None:
             return Z
         out = self.sparsification(self.norm2(Z))
-        return Z + self._branch(out, self.scale2) if self.residual else out
+        return Z + self.branch(out, self.scale2) if self.residual else out
 
     def forward(self, Z, state=None, read=None):
         return self.sparsify(self.compress(Z, state, read))
 
     def trace(self, Z):
-        """forward, as a LayerTrace."""
+        """What a forward pass does."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
@@ -848,8 +378,7 @@ def init_linears(module, init, **options):
 
 
 def run_layers(layers, Z, read=None):
-    """Z^1 -> Z^{L+1}. read=m: only the first m tokens are needed, so the last layer computes no
-    others."""
+    """Z^1 -> Z^{L+1}. read=m: the last layer computes the first m tokens alone."""
     for l, layer in enumerate(layers):
         Z = layer(Z, read=read) if read and l == len(layers) - 1 else layer(Z)
     return Z
@@ -874,58 +403,491 @@ def train_flops(layers, n, read=None):
 
 
 # -------------------------------------------------------------------------------------------------
-# Image models
+# The objective
+#
+# eps is the distortion up to which tokens are coded. [N], [J] and [S] give no value for the
+# objective. 0.5 is our choice: half of a unit token's norm; tokens behind a LayerNorm have norm
+# sqrt(d), far above it. A direction costs log 2 / 2 nats where its mean square equals eps^2 / d,
+# and much less below. Rates compare only at equal eps: the released measurement of [N] Fig. 3 has
+# 0.1 (each head's vectors of norm 1), SimDINO sqrt(0.05). All rates are in nats.
 # -------------------------------------------------------------------------------------------------
 
+def at_least_float32(*tensors):
+    """The tensors in float32 or better: a logdet in half precision is wrong in the first digit."""
+    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
+
+
+def gram_coding_rate(G, a):
+    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
+
+    With I + a G = L L^* it is the sum of log diag(L). A matrix that Cholesky cannot factor (G not
+    finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
+    with torch.autocast(G.device.type, enabled=False):
+        G, = at_least_float32(G)
+        identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+        L, failed = torch.linalg.cholesky_ex(identity + a * G)
+        half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
+
+
+def half_logdet(Z, a):
+    """1/2 logdet(I + a Z Z^*) = 1/2 logdet(I + a Z^* Z), by the smaller of the two."""
+    with torch.autocast(Z.device.type, enabled=False):
+        n, d = Z.shape[-2:]
+        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, a)
+
+
+def coding_rate(Z, eps=0.5):
+    """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
+
+    The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
+    Z, = at_least_float32(Z)
+    n, d = Z.shape[-2:]
+    return half_logdet(Z, d / (n * eps ** 2))
+
+
+def subspace_coding_rate(Z, U, eps=0.5):
+    """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
+
+    [J] Eq. (13), [N] Eq. (8). The rate when each token is coded in K subspaces.
+    Z (..., n, d), U (K, d, p); returns (...)."""
+    Z, U = at_least_float32(Z, U)
+    with torch.autocast(Z.device.type, enabled=False):
+        return projected_coding_rate(project(Z, U), eps)
+
+
+def projected_coding_rate(w, eps=0.5):
+    """R^c from the projections w = U_k^* Z (..., K, n, p) themselves."""
+    w, = at_least_float32(w)
+    n, p = w.shape[-2:]
+    return half_logdet(w, p / (n * eps ** 2)).sum(-1)
+
+
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
+    """R(Z) - R^c(Z | U) - lambda ||Z||, to be maximized.
+
+    [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
+    entries of Z (..., n, d); returns (...). The measure of [S] is its negative."""
+    Z, U = at_least_float32(Z, U)
+    with torch.autocast(Z.device.type, enabled=False):
+        return projected_sparse_rate_reduction(Z, project(Z, U), eps, lambd, norm)
+
+
+def projected_sparse_rate_reduction(Z, w, eps=0.5, lambd=0.1, norm="l0"):
+    """The same from the projections w = U_k^* Z (..., K, n, p) themselves."""
+    if norm not in ("l0", "l1"):
+        raise ConfigError(f"norm={not_one_of(norm, ('l0', 'l1'))}")
+    Z, = at_least_float32(Z)
+    size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
+    return coding_rate(Z, eps) - projected_coding_rate(w, eps) - lambd * size
+
+
+def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
+    """grad_Z R^c, exact or by the first two terms of its Neumann series.
+
+    [J] Eq. (31) and (32)-(33), [N] Eq. (9) and (67)-(69):
+    exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
+    neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
+
+    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). The inverse is taken of a
+    p x p matrix: for w = (U_k^*Z)^*, (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}.
+    Z (..., n, d), U (K, d, p) -> (..., n, d)."""
+    Z, U = at_least_float32(Z, U)
+    with torch.autocast(Z.device.type, enabled=False):
+        w = project(Z, U)                                               # (..., K, n, p)
+        n, p = w.shape[-2:]
+        beta = p / (n * eps ** 2)
+        if neumann:
+            direction = w - beta * w @ (w.mT @ w)
+        else:
+            identity = torch.eye(p, dtype=w.dtype, device=w.device)
+            direction = torch.linalg.solve(identity + beta * w.mT @ w, w, left=False)
+        return beta * (direction @ U.mT).sum(-3)
+
+
+def gaussian_mixture_denoise(z, U, sigma):
+    """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
+
+    [J] Eq. (47), [N] Eq. (6). One denoising step for a token drawn from Gaussians on subspaces U
+    (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it projects onto the
+    nearest subspace. z (..., d) -> (..., d)."""
+    w = project(z.unsqueeze(-2), U)                                     # (..., K, 1, p)
+    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -2)   # (..., K, 1)
+    return ((weight.unsqueeze(-1) * w) @ U.mT).sum(-3).squeeze(-2)
+
+
+# -------------------------------------------------------------------------------------------------
+# The other archs' operators
+# -------------------------------------------------------------------------------------------------
+
+class MHSA(Attention):
+    """Multi-head self-attention, the baseline's: separate queries, keys and values, scale p^-1/2.
+
+    [B] Eq. (7.2.15)-(7.2.19). `bias` is on these three, `out_bias` on the output map."""
+
+    def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
+        super().__init__(d, heads, p, causal, dropout)
+        self.QKV = nn.Linear(d, 3 * heads * self.p, bias=bias)
+        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
+
+    @classmethod
+    def build(cls, config, causal, context):
+        c = config
+        return cls(c.width, c.heads, c.head_dim, causal, bias=c.qkv_bias, out_bias=c.out_bias,
+                   dropout=c.dropout)
+
+    def bases(self):
+        """The value maps, without their bias."""
+        return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
+
+    def project(self, Z):
+        """Queries, keys and values, (B, K, n, p) each."""
+        heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
+        return heads.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def keys(self, Z):
+        return self.project(Z)[1]
+
+    def values(self, Z):
+        """With their bias, if they have one."""
+        return self.project(Z)[2]
+
+    def map(self, Z):
+        """[B] Eq. (7.2.19)."""
+        q, k, _ = self.project(Z)
+        return attention_map(q, k, self.scale, self.causal)
+
+    def forward(self, Z, state=None, read=None):
+        q, k, v = self.project(Z)
+        if state is not None:
+            k, v = cached(state, torch.cat([k, v], -1)).chunk(2, -1)
+        return F.dropout(self.W(self.attend(q[:, :, :read], k, v)), self.dropout, self.training)
+
+
+class TSSA(Attention):
+    """Token-statistics self-attention (ToST), linear in n.
+
+    Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
+        Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
+        s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
+        out_ik  = - Pi_ik w_i / (1 + s_k)                             compress where energy is low
+    then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
+    b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
+    not decayed. Generation keeps the three running sums, of constant size."""
+
+    def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
+                 dropout=0.0):
+        super().__init__(d, heads, p, causal, dropout)
+        self.U = nn.Linear(d, heads * self.p, bias=bias)
+        self.eta = nn.Parameter(torch.ones(heads))
+        self.b = nn.Parameter(torch.zeros(heads, context, 1)) if causal else None
+        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
+
+    @classmethod
+    def build(cls, config, causal, context):
+        c = config
+        return cls(c.width, c.heads, c.head_dim, causal, context, bias=c.qkv_bias,
+                   out_bias=c.out_bias, dropout=c.dropout)
+
+    bases = MSSA.bases
+
+    def project(self, Z):
+        """w = U_k^* Z (+ bias) for every head, in float32 or better."""
+        return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))[0]
+
+    keys = project
+
+    def values(self, Z):
+        """Without the bias."""
+        return project(Z, self.bases())
+
+    def statistics(self, w, state):
+        """Pi (B, K, n) and s (B, K, n or 1, p)."""
+        square = w.square()
+        eta = at_least_float32(self.eta)[0][:, None]
+        if not self.causal:
+            # the released guards: 1e-12 under the norm (1e-24 under its square), 1e-8 under the sum
+            share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
+            Pi = (eta * share.sum(-1)).softmax(-2)
+            return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
+        start = 0 if state is None else state.get("n", 0)
+        end = start + w.shape[-2]
+        if end > self.b.shape[1]:
+            raise ConfigError(f"{end} tokens exceed the context of {self.b.shape[1]}")
+        energy = square.cumsum(-2)                          # squared norm so far
+        if start:
+            energy = state["energy"] + energy
+        share = square / energy.clamp_min(1e-12)            # the released causal code's guard
+        likeness = share.sum(-1)
+        if not start:
+            # a first token has ratio 1 to itself, a constant. Below the guard it is not, with a
+            # slope of up to 2e6 that would drown every other gradient: so it is cut
+            likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
+        Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
+        moment = (Pi.unsqueeze(-1) * square).cumsum(-2)
+        mass = Pi.cumsum(-1)
+        if start:
+            moment, mass = state["moment"] + moment, state["mass"] + mass
+        if state is not None:
+            last = dict(energy=energy[..., -1:, :], moment=moment[..., -1:, :], mass=mass[..., -1:])
+            state.update(n=end, **{name: t.clone() for name, t in last.items()})
+        return Pi, moment / (mass + 1e-8).unsqueeze(-1)
+
+    def map(self, Z):
+        """TSSA has no attention map; this is Pi (B, K, n)."""
+        return self.statistics(self.project(Z), None)[0]
+
+    def multiply_adds(self, n, read=None):
+        """As Attention's, but there are no n x n products."""
+        return n * weight_count(self.U) + (read or n) * weight_count(self.W)
+
+    def forward(self, Z, state=None, read=None):
+        w = self.project(Z)
+        with torch.autocast(Z.device.type, enabled=False):
+            Pi, s = self.statistics(w, state)
+            Pi, w = Pi[:, :, :read], w[:, :, :read]
+            damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
+            out = -Pi.unsqueeze(-1) * w * damping
+        out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
+        return F.dropout(out, self.dropout, self.training)
+
+
+class ResidualISTA(ISTA):
+    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone.
+
+    It is no proximal step any more, since the sum need not be sparse; but more layers then help
+    with text."""
+    residual = True
+
+
+class MMProx(Sparsification):
+    """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
+
+    [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
+    step. In a model n is its context, whatever number of tokens is there."""
+    residual = False
+
+    def __init__(self, d, lambd=0.1, eps=0.5, context=None):
+        super().__init__()
+        self.lambd, self.eps, self.context = lambd, eps, context
+        self.D = nn.Parameter(torch.empty(d, d))
+        nn.init.kaiming_uniform_(self.D)
+
+    @classmethod
+    def build(cls, config, context):
+        return cls(config.width, config.lambd, config.mm_eps, context)
+
+    def forward(self, Z):
+        n, d = Z.shape[-2:]
+        alpha = d / ((self.context or n) * self.eps ** 2)
+        return F.relu((1 + 4 / (9 * (1 + alpha))) * (Z @ self.D) - 4 * self.lambd / (9 * alpha))
+
+
+class ODL(Sparsification):
+    """Overcomplete dictionary learning (CRATE-alpha): two ISTA steps from 0, then back.
+
+    [B] Eq. (7.5.3)-(7.5.5), with a dictionary of its own on the way back, as in the released code:
+        a1 = ReLU(eta D^*Z - eta lambda)
+        a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
+        output = D_hat a2
+    D and D_hat are (d, C d)."""
+
+    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
+        super().__init__()
+        self.eta, self.lambd = eta, lambd
+        self.D = nn.Parameter(torch.empty(d, C * d))
+        self.D_hat = nn.Parameter(torch.empty(d, C * d))
+        for D in (self.D, self.D_hat):
+            nn.init.uniform_(D, -(6 / d) ** 0.5, (6 / d) ** 0.5)    # the released training code's
+
+    @classmethod
+    def build(cls, config, context):
+        return cls(config.width, config.expansion, config.eta, config.lambd)
+
+    def multiply_adds(self):
+        return super().multiply_adds() + 2 * self.D.numel()         # D is applied three times
+
+    def code(self, Z):
+        """a2 (B, n, C d), entries >= 0."""
+        threshold = self.eta * self.lambd
+        a1 = F.relu(self.eta * Z @ self.D - threshold)
+        return F.relu(a1 + self.eta * (Z - a1 @ self.D.mT) @ self.D - threshold)
+
+    def forward(self, Z):
+        return self.code(Z) @ self.D_hat.mT
+
+
+class MLP(Sparsification):
+    """Linear, GELU, Linear: the baseline's. [B] Eq. (7.2.20) prints ReLU; ViT, GPT-2: GELU."""
+
+    def __init__(self, d, m, bias=True, dropout=0.0):
+        super().__init__()
+        self.up = nn.Linear(d, m, bias=bias)
+        self.down = nn.Linear(m, d, bias=bias)
+        self.dropout = dropout
+
+    @classmethod
+    def build(cls, config, context):
+        c = config
+        return cls(c.width, c.expansion * c.width, bias=c.mlp_bias, dropout=c.dropout)
+
+    def code(self, Z):
+        """The activations (B, n, m) behind GELU, dense."""
+        return F.gelu(self.up(Z))
+
+    def forward(self, Z):
+        return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
+
+
+# -------------------------------------------------------------------------------------------------
+# The archs, their sizes, and a model's config
+# -------------------------------------------------------------------------------------------------
+
+class Family(NamedTuple):
+    """What the authors of some archs put around the operators of an image model."""
+    stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
+    final_norm: bool = True             # residual streams grow; not behind ISTA
+    norm_eps: float = 1e-6
+    out_bias: bool = True               # on the attention's output map
+    init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
+    class_token_std: float = 0.02
+    embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
+
+
+FAMILIES = {
+    "crate": Family("norm", final_norm=False, norm_eps=1e-5, init_std=None, class_token_std=1.0),
+    "alpha": Family(final_norm=False, out_bias=False, class_token_std=1e-6, embed_kaiming=True),
+    "vit": Family()}
+
+
+class Arch(NamedTuple):
+    """A row of the table: the operators of a layer, and its family."""
+    attention: type
+    sparsification: type | None         # None: attention only
+    family: str
+    output: str = "learned"             # of MSSA
+    layer_scale: float = 0.0            # at initialization; 0: none
+    deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
+
+
+ARCHS = {
+    "crate": Arch(MSSA, ISTA, "crate"),                             # [J] Eq. (45)
+    "crate-c": Arch(MSSA, ISTA, "crate", "subspace"),               # [S]
+    "crate-n": Arch(MSSA, ISTA, "crate", "negative"),               # [S]
+    "crate-t": Arch(MSSA, ISTA, "crate", "transpose"),              # [S]
+    "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
+    "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
+    "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
+    # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
+    # sees little except the embedding, whose logit for its own token is 0.014 d with a tied head:
+    # the first loss is 7 % above ln V at d = 768. With 1 it is 2 % above.
+    "tost": Arch(TSSA, MLP, "vit", layer_scale=1.0, deep_layer_scale=1e-5),
+    "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
+    "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
+    "transformer": Arch(MHSA, MLP, "vit"),                          # [B] Eq. (7.2.13)-(7.2.22)
+}
+
+
+def size(width, heads, layers, **fields):
+    """The fields of a config that a size sets."""
+    return dict(width=width, heads=heads, layers=layers, **fields)
+
+
+TINY, SMALL, BASE, LARGE = size(384, 6, 12), size(576, 12, 12), size(768, 12, 12), size(1024, 16, 24)
+CRATE = dict(tiny=TINY, small=SMALL, base=BASE, large=LARGE)            # [N] Table 1
+# DeiT's tiny and small, ViT's base and large
+VIT = dict(tiny=size(192, 3, 12), small=size(384, 6, 12), base=BASE, large=LARGE)
+VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
+
+# task -> arch or family -> size -> fields; those in no row have vit's. Image sizes are the released
+# code's; text sizes are inferred from the parameter counts in [B] Sections 7.4 and 7.5 (CRATE-alpha
+# base has 109.4M here, which does not match the published 120M)
+SIZES = {
+    "image": {
+        "crate": CRATE,
+        "crate-alpha": VIT | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
+        "tost": dict(tiny=size(192, 4, 12), small=size(384, 8, 12), medium=size(512, 8, 24)),
+        "aot": CRATE,
+        "vit": VIT},
+    "mae": {
+        "crate": dict(small=SMALL | dict(lambd=0.5), base=BASE | dict(lambd=0.5)),
+        "tost": dict(small=size(384, 8, 12)),
+        "aot": dict(small=SMALL, base=BASE),
+        "transformer": dict(small=size(384, 6, 12, decoder_width=512, **VIT_DECODER),
+                            base=BASE | dict(decoder_width=768, **VIT_DECODER)),
+        "vit": dict(small=size(384, 6, 12), base=BASE)},
+    "text": {
+        "tost": dict(base=BASE, medium=LARGE, large=size(1280, 20, 36)),
+        "aot": dict(base=LARGE, medium=size(1280, 20, 36)),
+        "aot-mhsa": dict(base=size(896, 14, 24)),
+        "vit": dict(small=size(512, 8, 12), base=BASE)},
+}
+
+
+def sizes_of(task, arch):
+    """The named sizes of an arch: {name: fields}."""
+    table = SIZES[task]
+    return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
+
+
 @dataclass(kw_only=True)
-class ImageConfig(BackboneConfig):
-    """An image encoder and its classifier."""
-    sizes: ClassVar = "image_sizes"     # the column of ARCHS with its named sizes
-    image_size: int = 224               # pixels a side, square
-    patch_size: int = 16                # P
-    channels: int = 3
-    classes: int = 1000
-    stem: str | None = None             # norm or plain; None: the arch's
-    positions: str = "learned"          # learned; sincos: fixed, 2-D (MAE)
-    pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
-    final_norm: bool | None = None      # LN after the last layer; else the head begins with one
+class BackboneConfig:
+    """What the layers of every model share. None means: as the arch's family has it.
+
+    Raises ConfigError for an unknown arch and for heads that do not fit the width."""
+    arch: str = "crate"
+    width: int = 384                    # d
+    heads: int = 6                      # K
+    layers: int = 12                    # L
+    head_dim: int | None = None         # p; None is width / heads
+    eta: float = 0.1                    # step of ISTA and ODL
+    lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
+    step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
+    mm_eps: float = 0.5                 # distortion in MMProx's alpha
+    expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
+    dropout: float = 0.0
+    drop_path: float = 0.0              # rate of the last layer, rising linearly from 0
+    layer_scale: float | None = None    # at initialization; 0: none
+    norm_eps: float | None = None
+    norm_bias: bool = True
+    qkv_bias: bool | None = None
+    out_bias: bool | None = None
+    mlp_bias: bool = True
 
     def __post_init__(self):
-        super().__post_init__()
-        row = ARCHS[self.arch]
-        for name in ("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(row, name))
-        if self.layer_scale is None:
-            self.layer_scale = row.layer_scale if self.layers <= 12 else row.deep_layer_scale
-        if self.image_size % self.patch_size:
-            raise ConfigError(f"patch_size={self.patch_size} does not divide "
-                              f"image_size={self.image_size}")
-        _check_words(self, stem=("norm", "plain"), pool=("class", "mean"),
-                     positions=("learned", "sincos"))
-        if self.positions == "sincos" and self.width % 4:
-            raise ConfigError(f"sincos positions need a width that 4 divides, not {self.width}")
+        self.check_words(arch=ARCHS)
+        for name in ("heads", "layers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        if self.head_dim is None:
+            if self.width % self.heads:
+                fits = [h for h in range(1, 65) if self.width % h == 0]
+                raise ConfigError(f"heads={self.heads} does not divide width={self.width}; "
+                                  f"use one of {fits}")
+            self.head_dim = self.width // self.heads
+        output = ARCHS[self.arch].output
+        if output == "transpose" and self.heads * self.head_dim != self.width:
+            raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
+                              f"not {self.heads} x {self.head_dim} and {self.width}")
+        if self.step_size != 1.0 and output == "learned":
+            raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
+                              f"{self.arch} learns its own (W)")
 
-    def patches(self):
-        """n, the number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-
-def _check_words(config, **choices):
-    for name, words in choices.items():
-        if getattr(config, name) not in words:
-            raise ConfigError(f"{name}={not_one_of(getattr(config, name), words)}")
+    def check_words(self, **choices):
+        for name, words in choices.items():
+            if getattr(self, name) not in words:
+                raise ConfigError(f"{name}={not_one_of(getattr(self, name), words)}")
 
 
 def make_config(cls, fields, size=None):
-    """cls(**fields), the fields of a named size of the arch beneath them.
+    """cls(**fields): the defaults of cls, over them the named size of the arch, over it `fields`.
 
     Raises ConfigError for an unknown arch, size or field."""
-    arch = fields.get("arch", "crate")
     if size is not None:
+        arch = fields.get("arch", cls.arch)
         if arch not in ARCHS:
             raise ConfigError(f"arch={not_one_of(arch, ARCHS)}")
-        sizes = getattr(ARCHS[arch], cls.sizes)
+        sizes = sizes_of(cls.task, arch)
         if size not in sizes:
             raise ConfigError(f"{arch} of size={not_one_of(size, sizes)}")
         fields = sizes[size] | fields
@@ -934,6 +896,45 @@ def make_config(cls, fields, size=None):
             known = not_one_of(name, cls.__dataclass_fields__)
             raise ConfigError(f"field of {cls.__name__} {known}")
     return cls(**fields)
+
+
+# -------------------------------------------------------------------------------------------------
+# Image models
+# -------------------------------------------------------------------------------------------------
+
+@dataclass(kw_only=True)
+class ImageConfig(BackboneConfig):
+    """An image encoder and its classifier."""
+    task: ClassVar = "image"            # of SIZES
+    image_size: int = 224               # pixels a side, square
+    patch_size: int = 16                # P
+    channels: int = 3
+    classes: int = 1000
+    stem: str | None = None             # norm or plain
+    positions: str = "learned"          # learned; sincos: fixed, 2-D (MAE)
+    pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
+    final_norm: bool | None = None      # LN after the last layer; else the head begins with one
+
+    def __post_init__(self):
+        super().__post_init__()
+        row = ARCHS[self.arch]
+        family = FAMILIES[row.family]._asdict()
+        family["qkv_bias"] = row.attention in (MHSA, TSSA)      # MSSA's U never has one
+        family["layer_scale"] = row.layer_scale if self.layers <= 12 else row.deep_layer_scale
+        for name in ("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"):
+            if getattr(self, name) is None:
+                setattr(self, name, family[name])
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"patch_size={self.patch_size} does not divide "
+                              f"image_size={self.image_size}")
+        self.check_words(stem=("norm", "plain"), pool=("class", "mean"),
+                         positions=("learned", "sincos"))
+        if self.positions == "sincos" and self.width % 4:
+            raise ConfigError(f"sincos positions need a width that 4 divides, not {self.width}")
+
+    def patches(self):
+        """n, the number of patches of an image."""
+        return (self.image_size // self.patch_size) ** 2
 
 
 def image_config(size, arch="crate", **overrides):
@@ -969,6 +970,18 @@ def sincos_positions(d, side):
     return torch.cat([torch.zeros(1, d, dtype=torch.float64), table]).float()[None]
 
 
+def saliency(attention, query="class"):
+    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, below [B]
+    Eq. (7.2.41): (B, K, n).
+
+    query="class": the row of the class token, without itself. query="mean": the mean of the
+    patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows but
+    memberships Pi (B, K, 1 + n)."""
+    if attention.ndim == 3:
+        return attention[..., 1:]
+    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+
+
 class ImageEncoder(nn.Module):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
@@ -997,16 +1010,16 @@ class ImageEncoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """As the authors of each arch have it: the row says how."""
-        row = ARCHS[self.config.arch]
-        if row.init_std is not None:
-            init_linears(self, nn.init.trunc_normal_, std=row.init_std)
-        if row.embed_kaiming:
+        """As the authors of each arch have it: its family says how."""
+        family = FAMILIES[ARCHS[self.config.arch].family]
+        if family.init_std is not None:
+            init_linears(self, nn.init.trunc_normal_, std=family.init_std)
+        if family.embed_kaiming:
             linear, = (m for m in self.embed if isinstance(m, nn.Linear))
             nn.init.kaiming_uniform_(linear.weight)
-        nn.init.normal_(self.class_token, std=row.class_token_std)
+        nn.init.normal_(self.class_token, std=family.class_token_std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=row.init_std or 1.0)
+            nn.init.normal_(self.positions, std=family.init_std or 1.0)
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d) for another grid of patches, interpolated (bicubic).
@@ -1016,7 +1029,7 @@ class ImageEncoder(nn.Module):
         if rows == columns == side:
             return self.positions
         grid = self.positions[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-        grid = F.interpolate(_exact(grid)[0], size=(rows, columns), mode="bicubic")
+        grid = F.interpolate(at_least_float32(grid)[0], size=(rows, columns), mode="bicubic")
         grid = grid.flatten(2).mT.to(self.positions.dtype)
         return torch.cat([self.positions[:, :1], grid], 1)
 
@@ -1050,8 +1063,9 @@ class ImageClassifier(nn.Module):
         self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else nn.LayerNorm(c.width, c.norm_eps)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        if ARCHS[c.arch].init_std is not None:
-            init_linears(self.head, nn.init.trunc_normal_, std=ARCHS[c.arch].init_std)
+        std = FAMILIES[ARCHS[c.arch].family].init_std
+        if std is not None:
+            init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
         """The class token, [B] Section 7.3.2, or the mean of the patch tokens: (B, d)."""
@@ -1076,7 +1090,7 @@ class ImageClassifier(nn.Module):
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
-    sizes: ClassVar = "mae_sizes"
+    task: ClassVar = "mae"
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
     decoder_heads: int | None = None
@@ -1094,11 +1108,11 @@ class MAEConfig(ImageConfig):
                 setattr(self, f"decoder_{name}", getattr(self, name))
             if getattr(self, f"decoder_{name}") < 1:
                 raise ConfigError(f"decoder_{name} must be 1 or more")
-        d, K = self.decoder_width, self.decoder_heads
-        _check_words(self, mask_tokens=("before", "after"))
-        if not 1 <= self.masked_patches() < self.patches():
-            raise ConfigError(f"mask_ratio={self.mask_ratio} masks {self.masked_patches()} of "
-                              f"{self.patches()} patches")
+        d, K, n, masked = (self.decoder_width, self.decoder_heads, self.patches(),
+                           self.masked_patches())
+        self.check_words(mask_tokens=("before", "after"))
+        if not 1 <= masked < n:
+            raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
         if self.mask_tokens == "before" and d != self.width:
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: before, encoder and "
                               "decoder share the tokens")
@@ -1119,7 +1133,6 @@ class MAEConfig(ImageConfig):
 
 
 def mae_config(size, arch="crate", **overrides):
-    """The MAEConfig of a named size (None: none), any field overridden."""
     return make_config(MAEConfig, dict(arch=arch) | overrides, size)
 
 
@@ -1128,11 +1141,11 @@ class DecoderLayer(nn.Module):
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
-    Sparsification first, since it came last, and the sign of the compression reversed. D~ takes the
-    place of the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and eta = 1, D undoes ISTA
-    exactly at lambda = 0, and up to lambda sqrt(nnz) a token otherwise. I - MSSA is the inverse of
-    I + MSSA up to second order in MSSA. What LN divides out and ReLU cuts off has to be learned.
-    D~ is a plain d x d map without bias or residual."""
+    Sparsification first, since it came last, and the sign of the compression reversed. D~, a plain
+    d x d map, takes the place of the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and
+    eta = 1, D undoes ISTA exactly at lambda = 0, and up to lambda sqrt(nnz) a token otherwise.
+    I - MSSA is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU
+    cuts off has to be learned."""
 
     def __init__(self, config):
         super().__init__()
@@ -1149,7 +1162,7 @@ class DecoderLayer(nn.Module):
         return Y - self.attention(self.norm2(Y))
 
     def trace(self, Z):
-        """forward, as a LayerTrace; `half` is Y."""
+        """What a forward pass does; `half` is Y."""
         Y = self.norm1(Z) @ self.D.mT
         return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
@@ -1165,10 +1178,10 @@ class Mask(NamedTuple):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Hides mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
+    """Masks mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
-    hide, and returns the mean squared error on those. With mask_tokens="before" a mask token (zero
+    mask, and returns the mean squared error on those. With mask_tokens="before" a mask token (zero
     in [B]) takes their place before the encoder, which therefore sees all 1 + n tokens, and
     positions are added once (released CRATE-MAE; in [B] Eq. (7.6.6) the decoder removes them). With
     "after" the encoder sees the visible ones only."""
@@ -1186,7 +1199,9 @@ class MaskedAutoencoder(nn.Module):
         decoder_config = c
         if not c.same_decoder():
             decoder_config = replace(c, width=d, heads=c.decoder_heads, head_dim=None)
-        layer = DecoderLayer if ARCHS[c.arch].mirrored_decoder else Layer
+        # a proximal step is undone by its mirror image, a residual branch is not
+        operator = ARCHS[c.arch].sparsification
+        layer = Layer if operator is None or operator.residual else DecoderLayer
         self.decoder = nn.ModuleList(layer(decoder_config) for _ in range(c.decoder_layers))
         self.decoder_norm = nn.LayerNorm(d, 1e-6)
         self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
@@ -1195,14 +1210,13 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
     def draw_mask(self, noise):
-        """Uniform noise (B, n) as a Mask: the patches with the largest noise are masked."""
+        """The Mask of uniform noise (B, n): the patches with the largest noise are masked."""
         order = noise.argsort(1)
         back = order.argsort(1)
         return Mask(order, back, back >= self.config.patches() - self.config.masked_patches())
 
     def encoder_tokens(self, x, mask):
-        """What enters the encoder: (B, 1 + n, d), or (B, 1 + visible, d) with
-        mask_tokens="after"."""
+        """What enters the encoder: (B, 1 + n, d), without masked patches if they come "after"."""
         encoder, c = self.encoder, self.config
         Z = encoder.embed(patchify(x, c.patch_size))
         first = (encoder.class_token + encoder.positions[:, :1]).expand(len(x), -1, -1)
@@ -1219,8 +1233,7 @@ class MaskedAutoencoder(nn.Module):
         if self.config.mask_tokens == "before":
             return Z
         Z = self.decoder_embed(Z)
-        missing = mask.order.shape[1] - Z.shape[1] + 1
-        masked = self.mask_token.to(Z.dtype).expand(len(Z), missing, -1)
+        masked = self.mask_token.to(Z.dtype).expand(len(Z), self.config.masked_patches(), -1)
         back = mask.back[..., None].expand(-1, -1, Z.shape[-1])
         patches = torch.cat([Z[:, 1:], masked], 1).gather(1, back)
         return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
@@ -1242,7 +1255,7 @@ class MaskedAutoencoder(nn.Module):
     def forward(self, x, noise):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
         mask = self.draw_mask(noise)
-        predicted, targets = _exact(self.predicted(x, mask), self.targets(x))
+        predicted, targets = at_least_float32(self.predicted(x, mask), self.targets(x))
         error = (predicted - targets).square().mean(-1)
         return (error * mask.masked).sum() / mask.masked.sum()
 
@@ -1255,16 +1268,14 @@ class MaskedAutoencoder(nn.Module):
 
     def train_flops(self):
         """Floating-point operations of forward and backward for one image."""
-        c = self.config
+        c, n = self.config, 1 + self.config.patches()
         patch = c.channels * c.patch_size ** 2
-        n = m = 1 + c.patches()
-        total = 0
+        ends = 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
+        m = n
         if c.mask_tokens == "after":
             m = n - c.masked_patches()
-            total += 6 * m * c.width * c.decoder_width      # decoder_embed
-        total += train_flops(self.encoder.layers, m)
-        total += train_flops(self.decoder, n)
-        return total + 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
+            ends += 6 * m * c.width * c.decoder_width       # decoder_embed
+        return ends + train_flops(self.encoder.layers, m) + train_flops(self.decoder, n)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1274,7 +1285,7 @@ class MaskedAutoencoder(nn.Module):
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
     """A language model. No biases, as in nanoGPT and ToST's text code."""
-    sizes: ClassVar = "text_sizes"
+    task: ClassVar = "text"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
@@ -1291,7 +1302,6 @@ class TextConfig(BackboneConfig):
 
 
 def text_config(size, arch="crate", **overrides):
-    """The TextConfig of a named size (None: none), any field overridden."""
     return make_config(TextConfig, dict(arch=arch) | overrides, size)
 
 
