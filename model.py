@@ -37,6 +37,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cross_entropy import linear_cross_entropy
+
 
 class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
@@ -114,9 +116,8 @@ def softmax_attention(q, k, v, scale, mask, causal, dropout):
 
 
 class Attention(nn.Module):
-    """The interface of a compression operator, and what MSSA, MHSA and TSSA share.
-
-    K heads of dimension p; a head's tokens are (B, K, n, p)."""
+    """The interface of a compression operator. K heads of dimension p."""
+    pairs = True                            # whether it multiplies each token by each
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
@@ -140,17 +141,14 @@ class Attention(nn.Module):
         """The attention map (B, K, n, n): row i has the weights that average to token i."""
 
     def forward(self, Z, state=None, read=None):
-        """Z (B, n, d) -> (B, n, d).
-
-        With a `state` (causal only), Z holds the next tokens of sequences whose past is in the
-        state. read=m (not causal): the output of the first m tokens alone, (B, m, d); they attend
-        to all n."""
+        """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
+        sequences whose past is in the state. read=m (not causal): the output of the first m tokens
+        alone, (B, m, d); they attend to all n."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v, heads side by side: (B, n, K p)."""
-        n = q.shape[2]
+        n, mask = q.shape[2], None
         past = k.shape[2] - n               # in generation, q are the last n tokens of k
-        mask = None
         if self.causal and past and n > 1:
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
         dropout = self.dropout if self.training else 0.0
@@ -161,14 +159,13 @@ class Attention(nn.Module):
         """Of a forward pass over n tokens: every weight once a token, and the two n x n products;
         W and the products for `read` tokens alone, if given."""
         out = weight_count(self.W)
-        inward = n * (weight_count(self) - out)
-        return inward + (read or n) * (out + 2 * n * self.heads * self.p)
+        products = 2 * n * self.heads * self.p if self.pairs else 0
+        return n * (weight_count(self) - out) + (read or n) * (out + products)
 
 
 def cached(state, new):
-    """The tokens `new` (B, K, m, p) behind the state["n"] ones that `state` holds: (B, K, n + m, p).
-
-    The first call makes a buffer for state["room"] tokens."""
+    """The tokens `new` (B, K, m, p) behind the state["n"] before: (B, K, n + m, p). The first call
+    makes a buffer for state["room"] tokens."""
     start = state.get("n", 0)
     end = start + new.shape[2]
     if end > state["room"]:
@@ -196,7 +193,6 @@ class MSSA(Attention):
     def __init__(self, d, heads, p=None, output="learned", causal=False, step_size=1.0, bias=True,
                  dropout=0.0):
         super().__init__(d, heads, p, causal, dropout)
-        assert output in ("learned", "subspace", "negative", "transpose")
         self.output, self.step_size = output, step_size
         self.U = nn.Linear(d, heads * self.p, bias=False)   # weight = [U_1 .. U_K]^*
         self.W = nn.Identity()
@@ -230,9 +226,8 @@ class MSSA(Attention):
         w = self.project(Z)
         past = w if state is None else cached(state, w)
         ssa = self.attend(w[:, :, :read], past, past)
-        if self.output == "learned":
-            out = self.W(ssa)
-        else:
+        out = self.W(ssa)
+        if self.output != "learned":
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
             s = -self.step_size if self.output == "negative" else self.step_size
             out = F.linear(ssa, s * U)
@@ -262,10 +257,10 @@ class Sparsification(nn.Module):
 class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
-    Exactly, Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z. For rows that is Z + Z G with
-    G = eta (D - D^*D), a d x d matrix built once a step. The identity stays outside G: inside, bf16
-    would round G against it. eta = lambda = 0.1 is the released code's, close to the best of [N]
-    Table 2 (70.8 %; eta 0.02 70.7, 0.5 66.7; lambda 0.02 70.8, 0.5 70.5)."""
+    Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z, for rows Z + Z G with G = eta (D - D^*D) built
+    once a step. The identity stays outside G: inside, bf16 would round G against it. eta = lambda =
+    0.1 is the released code's, close to the best of [N] Table 2 (70.8 %; eta 0.02 70.7, 0.5 66.7;
+    lambda 0.02 70.8, 0.5 70.5)."""
     residual = False
 
     def __init__(self, d, eta=0.1, lambd=0.1):
@@ -311,20 +306,19 @@ class Layer(nn.Module):
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()
-        c = config
+        c, row = config, ARCHS[config.arch]
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.attention = ARCHS[c.arch].attention.build(c, causal, context)
+        self.attention = row.attention.build(c, causal, context)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        self.residual = False
-        if ARCHS[c.arch].sparsification is not None:
+        if row.sparsification is not None:
             self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-            self.sparsification = ARCHS[c.arch].sparsification.build(c, context)
-            self.residual = self.sparsification.residual
+            self.sparsification = row.sparsification.build(c, context)
+        self.residual = self.sparsification is not None and self.sparsification.residual
         self.drop_path = drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
-            if self.residual:
-                self.scale2 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
+        if c.layer_scale and self.residual:
+            self.scale2 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
 
     def branch(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
@@ -395,8 +389,7 @@ def trace_layers(layers, Z):
 
 def train_flops(layers, n, read=None):
     """Operations of forward and backward over a sequence of n: for a transformer n (6 N + 12 L n d)
-    with N weights in its layers, a causal map counted in full; less what the last layer leaves out
-    if only `read` tokens are needed."""
+    with N weights in its layers, a causal map counted in full. `read` as in run_layers."""
     # a multiply-add is two operations, done once forward and twice backward
     *before, last = layers
     return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, read))
@@ -405,11 +398,10 @@ def train_flops(layers, n, read=None):
 # -------------------------------------------------------------------------------------------------
 # The objective
 #
-# eps is the distortion up to which tokens are coded. [N], [J] and [S] give no value for the
-# objective. 0.5 is our choice: half of a unit token's norm; tokens behind a LayerNorm have norm
-# sqrt(d), far above it. A direction costs log 2 / 2 nats where its mean square equals eps^2 / d,
-# and much less below. Rates compare only at equal eps: the released measurement of [N] Fig. 3 has
-# 0.1 (each head's vectors of norm 1), SimDINO sqrt(0.05). All rates are in nats.
+# Rates are in nats. eps is the distortion up to which tokens are coded. The papers give no value;
+# 0.5 is our choice: half of a unit token's norm (tokens behind a LayerNorm have norm sqrt(d)). A
+# direction costs log 2 / 2 where its mean square equals eps^2 / d, and much less below. Rates
+# compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
 # -------------------------------------------------------------------------------------------------
 
 def at_least_float32(*tensors):
@@ -424,8 +416,8 @@ def gram_coding_rate(G, a):
     finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
     with torch.autocast(G.device.type, enabled=False):
         G, = at_least_float32(G)
-        identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-        L, failed = torch.linalg.cholesky_ex(identity + a * G)
+        eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+        L, failed = torch.linalg.cholesky_ex(eye + a * G)
         half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
         return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
 
@@ -433,8 +425,7 @@ def gram_coding_rate(G, a):
 def half_logdet(Z, a):
     """1/2 logdet(I + a Z Z^*) = 1/2 logdet(I + a Z^* Z), by the smaller of the two."""
     with torch.autocast(Z.device.type, enabled=False):
-        n, d = Z.shape[-2:]
-        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, a)
+        return gram_coding_rate(Z @ Z.mT if Z.shape[-2] < Z.shape[-1] else Z.mT @ Z, a)
 
 
 def coding_rate(Z, eps=0.5):
@@ -442,25 +433,21 @@ def coding_rate(Z, eps=0.5):
 
     The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
     Z, = at_least_float32(Z)
-    n, d = Z.shape[-2:]
-    return half_logdet(Z, d / (n * eps ** 2))
+    return half_logdet(Z, Z.shape[-1] / (Z.shape[-2] * eps ** 2))
 
 
 def subspace_coding_rate(Z, U, eps=0.5):
     """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
 
-    [J] Eq. (13), [N] Eq. (8). The rate when each token is coded in K subspaces.
-    Z (..., n, d), U (K, d, p); returns (...)."""
+    [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
     Z, U = at_least_float32(Z, U)
     with torch.autocast(Z.device.type, enabled=False):
         return projected_coding_rate(project(Z, U), eps)
 
 
 def projected_coding_rate(w, eps=0.5):
-    """R^c from the projections w = U_k^* Z (..., K, n, p) themselves."""
-    w, = at_least_float32(w)
-    n, p = w.shape[-2:]
-    return half_logdet(w, p / (n * eps ** 2)).sum(-1)
+    """R^c from the projections w = U_k^* Z (..., K, n, p): the sum of R(w_k)."""
+    return coding_rate(w, eps).sum(-1)
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
@@ -489,9 +476,8 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
     exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
     neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
 
-    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). The inverse is taken of a
-    p x p matrix: for w = (U_k^*Z)^*, (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}.
-    Z (..., n, d), U (K, d, p) -> (..., n, d)."""
+    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For w = (U_k^*Z)^*,
+    (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
     Z, U = at_least_float32(Z, U)
     with torch.autocast(Z.device.type, enabled=False):
         w = project(Z, U)                                               # (..., K, n, p)
@@ -508,9 +494,9 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 def gaussian_mixture_denoise(z, U, sigma):
     """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
-    [J] Eq. (47), [N] Eq. (6). One denoising step for a token drawn from Gaussians on subspaces U
-    (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it projects onto the
-    nearest subspace. z (..., d) -> (..., d)."""
+    [J] Eq. (47), [N] Eq. (6). One denoising step for a token z (..., d) drawn from Gaussians on
+    subspaces U (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it
+    projects onto the nearest subspace."""
     w = project(z.unsqueeze(-2), U)                                     # (..., K, 1, p)
     weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -2)   # (..., K, 1)
     return ((weight.unsqueeze(-1) * w) @ U.mT).sum(-3).squeeze(-2)
@@ -521,9 +507,8 @@ def gaussian_mixture_denoise(z, U, sigma):
 # -------------------------------------------------------------------------------------------------
 
 class MHSA(Attention):
-    """Multi-head self-attention, the baseline's: separate queries, keys and values, scale p^-1/2.
-
-    [B] Eq. (7.2.15)-(7.2.19). `bias` is on these three, `out_bias` on the output map."""
+    """Multi-head self-attention, the baseline's, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
+    and values, with `bias`; `out_bias` is on the output map."""
 
     def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
         super().__init__(d, heads, p, causal, dropout)
@@ -553,7 +538,6 @@ class MHSA(Attention):
         return self.project(Z)[2]
 
     def map(self, Z):
-        """[B] Eq. (7.2.19)."""
         q, k, _ = self.project(Z)
         return attention_map(q, k, self.scale, self.causal)
 
@@ -574,6 +558,7 @@ class TSSA(Attention):
     then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
     b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
     not decayed. Generation keeps the three running sums, of constant size."""
+    pairs = False
 
     def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
                  dropout=0.0):
@@ -614,20 +599,15 @@ class TSSA(Attention):
         end = start + w.shape[-2]
         if end > self.b.shape[1]:
             raise ConfigError(f"{end} tokens exceed the context of {self.b.shape[1]}")
-        energy = square.cumsum(-2)                          # squared norm so far
-        if start:
-            energy = state["energy"] + energy
-        share = square / energy.clamp_min(1e-12)            # the released causal code's guard
-        likeness = share.sum(-1)
+        energy = square.cumsum(-2) + (state["energy"] if start else 0)      # squared norm so far
+        likeness = (square / energy.clamp_min(1e-12)).sum(-1)   # the released causal code's guard
         if not start:
             # a first token has ratio 1 to itself, a constant. Below the guard it is not, with a
             # slope of up to 2e6 that would drown every other gradient: so it is cut
             likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
         Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
-        moment = (Pi.unsqueeze(-1) * square).cumsum(-2)
-        mass = Pi.cumsum(-1)
-        if start:
-            moment, mass = state["moment"] + moment, state["mass"] + mass
+        moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + (state["moment"] if start else 0)
+        mass = Pi.cumsum(-1) + (state["mass"] if start else 0)
         if state is not None:
             last = dict(energy=energy[..., -1:, :], moment=moment[..., -1:, :], mass=mass[..., -1:])
             state.update(n=end, **{name: t.clone() for name, t in last.items()})
@@ -636,10 +616,6 @@ class TSSA(Attention):
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self.statistics(self.project(Z), None)[0]
-
-    def multiply_adds(self, n, read=None):
-        """As Attention's, but there are no n x n products."""
-        return n * weight_count(self.U) + (read or n) * weight_count(self.W)
 
     def forward(self, Z, state=None, read=None):
         w = self.project(Z)
@@ -653,10 +629,8 @@ class TSSA(Attention):
 
 
 class ResidualISTA(ISTA):
-    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone.
-
-    It is no proximal step any more, since the sum need not be sparse; but more layers then help
-    with text."""
+    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone. It
+    is no proximal step any more, but more layers then help with text."""
     residual = True
 
 
@@ -664,7 +638,7 @@ class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
-    step. In a model n is its context, whatever number of tokens is there."""
+    step. In a model n is its context."""
     residual = False
 
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
@@ -761,7 +735,7 @@ FAMILIES = {
 
 
 class Arch(NamedTuple):
-    """A row of the table: the operators of a layer, and its family."""
+    """The operators of a layer, and its family."""
     attention: type
     sparsification: type | None         # None: attention only
     family: str
@@ -779,8 +753,8 @@ ARCHS = {
     "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
     "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
-    # sees little except the embedding, whose logit for its own token is 0.014 d with a tied head:
-    # the first loss is 7 % above ln V at d = 768. With 1 it is 2 % above.
+    # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
+    # d = 768. With 1 it is 2 % above
     "tost": Arch(TSSA, MLP, "vit", layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
@@ -789,12 +763,11 @@ ARCHS = {
 
 
 def size(width, heads, layers, **fields):
-    """The fields of a config that a size sets."""
     return dict(width=width, heads=heads, layers=layers, **fields)
 
 
-TINY, SMALL, BASE, LARGE = size(384, 6, 12), size(576, 12, 12), size(768, 12, 12), size(1024, 16, 24)
-CRATE = dict(tiny=TINY, small=SMALL, base=BASE, large=LARGE)            # [N] Table 1
+SMALL, BASE, LARGE = size(576, 12, 12), size(768, 12, 12), size(1024, 16, 24)
+CRATE = dict(tiny=size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # [N] Table 1
 # DeiT's tiny and small, ViT's base and large
 VIT = dict(tiny=size(192, 3, 12), small=size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
@@ -832,9 +805,7 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None means: as the arch's family has it.
-
-    Raises ConfigError for an unknown arch and for heads that do not fit the width."""
+    """What the layers of every model share. None means: as the arch's family has it."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -856,19 +827,17 @@ class BackboneConfig:
 
     def __post_init__(self):
         self.check_words(arch=ARCHS)
-        for name in ("heads", "layers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be 1 or more")
+        d, K, output = self.width, self.heads, ARCHS[self.arch].output
+        if min(K, self.layers) < 1:
+            raise ConfigError(f"heads={K} and layers={self.layers} must be 1 or more")
         if self.head_dim is None:
-            if self.width % self.heads:
-                fits = [h for h in range(1, 65) if self.width % h == 0]
-                raise ConfigError(f"heads={self.heads} does not divide width={self.width}; "
-                                  f"use one of {fits}")
-            self.head_dim = self.width // self.heads
-        output = ARCHS[self.arch].output
-        if output == "transpose" and self.heads * self.head_dim != self.width:
+            if d % K:
+                fits = [h for h in range(1, 65) if d % h == 0]
+                raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
+            self.head_dim = d // K
+        if output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
-                              f"not {self.heads} x {self.head_dim} and {self.width}")
+                              f"not {K} x {self.head_dim} and {d}")
         if self.step_size != 1.0 and output == "learned":
             raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
                               f"{self.arch} learns its own (W)")
@@ -880,9 +849,7 @@ class BackboneConfig:
 
 
 def make_config(cls, fields, size=None):
-    """cls(**fields): the defaults of cls, over them the named size of the arch, over it `fields`.
-
-    Raises ConfigError for an unknown arch, size or field."""
+    """A config: the defaults of cls, over them the named size of the arch, over it `fields`."""
     if size is not None:
         arch = fields.get("arch", cls.arch)
         if arch not in ARCHS:
@@ -893,8 +860,7 @@ def make_config(cls, fields, size=None):
         fields = sizes[size] | fields
     for name in fields:
         if name not in cls.__dataclass_fields__:
-            known = not_one_of(name, cls.__dataclass_fields__)
-            raise ConfigError(f"field of {cls.__name__} {known}")
+            raise ConfigError(f"{cls.__name__}: {not_one_of(name, cls.__dataclass_fields__)}")
     return cls(**fields)
 
 
@@ -924,9 +890,9 @@ class ImageConfig(BackboneConfig):
         for name in ("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"):
             if getattr(self, name) is None:
                 setattr(self, name, family[name])
-        if self.image_size % self.patch_size:
-            raise ConfigError(f"patch_size={self.patch_size} does not divide "
-                              f"image_size={self.image_size}")
+        P, size = self.patch_size, self.image_size
+        if size % P:
+            raise ConfigError(f"patch_size={P} does not divide image_size={size}")
         self.check_words(stem=("norm", "plain"), pool=("class", "mean"),
                          positions=("learned", "sincos"))
         if self.positions == "sincos" and self.width % 4:
@@ -938,7 +904,6 @@ class ImageConfig(BackboneConfig):
 
 
 def image_config(size, arch="crate", **overrides):
-    """The ImageConfig of a named size (None: none), any field overridden."""
     return make_config(ImageConfig, dict(arch=arch) | overrides, size)
 
 
@@ -958,10 +923,8 @@ def unpatchify(patches, P, channels=3):
 
 
 def sincos_positions(d, side):
-    """MAE's fixed table (1, 1 + side^2, d): zeros for the class token, then side x side patches.
-
-    Half of the features encode the column, half the row, each as sin and cos at d / 4 frequencies
-    from 1 towards 1e-4."""
+    """MAE's fixed table (1, 1 + side^2, d): zeros for the class token, then side x side patches;
+    column and row, each as sin and cos at d / 4 frequencies from 1 towards 1e-4."""
     omega = 10000 ** (-torch.arange(d // 4, dtype=torch.float64) / (d / 4))
     angle = torch.arange(side, dtype=torch.float64)[:, None] * omega        # (side, d / 4)
     code = torch.cat([angle.sin(), angle.cos()], 1)                         # (side, d / 2)
@@ -971,12 +934,10 @@ def sincos_positions(d, side):
 
 
 def saliency(attention, query="class"):
-    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, below [B]
-    Eq. (7.2.41): (B, K, n).
+    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch: (B, K, n).
 
-    query="class": the row of the class token, without itself. query="mean": the mean of the
-    patches' rows, which is how much of each patch a mean-pooled head reads. TSSA has no rows but
-    memberships Pi (B, K, 1 + n)."""
+    query="class": the class token's row, below [B] Eq. (7.2.41). query="mean": the mean of the
+    patches' rows, which a mean-pooled head reads. TSSA has memberships Pi (B, K, 1 + n) instead."""
     if attention.ndim == 3:
         return attention[..., 1:]
     return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
@@ -985,9 +946,8 @@ def saliency(attention, query="class"):
 class ImageEncoder(nn.Module):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
-    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). H and W may differ from
-    config.image_size if the patch divides them: positions are then interpolated (fine-tuning,
-    multi-crop). With read=1 only the class token leaves the last layer."""
+    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d), with read=1 the class token
+    alone. Where H and W differ from config.image_size, positions are interpolated."""
 
     def __init__(self, config):
         super().__init__()
@@ -1010,7 +970,7 @@ class ImageEncoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """As the authors of each arch have it: its family says how."""
+        """As the authors of the arch have it."""
         family = FAMILIES[ARCHS[self.config.arch].family]
         if family.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
@@ -1025,13 +985,12 @@ class ImageEncoder(nn.Module):
         """Positions (1, 1 + n, d) for another grid of patches, interpolated (bicubic).
 
         By the sizes of the grids alone: DINO adds 0.1 to the new size in its scale factor."""
-        side = self.config.image_size // self.config.patch_size
+        positions, side = self.positions, self.config.image_size // self.config.patch_size
         if rows == columns == side:
-            return self.positions
-        grid = self.positions[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
+            return positions
+        grid = positions[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
         grid = F.interpolate(at_least_float32(grid)[0], size=(rows, columns), mode="bicubic")
-        grid = grid.flatten(2).mT.to(self.positions.dtype)
-        return torch.cat([self.positions[:, :1], grid], 1)
+        return torch.cat([positions[:, :1], grid.flatten(2).mT.to(positions.dtype)], 1)
 
     def tokens(self, x):
         """Z^1: (B, C, H, W) -> (B, 1 + n, d)."""
@@ -1108,14 +1067,13 @@ class MAEConfig(ImageConfig):
                 setattr(self, f"decoder_{name}", getattr(self, name))
             if getattr(self, f"decoder_{name}") < 1:
                 raise ConfigError(f"decoder_{name} must be 1 or more")
-        d, K, n, masked = (self.decoder_width, self.decoder_heads, self.patches(),
-                           self.masked_patches())
+        d, K = self.decoder_width, self.decoder_heads
+        n, masked = self.patches(), self.masked_patches()
         self.check_words(mask_tokens=("before", "after"))
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
         if self.mask_tokens == "before" and d != self.width:
-            raise ConfigError(f"decoder_width={d} needs mask_tokens=after: before, encoder and "
-                              "decoder share the tokens")
+            raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
         if not self.same_decoder() and d % K:
             raise ConfigError(f"decoder_heads={K} does not divide decoder_width={d}")
         if self.mask_tokens == "after" and d % 4:
@@ -1127,8 +1085,7 @@ class MAEConfig(ImageConfig):
 
     def masked_patches(self):
         """How many patches are masked; the rest is rounded down, as in the released code."""
-        # 1e-9, unlike there: 100 * (1 - 0.9) is a little below 10 in floating point, and 9 patches
-        # would be kept
+        # 1e-9, unlike there: 100 * (1 - 0.9) is a little below 10 in floating point
         return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
 
 
@@ -1181,10 +1138,9 @@ class MaskedAutoencoder(nn.Module):
     """Masks mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
-    mask, and returns the mean squared error on those. With mask_tokens="before" a mask token (zero
-    in [B]) takes their place before the encoder, which therefore sees all 1 + n tokens, and
-    positions are added once (released CRATE-MAE; in [B] Eq. (7.6.6) the decoder removes them). With
-    "after" the encoder sees the visible ones only."""
+    mask, and returns the mean squared error on those. mask_tokens="before": a mask token (zero in
+    [B]) takes their place before the encoder, and positions are added once (released CRATE-MAE; in
+    [B] Eq. (7.6.6) the decoder removes them). "after": the encoder sees the visible ones only."""
 
     def __init__(self, config):
         super().__init__()
@@ -1199,7 +1155,7 @@ class MaskedAutoencoder(nn.Module):
         decoder_config = c
         if not c.same_decoder():
             decoder_config = replace(c, width=d, heads=c.decoder_heads, head_dim=None)
-        # a proximal step is undone by its mirror image, a residual branch is not
+        # a proximal step is undone by its mirror image; a residual branch has none
         operator = ARCHS[c.arch].sparsification
         layer = Layer if operator is None or operator.residual else DecoderLayer
         self.decoder = nn.ModuleList(layer(decoder_config) for _ in range(c.decoder_layers))
@@ -1239,7 +1195,7 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
 
     def predicted(self, x, mask):
-        """The decoder's guess of every patch: (B, n, P^2 C)."""
+        """The guess of every patch: (B, n, P^2 C)."""
         Z = self.encoder.norm(run_layers(self.encoder.layers, self.encoder_tokens(x, mask)))
         Z = self.decoder_norm(run_layers(self.decoder, self.decoder_tokens(Z, mask)))
         return self.predict(Z)[:, 1:]
@@ -1303,73 +1259,6 @@ class TextConfig(BackboneConfig):
 
 def text_config(size, arch="crate", **overrides):
     return make_config(TextConfig, dict(arch=arch) | overrides, size)
-
-
-def _summed_cross_entropy(Z, W, targets, needs_grad):
-    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W."""
-    wide = torch.promote_types(Z.dtype, torch.float32)
-    valid, index = targets >= 0, targets.clamp_min(0)
-    p = (Z @ W.mT).to(wide)
-    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
-    logit = p.gather(-1, index)
-    norm = p.exp_().sum(-1, keepdim=True)
-    losses = torch.where(valid, norm.log() - logit, 0.0)
-    if not needs_grad:
-        return losses.sum(), None, None
-    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
-    # entry p - 1 is written: the other way round a compiler would store all of it in float32
-    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
-    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
-    return losses.sum(), p @ W, p.mT @ Z
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """linear_cross_entropy and its gradients in one pass."""
-
-    @staticmethod
-    def forward(ctx, Z, W, targets, block, needs_grad):
-        """Z (N, d), W (V, d), targets (N,) -> the loss. Gradients, if needed, wait for backward."""
-        wide = torch.promote_types(Z.dtype, torch.float32)
-        total = Z.new_zeros((), dtype=wide)
-        dZ = dW = None
-        if needs_grad:
-            dZ = torch.empty_like(Z)
-            dW = torch.zeros(W.shape, dtype=wide, device=W.device)
-        for start in range(0, len(Z), block):
-            rows = slice(start, start + block)
-            loss, dz, dw = _summed_cross_entropy(Z[rows], W, targets[rows, None], needs_grad)
-            total = total + loss
-            if needs_grad:
-                dZ[rows] = dz
-                dW += dw
-        # count divides in backward alone: gradients that share a number would be compiled into one
-        # kernel, and the logits of all blocks live at once
-        count = (targets >= 0).sum().clamp_min(1)
-        ctx.save_for_backward(*(t for t in (dZ, dW, count) if t is not None))
-        return total / count
-
-    @staticmethod
-    def backward(ctx, grad):
-        if torch.is_grad_enabled():             # create_graph=True; the saved gradients have none
-            raise RuntimeError("linear_cross_entropy has no second derivative")
-        dZ, dW, count = ctx.saved_tensors
-        scale = grad / count
-        scaled = scale * dZ.to(scale.dtype)     # a product in bf16 would round the scale
-        return scaled.to(dZ.dtype), (scale * dW).to(dZ.dtype), None, None, None
-
-
-def linear_cross_entropy(Z, W, targets, block=4096):
-    """Mean over targets >= 0 of -log softmax(Z W^*)_target.  [B] Eq. (7.4.1), (7.4.9).
-
-    The logits of GPT-2's vocabulary outweigh everything else in memory. Since the loss is a scalar,
-    its gradient is known up to a factor in the forward pass already: logits live for `block` tokens
-    at a time and are never kept. Tokens Z (..., d), tied head W (V, d), targets (...)."""
-    if torch.is_autocast_enabled(Z.device.type):
-        dtype = torch.get_autocast_dtype(Z.device.type)
-        Z, W = Z.to(dtype), W.to(dtype)
-    needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
-    with torch.autocast(Z.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
 
 
 # The kernels to generate with: cuDNN's, the first choice on Hopper, plans anew for every length
