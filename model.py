@@ -422,18 +422,15 @@ def gram_coding_rate(G, a):
         return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
 
 
-def half_logdet(Z, a):
-    """1/2 logdet(I + a Z Z^*) = 1/2 logdet(I + a Z^* Z), by the smaller of the two."""
-    with torch.autocast(Z.device.type, enabled=False):
-        return gram_coding_rate(Z @ Z.mT if Z.shape[-2] < Z.shape[-1] else Z.mT @ Z, a)
-
-
 def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
 
     The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
     Z, = at_least_float32(Z)
-    return half_logdet(Z, Z.shape[-1] / (Z.shape[-2] * eps ** 2))
+    n, d = Z.shape[-2:]
+    with torch.autocast(Z.device.type, enabled=False):
+        # Z Z^* and Z^* Z have the same determinant: the smaller one
+        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, d / (n * eps ** 2))
 
 
 def subspace_coding_rate(Z, U, eps=0.5):
@@ -763,7 +760,7 @@ ARCHS = {
 
 
 def size(width, heads, layers, **fields):
-    return dict(width=width, heads=heads, layers=layers, **fields)
+    return dict(width=width, heads=heads, layers=layers) | fields
 
 
 SMALL, BASE, LARGE = size(576, 12, 12), size(768, 12, 12), size(1024, 16, 24)
@@ -799,6 +796,8 @@ SIZES = {
 
 def sizes_of(task, arch):
     """The named sizes of an arch: {name: fields}."""
+    if arch not in ARCHS:
+        raise ConfigError(f"arch={not_one_of(arch, ARCHS)}")
     table = SIZES[task]
     return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
 
@@ -852,8 +851,6 @@ def make_config(cls, fields, size=None):
     """A config: the defaults of cls, over them the named size of the arch, over it `fields`."""
     if size is not None:
         arch = fields.get("arch", cls.arch)
-        if arch not in ARCHS:
-            raise ConfigError(f"arch={not_one_of(arch, ARCHS)}")
         sizes = sizes_of(cls.task, arch)
         if size not in sizes:
             raise ConfigError(f"{arch} of size={not_one_of(size, sizes)}")
@@ -1022,8 +1019,7 @@ class ImageClassifier(nn.Module):
         self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else nn.LayerNorm(c.width, c.norm_eps)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        std = FAMILIES[ARCHS[c.arch].family].init_std
-        if std is not None:
+        if (std := FAMILIES[ARCHS[c.arch].family].init_std) is not None:
             init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
@@ -1324,8 +1320,8 @@ class LanguageModel(nn.Module):
     def advance(self, ids, state):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `state`.
 
-        `state` is a list, empty at first, of one dict a layer: one tensor for MSSA, two for MHSA,
-        running sums for TSSA. Raises ConfigError for a model that is not causal."""
+        `state` is a list, empty at first, of one dict a layer: one tensor for MSSA, one of twice
+        the size for MHSA, running sums for TSSA."""
         if not self.config.causal:
             raise ConfigError("causal=False cannot generate: tokens attend to later ones")
         if not state:

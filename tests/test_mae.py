@@ -4,13 +4,10 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, ConfigError, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder,
-                   mae_config)
+from model import (ARCHS, ISTA, ConfigError, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder,
+                   MMProx, mae_config)
 from test_model import (assert_near, float64, orthonormal, patches_literally,     # noqa: F401
                         randomize)
-
-MIRRORED = ("crate", "crate-c", "crate-n", "crate-t", "crate-mm")
-
 
 def config(arch="crate", **fields):
     """16 patches of 48 numbers, 12 of them masked."""
@@ -43,7 +40,8 @@ def test_published_parameter_counts(size, arch, published):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_decoder(arch):
     """CRATE's runs backwards; its size is the encoder's, head_dim included, unless it is given."""
-    kind = DecoderLayer if arch in MIRRORED else Layer
+    operator = ARCHS[arch].sparsification
+    kind = DecoderLayer if operator in (ISTA, MMProx) else Layer
     p = 4 if arch == "crate-t" else 6
     for fields, heads, head_dim in ((dict(head_dim=p), 4, p),
                                     (dict(decoder_heads=2), 2, 8),

@@ -11,7 +11,7 @@ from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, FAMILIES, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
+from model import (ARCHS, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
                    ImageConfig, ImageEncoder, Layer, MMProx, ResidualISTA, image_config)
 
 
@@ -404,6 +404,7 @@ def test_ista(n):
     literal = by_column(lambda z: prox_step(z, z, op.D, eta, lambd), Z)
     assert_near(model.ista(Z, op.D, eta, lambd), literal)
     assert_near(op(Z), literal)
+    assert_near(op.code(Z), literal)
     assert ISTA(d).eta == ISTA(d).lambd == 0.1
 
 
@@ -425,7 +426,7 @@ def test_mmprox():
     assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - 4 * lambd / (9 * alpha)).relu(), Z))
 
 
-def test_odl():
+def test_odl_and_mlp():
     d, C, eta, lambd = 6, 3, 0.2, 0.15
     Z, op = torch.randn(2, 5, d), randomize(ODL(d, C, eta, lambd))
 
@@ -435,6 +436,10 @@ def test_odl():
 
     assert_near(op.code(Z), by_column(code, Z))
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
+
+    mlp = MLP(d, 8)
+    assert_near(mlp.code(Z), F.gelu(Z @ mlp.up.weight.T + mlp.up.bias))
+    assert_near(mlp(Z), mlp.down(mlp.code(Z)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -447,29 +452,13 @@ def config(arch="crate", **fields):
     return ImageConfig(**small | dict(arch=arch) | fields)
 
 
-# attention, sparsification, output of MSSA, eps of LN
-ROWS = {
-    "crate": (MSSA, ISTA, "learned", 1e-5),
-    "crate-c": (MSSA, ISTA, "subspace", 1e-5),
-    "crate-n": (MSSA, ISTA, "negative", 1e-5),
-    "crate-t": (MSSA, ISTA, "transpose", 1e-5),
-    "crate-mm": (MSSA, MMProx, "learned", 1e-5),
-    "crate-residual": (MSSA, ResidualISTA, "learned", 1e-5),
-    "crate-alpha": (MSSA, ODL, "learned", 1e-6),
-    "tost": (TSSA, MLP, None, 1e-6),
-    "aot": (MSSA, type(None), "learned", 1e-6),
-    "aot-mhsa": (MHSA, type(None), None, 1e-6),
-    "transformer": (MHSA, MLP, None, 1e-6),
-}
-
-
 @pytest.mark.parametrize("arch", ARCHS)
 @torch.no_grad()
 def test_layer(arch):
     """[J] Eq. (45) and [B] Section 7.5 from the operators, and every field of the config in use."""
-    attention, sparsification, output, norm_eps = ROWS[arch]
-    fields = dict(eta=0.2, lambd=0.3, mm_eps=0.4)
-    step = 1.0 if output in ("learned", None) else 0.6
+    row, fields = ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
+    norm_eps = 1e-5 if row.family == "crate" else 1e-6
+    step = 1.0 if row.output == "learned" else 0.6
     layer = Layer(config(arch, layer_scale=0.5, expansion=2, step_size=step, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
@@ -479,17 +468,17 @@ def test_layer(arch):
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
-    if sparsification in (ISTA, MMProx):
+    if type(nonlinear) in (ISTA, MMProx):
         out = nonlinear(ln(half, layer.norm2))
     elif nonlinear is not None:
         out = half + layer.scale2 * nonlinear(ln(half, layer.norm2))
     assert_near(layer.compress(Z), half)
     assert_near(layer(Z), out)
 
-    assert (type(op), type(nonlinear)) == (attention, sparsification)
-    assert attention is not MSSA or (op.output, op.step_size) == (output, step)
+    assert type(op) is row.attention and type(nonlinear) is (row.sparsification or type(None))
+    assert type(op) is not MSSA or (op.output, op.step_size) == (row.output, step)
     assert all(getattr(nonlinear, name, value) == value for name, value in fields.items())
-    if sparsification in (ODL, MLP):                        # expansion
+    if type(nonlinear) in (ODL, MLP):                       # expansion
         assert max(p.numel() for p in nonlinear.parameters()) == 16 * 32
 
 
@@ -505,10 +494,11 @@ def test_initialization():
     big = dict(width=128, image_size=32)
     crate, alpha, vit = (ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
+    other_stem = ImageEncoder(config("crate-alpha", stem="norm", **big))
     mssa, ista = crate.layers[0].attention, crate.layers[0].sparsification
     odl, mhsa = alpha.layers[0].sparsification, vit.layers[0].attention
     uniform = {ista.D: (6 / 128) ** 0.5, odl.D: (6 / 128) ** 0.5, odl.D_hat: (6 / 128) ** 0.5,
-               alpha.embed[0].weight: (6 / 48) ** 0.5,
+               alpha.embed[0].weight: (6 / 48) ** 0.5, other_stem.embed[1].weight: (6 / 48) ** 0.5,
                mssa.U.weight: 128 ** -0.5, mssa.W.weight: 128 ** -0.5}
     for weight, bound in uniform.items():
         assert 0.98 * bound < weight.abs().max() <= bound
@@ -539,17 +529,19 @@ def test_drop_path(arch):
     assert [layer.drop_path for layer in layers] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
-# multiply-adds of one token with the matrices of a layer, in units of d^2
-MATRICES = {"crate": 3, "crate-mm": 3, "crate-residual": 3, "crate-c": 3, "crate-n": 3,
-            "crate-t": 3, "crate-alpha": 2 + 3 * 4 + 4, "aot": 2, "aot-mhsa": 4, "tost": 2 + 8,
-            "transformer": 4 + 8}
+# multiply-adds of one token with the matrices of an operator, in units of d^2 (a new one: a row)
+MATRICES = {MSSA: 2, TSSA: 2, MHSA: 4, None: 0, ISTA: 1, MMProx: 1, ResidualISTA: 1,
+            ODL: 3 * 4 + 4, MLP: 8}
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_train_flops(arch):
     """2 operations a multiply-add, 3 passes: 6 N + 12 L n d, without the second part for TSSA."""
+    attention, sparsification = ARCHS[arch][:2]
+
     def layer(n):
-        return 6 * MATRICES[arch] * 16 ** 2 + (0 if arch == "tost" else 12 * n * 16)
+        matrices = MATRICES[attention] + MATRICES[sparsification]
+        return 6 * matrices * 16 ** 2 + (12 * n * 16 if attention.pairs else 0)
 
     assert model.train_flops([Layer(config(arch))] * 3, 50) == 50 * 3 * layer(50)
     embedding, head = 6 * 4 * 48 * 16, 6 * 16 * 5
@@ -557,7 +549,7 @@ def test_train_flops(arch):
     assert mean.train_flops() == 5 * 2 * layer(5) + embedding + head
 
     # with the class token alone the last layer leaves out four tokens, except for the first map
-    inward = 6 * {"aot-mhsa": 3, "transformer": 3}.get(arch, 1) * 16 ** 2
+    inward = 6 * (3 if attention is MHSA else 1) * 16 ** 2
     left_out = 4 * (layer(5) - inward)
     assert ImageClassifier(config(arch)).train_flops() == mean.train_flops() - left_out
 
@@ -583,18 +575,6 @@ def test_last_layer_computes_the_class_token_alone(arch):
 # -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("stem", ["norm", "plain"])
-def test_every_arch_takes_either_stem(arch, stem):
-    """The one matrix of the patch embedding is drawn as its arch has it, LayerNorms around or not."""
-    config = ImageConfig(arch=arch, stem=stem, width=64, heads=2, layers=1, image_size=16,
-                         patch_size=8, classes=3)
-    linear, = (m for m in ImageClassifier(config).encoder.embed if isinstance(m, torch.nn.Linear))
-    family, bound = FAMILIES[ARCHS[arch].family], (3 / linear.in_features) ** 0.5
-    std = 2 ** 0.5 * bound / 3 ** 0.5 if family.embed_kaiming else family.init_std or bound / 3
-    assert linear.weight.std().item() == pytest.approx(std, rel=0.1)
-
-
-@pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
     """Every parameter has a gradient; the trace holds what the layers compute."""
     net, x = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8)
@@ -608,7 +588,7 @@ def test_classifier(arch):
         half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
         Z = layer(Z)
         assert_near(tuple(traced), (half, Z, attention))
-    if ROWS[arch][1] not in (ISTA, MMProx, ODL, ResidualISTA):      # their heads begin with an LN
+    if net.config.final_norm:                               # else the head begins with an LN
         Z = F.layer_norm(Z, (16,), encoder.norm.weight, encoder.norm.bias, 1e-6)
     assert_near(encoder(x), Z)
     assert_near(logits, net.head(Z[:, 0]))
