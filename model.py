@@ -452,18 +452,11 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
 
     [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
     entries of Z (..., n, d); returns (...). The measure of [S] is its negative."""
-    Z, U = at_least_float32(Z, U)
-    with torch.autocast(Z.device.type, enabled=False):
-        return projected_sparse_rate_reduction(Z, project(Z, U), eps, lambd, norm)
-
-
-def projected_sparse_rate_reduction(Z, w, eps=0.5, lambd=0.1, norm="l0"):
-    """The same from the projections w = U_k^* Z (..., K, n, p) themselves."""
     if norm not in ("l0", "l1"):
         raise ConfigError(f"norm={not_one_of(norm, ('l0', 'l1'))}")
-    Z, = at_least_float32(Z)
+    Z, U = at_least_float32(Z, U)
     size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
-    return coding_rate(Z, eps) - projected_coding_rate(w, eps) - lambd * size
+    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * size
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
