@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import ARCHS, ConfigError, not_one_of
+from model import ARCHS, ConfigError, MLP, not_one_of
 
 ROOT = Path(__file__).resolve().parent
 
@@ -151,6 +151,13 @@ class ModelFlags:
     step_size: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
     layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
 
+    def refuse(self, given):
+        """Raises UserError for a flag that was given and does nothing in this arch."""
+        operator = ARCHS[self.arch or "crate"].sparsification
+        for name in {"lambd", "eta"} & set(given):
+            if operator is None or operator is MLP:
+                raise UserError(f"--{name}: {self.arch} has no sparse coding step")
+
 
 def set_fields(cls, config, **given):
     """`given`, and every field of `cls` that `config` sets: how flags reach a model."""
@@ -253,7 +260,10 @@ def parse(config_class, presets, argv, doc, default=None):
         given[positional] = tuple(words)
     displaced = {name for f in fields(config_class) if f.name in given
                  for name in f.metadata["displaces"]}
-    return config_class(**{k: v for k, v in values.items() if k not in displaced} | given), preset
+    config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
+    if hasattr(config, "refuse"):
+        config.refuse(given)
+    return config, preset
 
 
 def parse_command(commands, argv, doc):

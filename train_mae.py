@@ -174,11 +174,11 @@ def main(argv):
 
         # batch
         pixels, _ = next(batches)
-        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows,
-                                  device)
+        seed = derive_seed(c.seed, step, "augment")
+        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
         x = augmentation(pixels, rng)
-        rng = augment.BatchRandom(derive_seed(c.seed, step, "mask"), c.batch_size, rows,
-                                  device)
+        seed = derive_seed(c.seed, step, "mask")
+        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
         noise = rng.uniform(model.config.patches())         # the largest are hidden
 
         # forward and backward

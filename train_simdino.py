@@ -45,9 +45,8 @@ class Config(RunFlags, ModelFlags):
     method: str = option("simdino", "the coding rate, or the original's prototypes",
                          choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
-    gamma: float | None = option(None,
-                                 "weight of the coding rate; auto is (p + N m) / (p N m), 0 lets "
-                                 "the features collapse", low=0)
+    gamma: float | None = option(None, "weight of the coding rate; auto is (p + N m) / (p N m), 0 "
+                                 "lets the features collapse", low=0)
     rate_of: str = option("student", "features whose rate that is: the student's, as [B] has it, "
                           "or the mean of its and the teacher's, the released default",
                           choices=("student", "mean"))
@@ -56,13 +55,10 @@ class Config(RunFlags, ModelFlags):
     momentum: float = option(0.996, "of the teacher at first; it rises to 1 as a cosine", low=0,
                              high=1)
     prototypes: int = option(65536, "DINO: size of its head", low=2)
-    student_temp: float = option(0.1, "DINO: of the student's softmax", above=0)
     teacher_temp: float = option(0.07, "DINO: reached linearly from warmup_temp", above=0)
     warmup_temp: float = option(0.04, "DINO: the teacher's temperature at first", above=0)
     warmup_temp_epochs: float = option(30, "DINO: until it is teacher_temp", low=0)
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
-    center_momentum: float = option(0.9, "DINO: of the centre of the teacher's logits", low=0,
-                                    high=1)
     # optimization
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
                             choices=("adamw", "muon", "lion"))
@@ -188,9 +184,6 @@ def build_model(c):
     """The branch that the flags describe. A LayerNorm ends every encoder: the projector needs
     bounded input."""
     config = image_config(c.size, **set_fields(ImageConfig, c, classes=1, final_norm=True))
-    if c.local_views and c.local_size % config.patch_size:
-        raise UserError(f"--patch_size={config.patch_size} does not divide "
-                        f"--local_size={c.local_size}")
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 
@@ -226,18 +219,12 @@ def global_coding_rate(Z, eps, processes):
         return gram_coding_rate(covariance, Z.shape[-1] / (N * Z.shape[1] * eps ** 2)).mean()
 
 
-def simdino_gamma(p, samples):
-    """The weight of the coding rate as its authors set it: gamma = (p + N m) / (p N m)."""
-    return (p + samples) / (p * samples)
-
-
-def dino_loss(student, teacher, center, student_temp, teacher_temp):
-    """The mean over pairs of -<softmax((t - center) / teacher_temp), log softmax(s /
-    student_temp)>.
+def dino_loss(student, teacher, center, temperature):
+    """The mean over pairs of -<softmax((t - center) / temperature), log softmax(s / 0.1)>.
 
     [B] Eq. (7.2.28), for logits (V, b, prototypes) and (2, b, prototypes)."""
-    target = ((teacher.float() - center) / teacher_temp).softmax(-1)
-    guess = (student.float() / student_temp).log_softmax(-1)
+    target = ((teacher.float() - center) / temperature).softmax(-1)
+    guess = (student.float() / 0.1).log_softmax(-1)
     return mean_over_pairs(-torch.einsum("gbk,vbk->gv", target, guess) / student.shape[1])
 
 
@@ -256,10 +243,8 @@ def clip_each(params, limit):
 
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
-    """What a collapse shows in, for unit features Z (m, p) of each process.
-
-    The coding rate, the effective rank exp(entropy of the eigenvalues of Z^* Z / N m), and the mean
-    cosine of two different images."""
+    """What a collapse shows in, for unit features Z (m, p) of each process: the coding rate, the
+    effective rank exp(entropy of the eigenvalues of Z^* Z / N m), and two images' mean cosine."""
     total = processes.sum(torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)]))
     n = Z.shape[0] * processes.world
     if not total.isfinite().all():
@@ -269,11 +254,6 @@ def feature_statistics(Z, eps, processes):
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(mean.square().sum().item() - n) / (n * (n - 1)))
-
-
-def collapsed(statistics):
-    """An effective rank below 2, or a mean cosine above 0.99."""
-    return statistics["effective_rank"] < 2.0 or statistics["cosine"] > 0.99
 
 
 def score_neighbours(teacher, train, val, data, c, processes):
@@ -286,11 +266,8 @@ def score_neighbours(teacher, train, val, data, c, processes):
 
 @torch.no_grad()
 def write_saliency(encoder, val, data, path, n=8):
-    """A PNG with one image a row: the image, the mean over heads of its saliency map, and each
-    head's map.
-
-    [B] Eq. (7.2.41), in red over the image. TSSA, which has no map, shows each head's membership
-    Pi."""
+    """A PNG with a row an image: the image, the mean over heads of its saliency map, and each
+    head's map, [B] Eq. (7.2.41), in red over the image; of TSSA the membership Pi."""
     pixels, _ = val.batch(torch.arange(min(n, len(val))))
     x = augment.at_size(augment.to_float(pixels), encoder.config.image_size)
     last = encoder.trace(augment.normalize(x, data.mean, data.std))[-1]
@@ -327,7 +304,10 @@ def main(argv):
     rise = max(round(c.warmup_temp_epochs * epoch), 1)
     temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
              for i in range(total)]         # it rises every step; DINO's every epoch
-    gamma = simdino_gamma(c.output, c.batch_size) if c.gamma is None else c.gamma
+    # the weight of the coding rate as its authors set it: (p + N m) / (p N m)
+    gamma = c.gamma
+    if gamma is None:
+        gamma = (c.output + c.batch_size) / (c.output * c.batch_size)
 
     # ---- run
     run = Run(c, "simdino", preset, processes)
@@ -348,17 +328,20 @@ def main(argv):
         teacher.encoder.compile()           # the part of it that is evaluated
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, flops)
-    encoder_count = count(student.encoder)
-    run.describe(f"{c.method}, {student.encoder.config.arch}, {encoder_count:,} parameters and "
-                 f"{count(student) - encoder_count:,} behind them, {c.data}, 2 views of "
+    run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
+                 f"{count(student) - count(student.encoder):,} behind them, {c.data}, 2 views of "
                  f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
                  f"{c.batch_size} on {processes.world} x {device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
-        return dict(model=teacher.state_dict(), model_config=asdict(student.encoder.config),
+        return dict(model=teacher.state_dict(), model_config=asdict(config),
                     extra=extra, optimizer=optimizer.state_dict(), data_meta=data.meta())
 
+    if run.step == 0:
+        with run.untimed():
+            scores = score_neighbours(teacher, train, val, data, c, processes)
+        run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     warned = False
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -384,10 +367,10 @@ def main(argv):
             loss = distance - gamma * rate
             terms = dict(distance=distance, expansion=gamma * rate)
         else:
-            loss = dino_loss(s_logits, t_logits, center, c.student_temp, temps[step])
+            loss = dino_loss(s_logits, t_logits, center, temps[step])
             terms = dict(cross_entropy=loss)
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world
-            center.lerp_(mean, 1 - c.center_momentum)
+            center.lerp_(mean, 0.1)
 
         # backward and clip
         loss.backward()
@@ -407,13 +390,13 @@ def main(argv):
         seen = {}
         if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            warm = step >= min(c.warmup_epochs * epoch, total // 2)
-            if warm and collapsed(seen) and not warned:
+            for name, term in terms.items():
+                seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
+            flat = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
+            if flat and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
                 warned = True
                 run.say(f"step {step + 1}: the features have collapsed (effective rank "
                         f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-            for name, term in terms.items():
-                seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
         run.log_step(loss, rates[step], **seen)
 
         # evaluate

@@ -23,7 +23,7 @@ from parallel import accumulating, count, derive_seed, device_name, Processes, w
 from run import Run
 from data import augment, images
 from scores import classify, load_images, pooling
-from model import ImageClassifier, ImageConfig, image_config, projected_coding_rate
+from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate
 
 # -------------------------------------------------------------------------------------------------
 # Config
@@ -35,6 +35,9 @@ class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "only the first so many training images", low=1)
+    val: int = option(0, "hold out so many of the last training images, to validate on and choose "
+                      "best.pt by; 0: the test images, so that only the last weights, ckpt.pt, give "
+                      "a test accuracy to report", low=0)
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     stem: str | None = option(None, "patch embedding; auto is the arch's",
@@ -67,12 +70,11 @@ class Config(RunFlags, ModelFlags):
                         low=0, high=0.999999)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of SRR beside the cross-entropy; 0: none", low=0)
-    srr_layers: str = option("all", "where: all, random (another each step), or numbers as in 2,4")
+    srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
     srr_eps: float = option(0.5, "its distortion", above=0)
     # augmentation
-    crop: str = option("pad",
-                       "pad: pad and crop at the image's own scale; resized: random area and "
-                       "aspect; none", choices=("pad", "resized", "none"))
+    crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
+                       "and aspect; none", choices=("pad", "resized", "none"))
     padding: int = option(4, "pixels of zeros around the image before crop=pad", low=0)
     crop_area: float = option(0.08, "smallest share of the area in crop=resized", above=0, high=1)
     flip: bool = option(True, "mirror half of the images")
@@ -151,20 +153,13 @@ def augmented(pixels, rng, c, data):
 # Model
 # -------------------------------------------------------------------------------------------------
 
-def load_start(c):
-    """The checkpoint of --init_from as `Loaded`, None without."""
-    if c.init_from is None:
-        return None
-    if c.size is not None:
-        raise UserError("--size and --init_from exclude each other")
-    return checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
-
-
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
     if loaded is None:
         given = set_fields(ImageConfig, c, classes=classes)
         return ImageClassifier(image_config(c.size, **given))
+    if c.size is not None:
+        raise UserError("--size and --init_from exclude each other")
     theirs = set_fields(ImageConfig, loaded.encoder.config)
     asked = {f.name for f in fields(ModelFlags)} - {"size"} | {"patch_size", "stem"}
     for name in sorted(asked):
@@ -195,23 +190,19 @@ def rate_scale(name, L, decay):
 # Sparse rate reduction as a regularizer
 # -------------------------------------------------------------------------------------------------
 
-def srr_layers(c, model, step):
-    """The layers, counted from 0, whose SRR measure this step adds to the loss."""
-    L = model.config.layers
+def srr_layers(c, L, step):
+    """The layers, counted from 0, whose rate this step adds to the loss."""
     if c.srr_layers == "all":
         return range(L)
     if c.srr_layers == "random":
         return [derive_seed(c.seed, step, "srr") % L]
-    words = c.srr_layers.split(",")
-    chosen = [int(word) for word in words if word.strip().isdecimal()]
-    if len(chosen) < len(words) or not all(1 <= l <= L for l in chosen):
-        raise UserError(f"--srr_layers={c.srr_layers} is not all, random, or numbers from 1 to {L} "
-                        "as in 2,4")
-    return [l - 1 for l in chosen]
+    if c.srr_layers.isdecimal() and 1 <= int(c.srr_layers) <= L:
+        return [int(c.srr_layers) - 1]
+    raise UserError(f"--srr_layers={c.srr_layers} is not all, random, or a number from 1 to {L}")
 
 
 class LogitsAndLayers(nn.Module):
-    """The classifier with the output Z^{l+1} of every layer beside its logits."""
+    """The classifier, whose forward returns its logits and the output Z^{l+1} of every layer."""
 
     def __init__(self, model):
         super().__init__()
@@ -223,22 +214,20 @@ class LogitsAndLayers(nn.Module):
         for layer in encoder.layers:
             Z = layer(Z)
             outputs.append(Z)
-        return self.model.head(self.model.pool(encoder.norm(Z))), outputs
+        return self.model.head(self.model.pool(encoder.norm(Z))), *outputs
 
 
 def subspace_rate_loss(model, outputs, chosen, eps):
     """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l.
 
     [S] adds 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l) to the loss and stops the gradient
-    through Z^l. Only this part then has a gradient. It reaches U^l only. Its minimum is U = 0; only the
-    cross-entropy, which would then have no attention, keeps U away from it, so the weight has to be
-    small."""
+    through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0; only the cross-entropy,
+    which would then have no attention, keeps U away from it, so the weight has to be small."""
     rates = []
-    with torch.autocast(outputs[0].device.type, enabled=False):
-        for l in chosen:
-            Z = outputs[l].detach().float()[:, None]                    # (B, 1, n, d)
-            U = model.encoder.layers[l].attention.bases()               # (K, d, p)
-            rates.append(projected_coding_rate(Z @ U, eps).mean())
+    for l in chosen:
+        Z = outputs[l].detach()                                 # (B, n, d)
+        U = model.encoder.layers[l].attention.bases()           # (K, d, p)
+        rates.append(subspace_coding_rate(Z, U, eps).mean())
     return torch.stack(rates).mean()
 
 
@@ -252,14 +241,17 @@ def main(argv):
     device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data; an encoder goes on seeing it normalized as in its pretraining
-    loaded = load_start(c)
-    if loaded is None:
-        data = images.load(c.data, cache=c.data_dir)
-    else:
+    loaded, data = None, images.load(c.data, cache=c.data_dir)
+    if c.init_from is not None:
+        loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = load_images(c.data, loaded.meta, c.data_dir)
-    train_images = data.train_images[:c.train_images]
-    train_labels = data.train_labels[:c.train_images]
-    epoch = steps_per_epoch(len(train_labels), c.batch_size)
+    held_out = max(len(data.train_labels) - c.val, 0)       # the first of them
+    n = min(held_out, c.train_images or held_out)
+    train = data.train_images[:n], data.train_labels[:n]
+    val = data.val_images, data.val_labels
+    if c.val:
+        val = data.train_images[held_out:], data.train_labels[held_out:]
+    epoch = steps_per_epoch(n, c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -268,12 +260,9 @@ def main(argv):
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        srr_layers(c, model, 0)             # bad numbers are an error before the run begins
-    elif (c.srr_layers, c.srr_eps) != (Config.srr_layers, Config.srr_eps):
-        raise UserError("--srr_layers and --srr_eps do nothing without --srr_weight")
+        srr_layers(c, model.config.layers, 0)       # a bad number is an error before the run
     averaged = copy.deepcopy(model) if c.ema else None
     params = list(model.parameters())
-    averages = list(averaged.parameters()) if c.ema else None
 
     # ---- optimizer
     scale = partial(rate_scale, L=model.config.layers, decay=c.layer_decay)
@@ -283,17 +272,13 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", preset, processes)
     run.restore(model.config, optimizer, model, averaged)
-    train = images.Images(train_images, train_labels, device)
-    val = images.Images(data.val_images, data.val_labels, device)
+    train, val = images.Images(*train, device), images.Images(*val, device)
     augmentation = partial(augmented, c=c, data=data)
     net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
     ddp = processes.wrap(net)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
-        model.compile()
-        if net is not model:
-            net.compile()
-        if c.ema:
-            averaged.compile()
+        for module in {model, net, averaged} - {None}:
+            module.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
@@ -313,8 +298,8 @@ def main(argv):
 
         # batch
         pixels, labels = next(batches)
-        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows,
-                                  device)
+        seed = derive_seed(c.seed, step, "augment")
+        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
         x = augmentation(pixels, rng)
 
         # forward and backward
@@ -323,14 +308,11 @@ def main(argv):
         for i, (micro_x, micro_labels) in enumerate(micro_batches):
             with accumulating(ddp, last=i == len(micro_batches) - 1):
                 with processes.autocast(c.dtype):
-                    if c.srr_weight:
-                        logits, outputs = ddp(micro_x)
-                    else:
-                        logits = ddp(micro_x)
+                    logits, *outputs = ddp(micro_x) if c.srr_weight else [ddp(micro_x)]
                     micro_loss = F.cross_entropy(logits, micro_labels,
                                                  label_smoothing=c.label_smoothing)
                 if c.srr_weight:
-                    chosen = srr_layers(c, model, step)
+                    chosen = srr_layers(c, model.config.layers, step)
                     rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
                     micro_loss = micro_loss + c.srr_weight * rate
                 micro_loss = micro_loss * (len(micro_x) / len(x))
@@ -346,7 +328,7 @@ def main(argv):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if c.ema:           # shorter memory at first, so that the average forgets the start quickly
-            ema_update(averages, params, min(c.ema, (step + 1) / (step + 10)))
+            ema_update(list(averaged.parameters()), params, min(c.ema, (step + 1) / (step + 10)))
         run.log_step(loss, schedule[step])
 
         # evaluate
