@@ -105,7 +105,7 @@ def class_names(loaded, ckpt):
     classes = loaded.model.config.classes
     names = loaded.meta.get("classes") or [f"class {i}" for i in range(classes)]
     if not isinstance(names, list) or len(names) != classes:
-        raise UserError(f"{ckpt} does not name its {classes} classes: data_meta.classes is wrong")
+        raise UserError(f"{ckpt} does not name its {classes} classes in data_meta")
     return [str(name) for name in names]
 
 

@@ -24,10 +24,6 @@ def _zeros(n, device):
     return torch.zeros(n, dtype=dtype, device=device)
 
 
-# -------------------------------------------------------------------------------------------------
-# Images
-# -------------------------------------------------------------------------------------------------
-
 def statistics_of(meta):
     """.mean and .std, per channel, of the images that a checkpoint was trained on. `meta` is its
     data_meta, {} of a published one, which was trained on ImageNet."""
@@ -90,33 +86,28 @@ def classify(model, split, data, config, processes, batch_size=500):
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
-    result = None
-    shares = _shares(split, batch_size, processes)
-    for index, (batch, _) in zip(shares, split.batches(shares, config.workers)):
+    shares, parts = _shares(split, batch_size, processes), []
+    for batch, _ in split.batches(shares, config.workers):
         if encoder is None:
-            x = augment.to_float(batch).flatten(1)
-        else:
-            with processes.autocast(config.dtype):
-                Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
-            x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0]
-        if result is None:
-            result = x.new_zeros(len(split), x.shape[1])
-        result[index] = x
+            parts.append(augment.to_float(batch).flatten(1))
+            continue
+        with processes.autocast(config.dtype):
+            Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
+        parts.append(Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0])
+    x = torch.cat(parts)
+    result = x.new_zeros(len(split), x.shape[1])
+    result[processes.rank::processes.world] = x
     return processes.sum(result)
 
 
-def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None,
-                       chunk=1000):
+def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None):
     """Accuracy of a vote among the k nearest by cosine, each with the weight
-    exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k).
-
-    x (N, D), y (N,). Test samples come in chunks, so that (chunk, N) similarities are in memory,
-    and `processes` share them if given."""
+    exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k). x (N, D), y (N,)."""
     x, x_test = F.normalize(x, dim=1), F.normalize(x_test, dim=1)
     k = min(k, len(x))
     right = torch.zeros((), device=x.device)
     mine = slice(processes.rank, None, processes.world) if processes else slice(None)
-    for test, labels in zip(x_test[mine].split(chunk), y_test[mine].split(chunk)):
+    for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
         cosine, index = (test @ x.mT).topk(k)
         votes = torch.zeros(len(test), classes, device=x.device)
         votes.scatter_add_(1, y[index], (cosine / temperature).exp())
@@ -186,10 +177,10 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
     window is a function of its number: the same at every evaluation, on any number of processes.
     `n_vocab` is the tokenizer's. `stride` as in text.eval_windows."""
     model.eval()
-    masked, context, device = not model.config.causal, model.config.context, processes.device
-    rank, world = processes.rank, processes.world
-    batches = text.eval_batches(tokens, context, batch_size, rank, world, stride, not masked)
-    total = _zeros(3, device)
+    masked, rank, world = not model.config.causal, processes.rank, processes.world
+    batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
+                                not masked)
+    total = _zeros(3, processes.device)
     for i, (x, y) in enumerate(tqdm(batches, unit=" batches", disable=None if bar else True)):
         if masked:
             for row in range(batch_size):
@@ -198,7 +189,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
                 ids, targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
                 x[row] = ids
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
-        x, y = x.to(device), y.to(device)
+        x, y = x.to(processes.device), y.to(processes.device)
         count = (y >= 0).sum()
         with processes.autocast(config.dtype):
             loss = model(x, y) * count
@@ -251,8 +242,7 @@ def write_overlays(path, x, maps, columns=None, rows=None):
 
 
 def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first, first + 1 ...: the same at every
-    evaluation."""
+    """The noise (n, patches) of validation images first, first + 1 ...: always the same."""
     rng = augment.BatchRandom(derive_seed("validation", first), n, device=device)
     return rng.uniform(model.config.patches())
 

@@ -153,8 +153,6 @@ def main(argv):
     side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
     if number > len(encoder.layers):
         raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
-    if side == 1:
-        raise UserError(f"{c.ckpt} sees an image as one patch: there is nothing to cut")
     data = load_images(c.data, loaded.meta, c.data_dir)
     split = on_device(data, "val", processes.device)
     masks = torch.from_numpy(np.array(data.val_masks))[:, None]
