@@ -11,8 +11,8 @@ Numbers on a trained checkpoint.
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
     python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt       which of ten words fits a gap
 
-Each prints one JSON object. Losses are in nats. Baselines of linear, knn and segment: --random (an
-untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
+The last line of each is one JSON object. Losses are in nats. Baselines of linear, knn and segment:
+--random (an untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
 """
 import signal
 
@@ -20,7 +20,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
 
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,19 +27,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import check_new, cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images, text
-from model import patchify, run_layers, saliency
+from model import run_layers, saliency
 from scores import (classify, features, language_scores, linear_probe, load_images, load_tokens,
-                    model_input, nearest_neighbours, on_device, pooling, progress, statistics_of,
+                    model_input, nearest_neighbours, on_device, pooling, statistics_of,
                     stretched, write_overlays, write_reconstructions)
 
-
 # -------------------------------------------------------------------------------------------------
-# accuracy, linear, knn
+# Images
 # -------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
@@ -48,6 +47,8 @@ class ImageFlags(DeviceFlags):
     """Flags of every evaluation of an image model."""
     ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
+    random: bool = option(False, "the checkpoint's model at random initialization instead")
+    seed: int = option(0, "of that initialization, and of linear's held-out tenth", low=0)
     batch_size: int = option(500, "images at once", low=1)
 
 
@@ -58,64 +59,87 @@ class Accuracy(ImageFlags):
     split: str = option("val", "which part", choices=("train", "val"))
 
 
-def accuracy(c):
-    """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit",), c.heads)
-    data = load_images(c.data, loaded.meta, c.data_dir)
-    classes = loaded.model.config.classes
-    if len(data.classes) != classes:
-        raise UserError(f"{c.ckpt} has {classes} classes, {data.name} has {len(data.classes)}")
-    learnt = loaded.meta.get("classes")     # None: a published checkpoint
-    if learnt and learnt != data.classes:
-        raise UserError(f"{c.ckpt} knows other classes ({learnt[0]}, ...) than {data.name} has "
-                        f"({data.classes[0]}, ...)")
-    processes = Processes(c.device)
-    split = on_device(data, c.split, processes.device)
-    scores = classify(loaded.model.to(processes.device), split, data, c, processes, c.batch_size)
-    return dict(data=data.name, split=c.split) | scores
-
-
 @dataclass(kw_only=True)
-class EncoderFlags(ImageFlags):
-    """Flags of every evaluation of an image encoder."""
-    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
-    seed: int = option(0, "of that initialization, and of linear's held-out tenth", low=0)
-
-
-@dataclass(kw_only=True)
-class Probe(EncoderFlags):
+class Probe(ImageFlags):
     """How well the features of an encoder, trained or not, or the pixels separate classes."""
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
-        None, "class token, mean of the patch tokens, both, or the pixels; auto is what the head "
-        "reads", choices=("class", "mean", "both", "pixels"))
+        None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
+        choices=("class", "mean", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
     temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
 
 
-def load_encoder(c):
-    """`Loaded` of any image checkpoint; its weights those at initialization if c.random."""
+@dataclass(kw_only=True)
+class Predict(ImageFlags):
+    """The likeliest classes of each picture's centre square, and a PNG: the square beside the mean
+    of the last layer's saliency maps; of a masked autoencoder its reconstruction."""
+    files: tuple = option((), "pictures", positional=True)
+    top: int = option(3, "classes to print", low=1)
+    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png, "
+                             "replaced each time")
+    overwrite: bool = option(False, "replace the file that --out names")
+
+
+@dataclass(kw_only=True)
+class Segment(ImageFlags):
+    """How well an encoder's attention finds the objects of a drawn set."""
+    data: str = option("shapes", "which", choices=("shapes", "camouflage"))
+    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
+    batch_size: int = option(100, "images at once", low=1)
+    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
+
+
+def load_image_model(c, *tasks):
+    """(`Loaded`, on its device; Processes). With --random its weights are those at initialization.
+    """
     seed = c.seed if c.random else None
-    return load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads, seed)
+    loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, seed)
+    processes = Processes(c.device)
+    loaded.model.to(processes.device)
+    return loaded, processes
+
+
+def class_names(loaded, ckpt):
+    """What a classifier's checkpoint calls its classes; numbers if it is a published one."""
+    classes = loaded.model.config.classes
+    names = loaded.meta.get("classes") or [f"class {i}" for i in range(classes)]
+    if not isinstance(names, list) or len(names) != classes:
+        raise UserError(f"{ckpt} does not name its {classes} classes in data_meta")
+    return [str(name) for name in names]
+
+
+def accuracy(c):
+    """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
+    loaded, processes = load_image_model(c, "vit")
+    data, names = load_images(c.data, loaded.meta, c.data_dir), class_names(loaded, c.ckpt)
+    if len(data.classes) != len(names):
+        raise UserError(f"--data={data.name} has {len(data.classes)} classes, {c.ckpt} has "
+                        f"{len(names)}")
+    if "classes" in loaded.meta and names != data.classes:      # a published one names none
+        raise UserError(f"--data={data.name} has other classes ({data.classes[0]}, ...) than "
+                        f"{c.ckpt} ({names[0]}, ...)")
+    split = on_device(data, c.split, processes.device)
+    scores = classify(loaded.model, split, data, c, processes, c.batch_size)
+    return dict(data=data.name, split=c.split) | scores
 
 
 def probe(c, classifier):
     """The features of both parts, and classifier(x, y, x_test, y_test, classes) on them."""
-    processes = Processes(c.device)
-    encoder, meta, used, kind = None, {}, None, c.features
-    if c.features != "pixels":
-        loaded = load_encoder(c)
-        kind = c.features or pooling(loaded)
-        encoder, meta = loaded.encoder.to(processes.device), loaded.meta
-        used = "random" if c.random else c.ckpt
+    if c.features == "pixels":
+        encoder, meta, used, processes = None, {}, None, Processes(c.device)
+    else:
+        loaded, processes = load_image_model(c, "vit", "mae", "simdino")
+        encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.random else c.ckpt
+    kind = c.features or pooling(loaded)
     data = load_images(c.data, meta, c.data_dir)
     samples = []
     for name in ("train", "val"):
         split = on_device(data, name, processes.device)
         x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
-    found = classifier(*samples, len(data.classes))
-    return dict(data=data.name, features=kind, encoder=used) | found
+    result = classifier(*samples, len(data.classes))
+    return dict(data=data.name, features=kind, encoder=used) | result
 
 
 def linear(c):
@@ -128,287 +152,99 @@ def knn(c):
     return probe(c, lambda *samples: nearest_neighbours(*samples, c.k, c.temperature))
 
 
-# -------------------------------------------------------------------------------------------------
-# predict
-# -------------------------------------------------------------------------------------------------
-
-@dataclass(kw_only=True)
-class Predict(ImageFlags):
-    """Of each picture's centre square the likeliest classes, and a PNG: the square beside the mean
-    of the last layer's saliency maps; of a masked autoencoder input, masked, reconstruction, both
-    pasted."""
-    files: tuple = option((), "pictures", positional=True)
-    top: int = option(5, "classes to print", low=1)
-    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png, "
-                             "replaced each time")
-    overwrite: bool = option(False, "replace the file that --out names")
-
-
 @torch.no_grad()
 def predict(c):
-    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest first; where there is no
-    classifier, "pictures" is a list of the files."""
+    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest class first; without a
+    classifier each file has no classes. Prints one line a file."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
     check_new("out", c.out, c.overwrite)
     out = c.out or str(ROOT / "out" / "predict.png")
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads)
-    processes = Processes(c.device)
-    config, model = loaded.encoder.config, loaded.model.to(processes.device)
-    pixels = []
+    loaded, processes = load_image_model(c, "vit", "mae", "simdino")
+    config, model, pixels = loaded.encoder.config, loaded.model, []
     for file in c.files:
-        read, problem = images.read_picture(file, config.image_size)
+        picture, problem = images.read_picture(file, config.image_size)
         if problem:
             raise UserError(f"cannot read {file}: {problem}")
-        pixels.append(read)
+        pixels.append(picture)
     pixels = torch.from_numpy(np.stack(pixels)).to(processes.device)
     data = statistics_of(loaded.meta)
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
-    found = dict(pictures=list(c.files), wrote=out)
-    if loaded.task == "mae":
-        write_reconstructions(out, model, pixels, data)
-        return found
-
     x = model_input(pixels, data, config.image_size)
-    with processes.autocast(c.dtype):
-        trace = loaded.encoder.trace(x)
-    maps = saliency(trace[-1].attention.float(), config.pool).mean(1, keepdim=True)
-    write_overlays(out, augment.to_float(pixels), maps, max(1, 256 // config.image_size))
+
+    shares = [{} for _ in c.files]
     if loaded.task == "vit":
+        names = class_names(loaded, c.ckpt)
         with processes.autocast(c.dtype):
-            logits = model(x).float()
-        names = loaded.meta.get("classes") or [f"class {i}" for i in range(logits.shape[1])]
-        best = logits.softmax(-1).topk(min(c.top, len(names)))
-        found["pictures"] = {}
-        for file, shares, labels in zip(c.files, best.values.tolist(), best.indices.tolist()):
-            shown = {names[i]: round(share, 4) for i, share in zip(labels, shares)}
-            found["pictures"][file] = shown
-    return found
+            best = model(x).float().softmax(-1).topk(min(c.top, len(names)))
+        shares = [{names[i]: round(p, 4) for p, i in zip(*row)}
+                  for row in zip(best.values.tolist(), best.indices.tolist())]
+    labels = []
+    for file, row in zip(c.files, shares):
+        words = [printable(Path(file).name), *(f"{printable(k)} {p:.3f}" for k, p in row.items())]
+        print("  ".join(words))
+        labels.append("\n".join(words))
 
-
-# -------------------------------------------------------------------------------------------------
-# segment: scores of maps and masks
-# -------------------------------------------------------------------------------------------------
-
-def iou(a, b):
-    """|a and b| / |a or b| of masks (..., H, W), 0 of two empty ones: (...) float64."""
-    return (a & b).sum((-2, -1)).double() / (a | b).sum((-2, -1)).clamp_min(1)
-
-
-def box(mask):
-    """The bounding box of a mask (..., H, W), as a mask."""
-    def between(line):          # from the first to the last true entry
-        line = line.int()
-        return line.cummax(-1).values & line.flip(-1).cummax(-1).values.flip(-1)
-    rows, columns = between(mask.any(-1)), between(mask.any(-2))
-    return (rows[..., :, None] & columns[..., None, :]).bool()
-
-
-def threshold_ious(maps, truth, levels=100):
-    """IoU of {map >= i / levels} and the mask, i = 0 .. levels - 1.
-
-    Maps (B, m, P) in [0, 1], truth (B, P) bool -> (B, m, levels)."""
-    level = (maps * levels).long().clamp_max(levels - 1)
-
-    def at_least(counted):
-        count = torch.zeros(*maps.shape[:2], levels)
-        count.scatter_add_(2, level, counted[:, None].float().expand_as(maps))
-        return count.flip(2).cumsum(2).flip(2)
-    both, area = at_least(truth), at_least(torch.ones_like(truth))
-    return both / (area + truth.sum(1)[:, None, None] - both)
-
-
-def average_precision(score, truth):
-    """Mean over the true entries of the precision of {score >= theirs}. Score, truth (..., P)."""
-    ordered, order = score.sort(-1, descending=True)
-    hit = truth.gather(-1, order).float()
-    last = torch.searchsorted(-ordered, -ordered, right=True) - 1       # of entries of equal score
-    precision = hit.cumsum(-1).gather(-1, last) / (last + 1)
-    return (precision * hit).sum(-1) / hit.sum(-1)
-
-
-def detection_ap(overlap, confidence, thresholds):
-    """COCO's AP at each IoU threshold (T,), for images with one object and one prediction each, of
-    IoU (N,) and confidence (N,): (T,).
-
-    Predictions are ranked by confidence. AP is the mean over recall 0, 0.01 .. 1 of the largest
-    precision there or beyond, 0 where that recall is never reached."""
-    ranked = overlap[confidence.argsort(descending=True, stable=True)]
-    found, n = (ranked >= thresholds[:, None]).cumsum(1).double(), len(overlap)
-    precision = found / torch.arange(1, n + 1)
-    precision = precision.flip(1).cummax(1).values.flip(1)              # there or beyond
-    recall = (torch.arange(101, dtype=torch.float64) / 100).repeat(len(thresholds), 1)
-    reached = torch.searchsorted(found / n, recall)                     # n: never
-    return F.pad(precision, (0, 1)).gather(1, reached).mean(1)
-
-
-# -------------------------------------------------------------------------------------------------
-# segment: MaskCut
-# -------------------------------------------------------------------------------------------------
-
-def normalized_cut(A):
-    """(v, mu) of graphs A (B, n, n): the second smallest mu in (D - A) v = mu D v, D = diag(A 1),
-    and its v (Shi and Malik, 2000).
-
-    Solved as D^-1/2 A D^-1/2 y = (1 - mu) y, v = D^-1/2 y. v (B, n), of unknown sign; mu (B,), 0 if
-    the graph falls into two parts."""
-    root = A.sum(-1).rsqrt()
-    values, vectors = torch.linalg.eigh(root[:, :, None] * A * root[:, None])
-    return root * vectors[..., -2], 1 - values[..., -2]
-
-
-def foreground(v):
-    """The object of a cut v (B, h, w), as a mask: (B, h, w) bool.
-
-    Of the sides v > mean and v <= mean it is the one with the largest |v|, or the other if three
-    corners of the image lie in it; and of that side the 4-connected part around its extreme entry.
-    CutLER applies the corner rule to the side v > mean only, so that its choice depends on the sign
-    that the solver returns."""
-    shape, flat = v.shape, v.flatten(1)
-    upper = flat > flat.mean(1, keepdim=True)
-    flip = ~upper.gather(1, flat.abs().argmax(1, keepdim=True))
-    corners = (upper ^ flip).view(shape)[:, ::shape[1] - 1, ::shape[2] - 1].sum((1, 2))
-    flip = flip ^ (corners >= 3)[:, None]
-    side = (upper ^ flip).view(shape).float()
-    extreme = torch.where(flip, -flat, flat).argmax(1)
-    found = F.one_hot(extreme, flat.shape[1]).view(shape).float()
-    while True:                 # grow by neighbours within the side
-        vertical = F.max_pool2d(found, (3, 1), 1, (1, 0))
-        grown = side * torch.maximum(vertical, F.max_pool2d(found, (1, 3), 1, (0, 1)))
-        if torch.equal(grown, found):
-            return found.bool()
-        found = grown
-
-
-def maskcut(X, side, tau=0.15):
-    """(mask (B, side, side), confidence (B,)): the object that CutLER's MaskCut (Wang et al., 2023)
-    finds by features X (B, n, d).
-
-    Edges between patches weigh 1 where the cosine exceeds tau, 1e-5 elsewhere. CutLER has no
-    confidence; here it is -mu of the normalized cut, near 0 where the two sides share next to
-    nothing. No CRF afterwards."""
-    X = F.normalize(X.double(), dim=-1)
-    v, mu = normalized_cut(torch.where(X @ X.mT > tau, 1.0, 1e-5).double())
-    return foreground(v.view(-1, side, side)), -mu
-
-
-@dataclass(kw_only=True)
-class Segment(EncoderFlags):
-    """How well an encoder's attention, and MaskCut on its features, find the objects of a drawn
-    set."""
-    data: str = option("shapes", "which", choices=("shapes", "camouflage"))
-    split: str = option("val", "which part", choices=("train", "val"))
-    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
-    query: str | None = option(None, "map: attention of the class token, or mean of the patches'; "
-                               "auto is what its head reads", choices=("class", "mean"))
-    features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
-                           choices=("keys", "output", "pixels"))
-    tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
-    batch_size: int = option(100, "images at once", low=1)
-    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
-
-
-def maps_and_features(encoder, x, number, query="class", kind="keys"):
-    """(saliency maps (B, K, n), features (B, n, d) for MaskCut) of the patches of images x in layer
-    `number`, counted from 1. Both on the CPU."""
-    Z = run_layers(encoder.layers[:number - 1], encoder.tokens(x))
-    layer = encoder.layers[number - 1]
-    normed = layer.norm1(Z)
-    if kind == "pixels":
-        X = patchify(x, encoder.config.patch_size)
-    elif kind == "output":
-        X = layer(Z)[:, 1:]
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    if loaded.task == "mae":
+        write_reconstructions(out, model, pixels, data, labels)
     else:
-        X = layer.attention.keys(normed).transpose(1, 2).flatten(2)[:, 1:]     # heads side by side
-    maps = saliency(layer.attention.map(normed), query)
-    return maps.float().cpu(), X.float().cpu()
+        with processes.autocast(c.dtype):
+            attention = loaded.encoder.trace(x)[-1].attention.float()
+        maps = saliency(attention, config.pool).mean(1, keepdim=True)
+        write_overlays(out, augment.to_float(pixels), maps, ["saliency"], labels)
+    print(f"wrote {out}")
+    return dict(pictures=dict(zip(c.files, shares)), wrote=out)
 
 
-def map_scores(maps, truth):
-    """(IoU at each threshold (B, 1 + K, 100), average precision (B, 1 + K)) of the mean of the maps
-    (B, K, n) and of each, at the resolution of the masks (B, 1, H, H)."""
-    side = math.isqrt(maps.shape[-1])
-    maps = torch.cat([maps.mean(1, keepdim=True), maps], 1).unflatten(-1, (side, side))
-    maps = F.interpolate(maps, size=truth.shape[2:], mode="bilinear", antialias=True)
-    maps, truth = stretched(maps.flatten(2)), truth.flatten(2)
-    return threshold_ious(maps, truth[:, 0]), average_precision(maps, truth.expand_as(maps))
-
-
-def mask_overlaps(cut, truth):
-    """IoU with the masks (B, 1, H, H), each (B,): of the boxes of `cut` (B, side, side), of the
-    boxes of the best patches, of `cut`, of the best patches (those at least half object)."""
-    best = F.interpolate(truth.float(), size=cut.shape[1:], mode="area") >= 0.5
-    cut, best = (F.interpolate(mask.float(), size=truth.shape[2:], mode="nearest-exact").bool()
-                 for mask in (cut[:, None], best))
-    pairs = (box(cut), box(truth)), (box(best), box(truth)), (cut, truth), (best, truth)
-    return [iou(a, b)[:, 0] for a, b in pairs]
+def printable(words):
+    """Without control characters, which a file's name can hold."""
+    return "".join(character if character.isprintable() else "?" for character in words)
 
 
 @torch.no_grad()
 def segment(c):
-    """{"iou", "ap", ..., "box_ap", ..., "mask_ap", ...}: saliency maps and MaskCut on pictures with
-    one object each.
+    """{"iou", "iou_heads", "iou_prior", "foreground", ...}: the saliency maps ([B] Eq. (7.2.41)) of
+    pictures with one object each, against the objects' masks. Prints a table.
 
-    Saliency maps ([B] Eq. (7.2.41)) are resized to the image and stretched to [0, 1]. "iou": the
-    mean IoU over images at one threshold for all, the best of 0, 0.01 .. 0.99 on this very split.
-    "ap": the mean over images of the average precision of the map as a classifier of pixels. Each
-    for the mean over heads, for every head, and for the best head, likewise chosen here. A constant
-    map scores "foreground", the objects' share of the pixels, in both; "prior" is the score of this
-    split's mean mask as the map of every image, which knows where objects lie on average.
-
-    MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
-    IoU 0.50, 0.55 .. 0.95 ([B] Tables 7.2, 7.4), ranked by the confidence of `maskcut`. *_ceiling:
-    of the patches that are half object or more, ranked by their IoU. Objects and background of
-    `shapes` differ in colour, those of `camouflage` by about as much as their texture varies:
-    --features=pixels is the baseline."""
-    loaded = load_encoder(c)
+    Maps are resized to the image and stretched to [0, 1]. A score is the mean IoU over images at
+    one threshold for all, the best of 0, 0.01 .. 0.99 on this very split: "iou" of the mean over
+    heads, "iou_heads" of every head. "iou_prior" is that of the split's mean mask as the map of
+    every image, which knows where objects lie on average. A constant map scores "foreground", the
+    objects' share of the pixels."""
+    loaded, processes = load_image_model(c, "vit", "mae", "simdino")
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
-    side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
+    number, side = c.layer or len(encoder.layers), size // encoder.config.patch_size
     if number > len(encoder.layers):
         raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
-    if side == 1:
-        raise UserError(f"{c.ckpt} sees an image as one patch: there is nothing to cut")
-    query = c.query or pooling(loaded)
-    processes = Processes(c.device)
-    encoder.to(processes.device)
     data = load_images(c.data, loaded.meta, c.data_dir)
-    split, masks = on_device(data, c.split, processes.device), getattr(data, f"{c.split}_masks")
-
-    truths = torch.from_numpy(np.array(masks))[:, None]
-    truths = augment.center_crop(truths, min(size, truths.shape[-1])).bool()            # as at_size
-    scores, prior = [], truths.float().mean(0).flatten()
-    indices = torch.arange(len(masks)).split(c.batch_size)
-    for index in progress(indices, len(indices), processes.rank == 0):
-        x = model_input(split.batch(index)[0], data, size)
-        truth = truths[index]
+    split = on_device(data, "val", processes.device)
+    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
+    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    prior, ious = masks.float().mean(0, keepdim=True), []
+    for index in torch.arange(len(masks)).split(c.batch_size):
+        x, truth = model_input(split.batch(index)[0], data, size), masks[index].flatten(1)[:, None]
         with processes.autocast(c.dtype):
-            maps, X = maps_and_features(encoder, x, number, query, c.features)
-        cut, confidence = maskcut(X, side, c.tau)
-        share, overlaps = truth.double().mean((1, 2, 3)), mask_overlaps(cut, truth)
-        prior_scores = [score[:, 0] for score in map_scores(prior.expand(len(x), 1, -1), truth)]
-        scores.append((share, *map_scores(maps, truth), *prior_scores, confidence, *overlaps))
-
-    share, ious, ap, iou_prior, ap_prior, confidence, *overlaps = (
-        torch.cat(v).double() for v in zip(*scores))
-    iou_mean, *iou_heads = ious.mean(0).amax(-1).tolist()
-    ap_mean, *ap_heads = ap.mean(0).tolist()
-    result = dict(data=c.data, split=c.split, encoder="random" if c.random else c.ckpt,
-                  layer=number, n=len(masks), foreground=share.mean().item(),
-                  iou_prior=iou_prior.mean(0).max().item(), ap_prior=ap_prior.mean().item(),
-                  iou=iou_mean, iou_best=max(iou_heads), iou_heads=iou_heads,
-                  ap=ap_mean, ap_best=max(ap_heads), ap_heads=ap_heads)
-    thresholds = torch.arange(50, 100, 5).double() / 100
-    for name, found, ceiling in (("box", *overlaps[:2]), ("mask", *overlaps[2:])):
-        at = detection_ap(found, confidence, thresholds)
-        result[f"{name}_ap50"] = at[0].item()
-        result[f"{name}_ap75"] = at[5].item()
-        result[f"{name}_ap"] = at.mean().item()
-        result[f"{name}_ap_ceiling"] = detection_ap(ceiling, ceiling, thresholds).mean().item()
+            attention = encoder.trace(x)[number - 1].attention
+        maps = saliency(attention, pooling(loaded)).float().cpu().unflatten(-1, (side, side))
+        maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)                     # (B, 1 + K, ..)
+        maps = F.interpolate(maps, size=masks.shape[2:], mode="bilinear", antialias=True)
+        maps = torch.cat([maps, prior.expand(len(x), -1, -1, -1)], 1).flatten(2)
+        chosen = [stretched(maps) >= level / 100 for level in range(100)]
+        ious.append(torch.stack([(mask & truth).sum(2) / (mask | truth).sum(2) for mask in chosen]))
+    mean, *heads, prior = torch.cat(ious, 1).double().mean(1).amax(0).tolist()
+    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+                  n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
+                  foreground=masks.double().mean().item())
+    names = ["mean of heads", *(f"head {k}" for k in range(1, len(heads) + 1)), "prior: mean mask",
+             "a constant map"]
+    print(f"{'map':18}IoU")
+    for name, iou in zip(names, [mean, *heads, prior, result["foreground"]]):
+        print(f"{name:18}{iou:.3f}")
     return result
 
 
 # -------------------------------------------------------------------------------------------------
-# lm: loss per token
+# Text
 # -------------------------------------------------------------------------------------------------
 
 @dataclass(kw_only=True)
@@ -427,162 +263,117 @@ class LM(TextFlags):
     stride: int = option(0, "tokens from one window to the next; 0: the context, no overlap", low=0)
 
 
-def load_language_model(c, causal=False):
-    """(`Loaded` of a language model, on its device; Processes). `causal`: a masked one is refused.
-    """
-    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
-    if causal and not loaded.model.config.causal:
-        raise UserError(f"{c.ckpt} is a masked model: this needs one that predicts the next token "
-                        "(--objective=causal)")
-    loaded.model.to(processes.device)
-    return loaded, processes
-
-
-def count_bytes(tokenizer, tokens):
-    """Bytes of UTF-8 that the tokens stand for: 0 for end-of-text, 1 for a character unknown to the
-    tokenizer."""
-    if isinstance(tokenizer, text.CharTokenizer):
-        characters = tokenizer.characters
-        sizes = [len(one.encode("utf-8", "surrogatepass")) for one in characters] + [1]
-    else:
-        token_bytes = tokenizer.encoding.decode_single_token_bytes
-        sizes = [0 if i == tokenizer.eot else len(token_bytes(i)) for i in range(tokenizer.n_vocab)]
-    return int(np.bincount(tokens, minlength=len(sizes)) @ np.array(sizes))
-
-
-def lm(c):
-    """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer.
-
-    Causal: also "loss_per_byte", which compares tokenizers. Masked: also "acc"."""
-    loaded, processes = load_language_model(c)
-    model, meta = loaded.model, loaded.meta
-    data, split, tokens = load_tokens(c.data, c.split, meta, c.data_dir)
-    stride = c.stride or model.config.context
-    scores = language_scores(model, tokens, c, processes, c.batch_size, meta["n_vocab"],
-                             loaded.content["run_config"].get("mask_rate"), stride,
-                             bar=processes.rank == 0)
-    if model.config.causal:
-        nats = scores["loss"] * scores["n"]
-        scores["loss_per_byte"] = nats / count_bytes(data.tokenizer, tokens[1:])
-    return dict(data=data.name, split=split, stride=stride) | scores
-
-
-# -------------------------------------------------------------------------------------------------
-# lambada, cbt: the probability of one piece of text after another
-# -------------------------------------------------------------------------------------------------
-
 @dataclass(kw_only=True)
 class Lambada(TextFlags):
-    """Accuracy of the last word of LAMBADA's passages by greedy decoding, and its loss."""
+    """How often greedy decoding writes the last word of LAMBADA's passages."""
+    strict: bool = option(False, "the passage as it is; the word must come at once, in its case")
 
 
 @dataclass(kw_only=True)
 class CBT(TextFlags):
     """Accuracy on the Children's Book Test: which of ten candidates makes the passage likeliest."""
-    task: str = option("both", "common nouns, named entities, or both",
-                       choices=("CN", "NE", "both"))
 
 
-def score_targets(model, x, y):
-    """(log-probability of each target y >= 0, whether it is the likeliest token), row by row: two
-    (m,) tensors for x, y (B, n)."""
-    Z = model.norm(run_layers(model.layers, model.tokens(x)))
-    logits = (Z[y >= 0] @ model.embed.weight.mT).float()    # logits of the scored positions only
-    targets = y[y >= 0]
-    return -F.cross_entropy(logits, targets, reduction="none"), logits.argmax(-1) == targets
+def load_language_model(c, causal=True):
+    """(`Loaded` of a language model, on its device; Processes). With `causal` a masked model is
+    refused."""
+    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
+    if causal and not loaded.model.config.causal:
+        raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs one that predicts the next "
+                        "token (--objective=causal)")
+    loaded.model.to(processes.device)
+    return loaded, processes
+
+
+def lm(c):
+    """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer; of a
+    masked model also "acc"."""
+    loaded, processes = load_language_model(c, causal=False)
+    context, meta = loaded.model.config.context, loaded.meta
+    if c.stride > context:
+        raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
+    data, split, tokens = load_tokens(c.data, c.split, meta, c.data_dir)
+    stride, mask_rate = c.stride or context, loaded.content["run_config"].get("mask_rate")
+    scores = language_scores(loaded.model, tokens, c, processes, c.batch_size, meta["n_vocab"],
+                             mask_rate, stride, bar=processes.rank == 0)
+    return dict(data=data.name, split=split, stride=stride) | scores
+
+
+def plain_quotes(words):
+    """As OpenAI prepared LAMBADA: typographic quotes, also those of TeX, become "."""
+    for quote in ("“", "”", "``", "''"):
+        words = words.replace(quote, '"')
+    return words
 
 
 @torch.no_grad()
-def score_continuations(model, examples, c, processes):
-    """For each (ids, k), the log-probability of ids[k:] after ids[:k], and 1 if greedy decoding
-    writes exactly that: (N, 2).
-
-    Greedy decoding does if each token is the likeliest after the true ones before it."""
-    scores = torch.zeros(len(examples), 2)
-    order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]))     # little padding
-    mine = order[processes.rank::processes.world]
-    batches = [mine[first:first + c.batch_size] for first in range(0, len(mine), c.batch_size)]
-    for batch in progress(batches, len(batches), processes.rank == 0):
-        n = max(len(examples[i][0]) for i in batch) - 1
-        x = torch.zeros(len(batch), n, dtype=torch.int64)   # padded on the right, unseen there
-        y = torch.full((len(batch), n), -1)
-        for row, i in enumerate(batch):
-            ids, k = examples[i]
-            ids = torch.from_numpy(ids.astype(np.int64))
-            x[row, :len(ids) - 1] = ids[:-1]
-            y[row, k - 1:len(ids) - 1] = ids[k:]
-        row = torch.tensor(batch)[(y >= 0).nonzero()[:, 0]]
-        with processes.autocast(c.dtype):
-            logp, hit = score_targets(model, x.to(processes.device), y.to(processes.device))
-        scores[:, 0].index_add_(0, row, logp.float().cpu())
-        scores[:, 1].index_add_(0, row, 1 - hit.float().cpu())      # the number of tokens missed
-    scores = processes.sum(scores.to(processes.device)).cpu()
-    return torch.stack([scores[:, 0], (scores[:, 1] == 0).float()], 1)
-
-
-def fit_context(ids, k, context):
-    """[(ids, k), ...] for `score_continuations` from token arrays that share ids[:k]: all lose as
-    many tokens on the left as the longest needs to fit."""
-    longest = max(map(len, ids))
-    extra = max(0, longest - context - 1)
-    if extra >= k:
-        raise UserError(f"a context of {context} tokens is too short: {longest - k} have to be "
-                        "predicted from others")
-    return [(one[extra:], k - extra) for one in ids]
-
-
 def lambada(c):
-    """{"acc", "word_loss", "n"}: how often greedy decoding writes the target word, and the mean of
-    its -log-probability.
+    """{"acc", "n"}: how often greedy decoding writes the last word of a passage.
 
-    The prompt is a newline and the passage up to its last space; the target is the rest, with that
-    space. (In 7 of the 5,153 passages a line break comes after the last space; the field's usual
-    code splits there all the same.)"""
-    loaded, processes = load_language_model(c, causal=True)
-    tokenizer, context = text.tokenizer_from_meta(loaded.meta), loaded.model.config.context
-    examples = []
-    for passage in text.load("lambada", cache=c.data_dir).passages:
-        before, _, word = passage["text"].rstrip().rpartition(" ")
-        prompt = tokenizer.encode("\n" + before)
-        ids = np.concatenate([prompt, tokenizer.encode(" " + word)])
-        examples += fit_context([ids], len(prompt), context)
-    scores = score_continuations(loaded.model, examples, c, processes)
-    logp, right = scores.double().mean(0).tolist()
-    return dict(data="lambada", acc=right, word_loss=-logp, n=len(examples))
+    The prompt is a newline and the passage up to its last space. By default as ToST's released code
+    has it, so that numbers compare with [B] Table 7.9: typographic quotes become ", and the word
+    may come anywhere in the ten tokens behind the prompt, in any case. --strict: the passage as it
+    is, and the next tokens are those of a space and the word."""
+    loaded, processes = load_language_model(c)
+    model, tokenizer = loaded.model, text.tokenizer_from_meta(loaded.meta)
+    n, by_length = 10, {}               # ten: GPT-2's tokens of LAMBADA's longest word
+    passages = text.load("lambada", cache=c.data_dir).passages
+    for passage in passages:
+        words = passage["text"] if c.strict else plain_quotes(passage["text"])
+        before, _, word = words.strip().rpartition(" ")
+        prompt = tokenizer.encode("\n" + before)[-max(model.config.context - n, 1):]
+        by_length.setdefault(len(prompt), []).append((prompt.astype(np.int64), word))
+    right = 0
+    for same in tqdm(by_length.values(), disable=None):
+        for first in range(0, len(same), c.batch_size):
+            prompts, words = zip(*same[first:first + c.batch_size])
+            x = torch.from_numpy(np.stack(prompts)).to(processes.device)
+            with processes.autocast(c.dtype):
+                written = model.generate(x, n, temperature=0)[:, -n:].tolist()
+            for ids, word in zip(written, words):
+                if c.strict:
+                    target = tokenizer.encode(" " + word).tolist()
+                    right += ids[:len(target)] == target
+                else:
+                    right += word.lower() in tokenizer.decode(ids).lower()
+    return dict(data="lambada", strict=c.strict, acc=right / len(passages), n=len(passages))
 
 
-def cbt_candidates(passage, tokenizer, context):
-    """The examples of a passage, one for each candidate in the gap.
+def likeliest(model, candidates, c, processes):
+    """The index of the likeliest of token lists that begin alike.
 
-    Up to the gap the candidates' texts, and so their probabilities, are the same: only what follows
-    is scored."""
-    before = tokenizer.encode(passage["context"])
-    filled = [tokenizer.encode(" " + passage["question"].replace("XXXXX", candidate))
-              for candidate in passage["options"]]
-    shared = 0
-    while shared < min(map(len, filled)) and len({int(ids[shared]) for ids in filled}) == 1:
+    Only what follows the beginning is scored. Beyond the context all lose as many tokens on the
+    left as the longest."""
+    longest, shared = max(map(len, candidates)), 1
+    while shared < min(map(len, candidates)) and len({ids[shared] for ids in candidates}) == 1:
         shared += 1
-    ids = [np.concatenate([before, one]) for one in filled]
-    return fit_context(ids, len(before) + shared, context)
+    y = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in candidates])
+    lost = max(longest - model.config.context - 1, 0)
+    y, shared = y[:, lost:].to(processes.device), max(shared - lost, 1)
+    with processes.autocast(c.dtype):
+        Z = run_layers(model.layers, model.tokens(y[:, :-1].clamp_min(0)))
+        logits = model.norm(Z[:, shared - 1:]) @ model.embed.weight.mT
+    losses = F.cross_entropy(logits.float().mT, y[:, shared:], ignore_index=-1, reduction="none")
+    return int(losses.sum(1).argmin())
 
 
+@torch.no_grad()
 def cbt(c):
-    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often the passage is likeliest with the right
-    candidate in the gap."""
-    loaded, processes = load_language_model(c, causal=True)
-    tokenizer, context = text.tokenizer_from_meta(loaded.meta), loaded.model.config.context
-    data, result = text.load("cbt", cache=c.data_dir), dict(data="cbt")
-    for task in ("CN", "NE") if c.task == "both" else (c.task,):
-        passages = [p for p in data.passages if p["task"] == task]
-        if not passages:
-            raise UserError(f"the prepared cbt has no {task} passages: prepare it again from both "
-                            "folders, or give the other --task")
-        examples = [e for p in passages for e in cbt_candidates(p, tokenizer, context)]
-        logp = iter(score_continuations(loaded.model, examples, c, processes)[:, 0].tolist())
-        chosen = [max(p["options"], key=lambda candidate: next(logp)) for p in passages]
-        right = sum(choice == p["answer"] for choice, p in zip(chosen, passages))
-        result[f"acc_{task}"] = right / len(passages)
-        result[f"n_{task}"] = len(passages)
+    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often a passage is likeliest with the right
+    candidate in its gap, for common nouns and for named entities. As in ToST's released code,
+    end-of-text stands before the passage."""
+    loaded, processes = load_language_model(c)
+    tokenizer, result = text.tokenizer_from_meta(loaded.meta), dict(data="cbt")
+    start = [] if tokenizer.eot is None else [tokenizer.eot]
+    right = {}
+    for passage in tqdm(text.load("cbt", cache=c.data_dir).passages, disable=None):
+        before = start + tokenizer.encode(passage["context"]).tolist()
+        filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]
+        candidates = [before + tokenizer.encode(words).tolist() for words in filled]
+        chosen = passage["options"][likeliest(loaded.model, candidates, c, processes)]
+        right.setdefault(passage["task"], []).append(chosen == passage["answer"])
+    for task, hits in sorted(right.items()):
+        result |= {f"acc_{task}": sum(hits) / len(hits), f"n_{task}": len(hits)}
     return result
 
 

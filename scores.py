@@ -1,16 +1,14 @@
 """
-The measures that training and evaluating share.
+The measures that training and evaluating share, and the pictures that both write.
 
-In what follows `split` is an images.Images, `data` has mean and std, `config` has dtype and
-workers. Every sample counts once; the processes share them.
+`split` is an images.Images, `data` has mean and std, `config` has dtype and workers. Every sample
+counts once; the processes share the samples.
 """
 import math
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import torch
-from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
@@ -20,30 +18,48 @@ from model import patchify, unpatchify
 from parallel import derive_seed
 
 
-# -------------------------------------------------------------------------------------------------
-# Images
-# -------------------------------------------------------------------------------------------------
-
-def progress(batches, total, show):
-    return tqdm(batches, total=total, unit="batch", disable=None if show else True)
-
-
 def _zeros(n, device):
     """n sums, in float64 where the device has it."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(n, dtype=dtype, device=device)
 
 
-def _shares(split, batch_size, processes):
-    """The numbers of this process's images, in batches."""
-    mine = torch.arange(processes.rank, len(split), processes.world)
-    return [index.numpy() for index in mine.split(batch_size)]
+def statistics_of(meta):
+    """.mean and .std, per channel, of the images that a checkpoint was trained on. `meta` is its
+    data_meta, {} of a published one, which was trained on ImageNet."""
+    return SimpleNamespace(mean=list(meta.get("mean", images.IMAGENET_MEAN)),
+                           std=list(meta.get("std", images.IMAGENET_STD)))
+
+
+def load_images(name, meta, cache):
+    """An image set, None the checkpoint's own, normalized as the checkpoint's images were."""
+    name = name or meta.get("name")
+    if name is None:
+        raise UserError("--data is needed: the checkpoint does not say what it was trained on")
+    return replace(images.load(name, cache=cache), **vars(statistics_of(meta)))
+
+
+def on_device(data, split, device):
+    """The "train" or "val" part of an image set."""
+    arrays = getattr(data, f"{split}_images"), getattr(data, f"{split}_labels")
+    return images.Images(*arrays, device)
+
+
+def pooling(loaded):
+    """The tokens that training shaped: "class", or "mean" where the class token has no loss."""
+    return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
 
 
 def model_input(batch, data, size):
     """uint8 images (B, H, H, 3) as a model of that image size sees them: (B, 3, size, size)."""
     x = augment.at_size(augment.to_float(batch), size)
     return augment.normalize(x, data.mean, data.std)
+
+
+def _shares(split, batch_size, processes):
+    """The indices of this process's images, in batches."""
+    mine = torch.arange(processes.rank, len(split), processes.world)
+    return [index.numpy() for index in mine.split(batch_size)]
 
 
 @torch.no_grad()
@@ -68,45 +84,36 @@ def classify(model, split, data, config, processes, batch_size=500):
 
 @torch.no_grad()
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
-    """Features (N, D) float32 of all images of a split, on the device of every process.
-
-    kind: the class token ("class"), the mean of the patch tokens ("mean"), or both side by side
-    ("both"). Without an encoder (None): the pixels."""
-    found = None
-    shares = _shares(split, batch_size, processes)
-    for index, (batch, _) in zip(shares, split.batches(shares, config.workers)):
+    """Features (N, D) float32 of all images of a split, on the device of every process: the class
+    token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
+    shares, parts = _shares(split, batch_size, processes), []
+    for batch, _ in split.batches(shares, config.workers):
         if encoder is None:
-            x = augment.to_float(batch).flatten(1)
-        else:
-            with processes.autocast(config.dtype):
-                Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
-            first, mean = Z[:, 0], Z[:, 1:].mean(1)
-            x = dict(mean=mean, both=torch.cat([first, mean], 1)).get(kind, first)
-        if found is None:
-            found = x.new_zeros(len(split), x.shape[1])
-        found[index] = x
-    return processes.sum(found)
+            parts.append(augment.to_float(batch).flatten(1))
+            continue
+        with processes.autocast(config.dtype):
+            Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
+        parts.append(Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0])
+    x = torch.cat(parts)
+    result = x.new_zeros(len(split), x.shape[1])
+    result[processes.rank::processes.world] = x
+    return processes.sum(result)
 
 
-def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None,
-                       chunk=1000):
-    """Accuracy of a vote among the k nearest by cosine, DINO's protocol ([B] Section 7.2):
-    dict(acc, plain, k).
-
-    acc: votes weigh exp(cosine / temperature); plain: 1. x (N, D), y (N,). Test samples come in
-    chunks, so that (chunk, N) similarities are in memory, and `processes` share them if given."""
+def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None):
+    """Accuracy of a vote among the k nearest by cosine, each with the weight
+    exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k). x (N, D), y (N,)."""
     x, x_test = F.normalize(x, dim=1), F.normalize(x_test, dim=1)
     k = min(k, len(x))
-    right = torch.zeros(2, device=x.device)
+    right = torch.zeros((), device=x.device)
     mine = slice(processes.rank, None, processes.world) if processes else slice(None)
-    for test, labels in zip(x_test[mine].split(chunk), y_test[mine].split(chunk)):
+    for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
         cosine, index = (test @ x.mT).topk(k)
-        for i, weight in enumerate(((cosine / temperature).exp(), torch.ones_like(cosine))):
-            votes = torch.zeros(len(test), classes, device=x.device)
-            votes.scatter_add_(1, y[index], weight)
-            right[i] += (votes.argmax(1) == labels).sum()
-    weighted, plain = (processes.sum(right) if processes else right).tolist()
-    return dict(acc=weighted / len(x_test), plain=plain / len(x_test), k=k)
+        votes = torch.zeros(len(test), classes, device=x.device)
+        votes.scatter_add_(1, y[index], (cosine / temperature).exp())
+        right += (votes.argmax(1) == labels).sum()
+    right = processes.sum(right) if processes else right
+    return dict(acc=right.item() / len(x_test), k=k)
 
 
 def logistic_regression(x, y, classes, decay, iterations=200):
@@ -150,13 +157,13 @@ def load_tokens(name, split, meta, cache):
     is none, val. `meta` is the checkpoint's data_meta, the tokenizer must be the same."""
     data = text.load(name or meta["name"], cache=cache)
     if data.tokenizer.meta() != meta["tokenizer"]:
-        found, own = (f"{m['tokenizer']['kind']}, {m['n_vocab']} tokens" for m in (data.meta, meta))
-        raise UserError(f"{data.name} was prepared with another tokenizer ({found}) than the "
-                        f"checkpoint was trained with ({own})")
-    existing = [split for split in text.SPLITS if getattr(data, split) is not None]
-    split = split or next(split for split in ("test", "val", "train") if split in existing)
+        raise UserError(f"--data={data.name} was prepared with another tokenizer "
+                        f"({data.tokenizer.n_vocab} tokens) than the checkpoint's "
+                        f"({meta['n_vocab']} tokens)")
+    existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
+    split = split or existing[0]
     if split not in existing:
-        raise UserError(f"{data.name} has no {split} part, only {' and '.join(existing)}")
+        raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
     return data, split, getattr(data, split)
 
 
@@ -170,12 +177,11 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
     window is a function of its number: the same at every evaluation, on any number of processes.
     `n_vocab` is the tokenizer's. `stride` as in text.eval_windows."""
     model.eval()
-    masked, context, device = not model.config.causal, model.config.context, processes.device
-    rank, world = processes.rank, processes.world
-    windows = len(text.eval_windows(len(tokens), context, stride))
-    batches = text.eval_batches(tokens, context, batch_size, rank, world, stride, not masked)
-    total = _zeros(3, device)
-    for i, (x, y) in enumerate(progress(batches, math.ceil(windows / (batch_size * world)), bar)):
+    masked, rank, world = not model.config.causal, processes.rank, processes.world
+    batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
+                                not masked)
+    total = _zeros(3, processes.device)
+    for i, (x, y) in enumerate(tqdm(batches, unit=" batches", disable=None if bar else True)):
         if masked:
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
@@ -183,7 +189,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
                 ids, targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
                 x[row] = ids
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
-        x, y = x.to(device), y.to(device)
+        x, y = x.to(processes.device), y.to(processes.device)
         count = (y >= 0).sum()
         with processes.autocast(config.dtype):
             loss = model(x, y) * count
@@ -194,36 +200,28 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
     return scores | dict(acc=right / n) if masked else scores
 
 
-def load_images(name, meta, cache):
-    """An image set, None the checkpoint's own, to be normalized as the checkpoint's images were:
-    `meta` is its data_meta, {} of a published one, which was trained on ImageNet."""
-    name = name or meta.get("name")
-    if name is None:
-        raise UserError("--data is needed")
-    learnt = statistics_of(meta)
-    return replace(images.load(name, cache=cache), mean=learnt.mean, std=learnt.std)
-
-
-def statistics_of(meta):
-    """.mean and .std, per channel, that a checkpoint's images were normalized with."""
-    return SimpleNamespace(mean=list(meta.get("mean", images.IMAGENET_MEAN)),
-                           std=list(meta.get("std", images.IMAGENET_STD)))
-
-
-def on_device(data, split, device):
-    """The "train" or "val" part of an image set."""
-    arrays = getattr(data, f"{split}_images"), getattr(data, f"{split}_labels")
-    return images.Images(*arrays, device)
-
-
-def pooling(loaded):
-    """The tokens that training shaped: "class", or "mean" where the class token has no loss."""
-    return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
-
-
 # -------------------------------------------------------------------------------------------------
 # Pictures
 # -------------------------------------------------------------------------------------------------
+
+def write_sheet(path, pictures, columns, rows=None):
+    """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
+    names of the n rows."""
+    from matplotlib.figure import Figure
+    n, m, _, height, width = pictures.shape
+    gap = width // 16
+    sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
+    sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
+    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels a side
+    axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
+    axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
+    rows = rows or [f"image {i}" for i in range(1, n + 1)]
+    axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
+    axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
+    axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.figure.savefig(path, dpi=150, bbox_inches="tight")
+
 
 def stretched(maps):
     """Maps (..., P), each from its least value at 0 to its largest at 1."""
@@ -231,35 +229,28 @@ def stretched(maps):
     return (maps - low) / (high - low).clamp_min(1e-12)
 
 
-def write_overlays(path, x, maps, enlarge=4):
-    """A PNG with an image a row: the image, then each of its maps in red over its greys.
-
-    x (n, 3, H, H) in [0, 1]; maps (n, m, patches), each stretched from its least to its largest
-    value."""
+def write_overlays(path, x, maps, columns=None, rows=None):
+    """A PNG with an image x (n, 3, H, H) a row, then each of its maps (n, m, patches), stretched,
+    in red over its greys. `columns` names the maps: by default the mean of the heads and each."""
     n, m, patches = maps.shape
-    side, size = math.isqrt(patches), x.shape[-1]
-    heat = stretched(maps).view(n, m, 1, side, side)
-    heat = heat.repeat_interleave(size // side, 3).repeat_interleave(size // side, 4)
+    side = math.isqrt(patches)
+    heat = F.interpolate(stretched(maps).view(n, m, side, side), size=x.shape[-1])[:, :, None]
     red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
-    grey = augment.luma(x)[:, None]
-    overlays = (1 - 0.7 * heat) * 0.7 * grey + 0.7 * heat * red     # (n, m, 3, H, H)
-    sheet = torch.cat([x[:, None], overlays], 1).permute(0, 3, 1, 4, 2)
-    sheet = sheet.reshape(n * size, (1 + m) * size, 3).clamp(0, 1)
-    pixels = sheet.mul(255).round().byte().cpu().numpy()
-    Image.fromarray(pixels.repeat(enlarge, 0).repeat(enlarge, 1)).save(path)
+    overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
+    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, m))]
+    write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
 
 
 def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first, first + 1 ...: the same at every
-    evaluation."""
+    """The noise (n, patches) of validation images first, first + 1 ...: always the same."""
     rng = augment.BatchRandom(derive_seed("validation", first), n, device=device)
     return rng.uniform(model.config.patches())
 
 
 @torch.no_grad()
-def write_reconstructions(path, model, pixels, data):
-    """A PNG with one of the uint8 images (n, H, H, 3) a row: input, masked, reconstruction, and it
-    with the visible patches pasted in."""
+def write_reconstructions(path, model, pixels, data, rows=None):
+    """A PNG with one of the uint8 images (n, H, H, 3) a row: input, masked, reconstruction, and the
+    reconstruction with the visible patches pasted in."""
     model.eval()
     c = model.config
     x = model_input(pixels, data, c.image_size)
@@ -269,9 +260,8 @@ def write_reconstructions(path, model, pixels, data):
     # back to pixels with the patch's own statistics, which the model does not know
     if c.normalize_targets:
         guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
-    columns = [target, torch.where(masked, 0.0, target), guess, torch.where(masked, guess, target)]
+    columns = {"input": target, "masked": torch.where(masked, 0.0, target),
+               "reconstruction": guess, "pasted": torch.where(masked, guess, target)}
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (data.mean, data.std))
-    row = torch.cat([(unpatchify(p, c.patch_size) * std + mean).clamp(0, 1) for p in columns], 3)
-    sheet = (torch.cat(list(row), 1).permute(1, 2, 0) * 255).round().byte().cpu().numpy()
-    enlarge = max(1, 128 // c.image_size)
-    Image.fromarray(np.repeat(np.repeat(sheet, enlarge, 0), enlarge, 1)).save(path)
+    pictures = [unpatchify(patches, c.patch_size) * std + mean for patches in columns.values()]
+    write_sheet(path, torch.stack(pictures, 1), list(columns), rows)

@@ -1,0 +1,189 @@
+"""
+Do the features of a supervised CRATE cut objects out of their background, and a transformer's not?
+
+[B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
+ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
+from the background by about as much as their texture varies, so that pixels do not give it away.
+
+    python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3
+    python -m experiments.segmentation --ckpt=out/vit-shapes/best.pt
+    python -m experiments.segmentation --ckpt=out/vit-shapes/best.pt --random       # untrained
+    python -m experiments.segmentation --ckpt=out/vit-shapes/best.pt --features=pixels
+
+Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two seeds, of a transformer
+of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixels 1.2.
+"""
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from checkpoint import load_model
+from data import augment
+from flags import cli, DeviceFlags, needed, option, parse, UserError
+from model import patchify
+from parallel import Processes
+from scores import load_images, model_input, on_device
+
+
+@dataclass(kw_only=True)
+class Config(DeviceFlags):
+    """Flags of this experiment."""
+    ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
+    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
+    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
+    seed: int = option(0, "of that initialization", low=0)
+    data: str = option("camouflage", "which set", choices=("shapes", "camouflage"))
+    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
+    features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
+                           choices=("keys", "output", "pixels"))
+    tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
+    batch_size: int = option(100, "images at once", low=1)
+    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
+
+
+# -------------------------------------------------------------------------------------------------
+# MaskCut
+# -------------------------------------------------------------------------------------------------
+
+def normalized_cut(A):
+    """(v, mu) of graphs A (B, n, n): the second smallest mu in (D - A) v = mu D v, D = diag(A 1),
+    and its v (Shi and Malik, 2000).
+
+    Solved as D^-1/2 A D^-1/2 y = (1 - mu) y, v = D^-1/2 y. v (B, n), of unknown sign; mu (B,), 0 if
+    the graph falls into two parts."""
+    root = A.sum(-1).rsqrt()
+    values, vectors = torch.linalg.eigh(root[:, :, None] * A * root[:, None])
+    return root * vectors[..., -2], 1 - values[..., -2]
+
+
+def foreground(v):
+    """The object of a cut v (B, h, w), as a mask: (B, h, w) bool.
+
+    Of the sides v > mean and v <= mean it is the one with the largest |v|, or the other if three
+    corners of the image lie in it; and of that side the 4-connected part around its extreme entry.
+    CutLER applies the corner rule to the side v > mean only, so that its choice depends on the sign
+    that the solver returns."""
+    shape, flat = v.shape, v.flatten(1)
+    upper = flat > flat.mean(1, keepdim=True)
+    flip = ~upper.gather(1, flat.abs().argmax(1, keepdim=True))
+    corners = (upper ^ flip).view(shape)[:, ::shape[1] - 1, ::shape[2] - 1].sum((1, 2))
+    flip = flip ^ (corners >= 3)[:, None]
+    side = (upper ^ flip).view(shape).float()
+    extreme = torch.where(flip, -flat, flat).argmax(1)
+    mask = F.one_hot(extreme, flat.shape[1]).view(shape).float()
+    while True:                 # grow by neighbours within the side
+        vertical = F.max_pool2d(mask, (3, 1), 1, (1, 0))
+        grown = side * torch.maximum(vertical, F.max_pool2d(mask, (1, 3), 1, (0, 1)))
+        if torch.equal(grown, mask):
+            return mask.bool()
+        mask = grown
+
+
+def maskcut(X, side, tau=0.15):
+    """(mask (B, side, side), confidence (B,)): the object that MaskCut finds by features (B, n, d).
+
+    Edges between patches weigh 1 where the cosine exceeds tau, 1e-5 elsewhere. CutLER has no
+    confidence; here it is -mu of the normalized cut, near 0 where the two sides share next to
+    nothing. No CRF afterwards."""
+    X = F.normalize(X.double(), dim=-1)
+    v, mu = normalized_cut(torch.where(X @ X.mT > tau, 1.0, 1e-5).double())
+    return foreground(v.view(-1, side, side)), -mu
+
+
+def patch_features(encoder, x, number, kind):
+    """Features (B, n, d) of the patches of images x in layer `number`, counted from 1."""
+    if kind == "pixels":
+        return patchify(x, encoder.config.patch_size)
+    layers = encoder.trace(x)
+    if kind == "output":
+        return layers[number - 1].out[:, 1:]
+    layer = encoder.layers[number - 1]
+    Z = layers[number - 2].out if number > 1 else encoder.tokens(x)
+    return layer.attention.keys(layer.norm1(Z)).transpose(1, 2).flatten(2)[:, 1:]  # heads abreast
+
+
+# -------------------------------------------------------------------------------------------------
+# Scores
+# -------------------------------------------------------------------------------------------------
+
+def iou(a, b):
+    """|a and b| / |a or b| of masks (..., H, W), 0 of two empty ones: (...) float64."""
+    return (a & b).sum((-2, -1)).double() / (a | b).sum((-2, -1)).clamp_min(1)
+
+
+def box(mask):
+    """The bounding box of a mask (..., H, W), as a mask."""
+    def between(line):          # from the first to the last true entry
+        line = line.int()
+        return line.cummax(-1).values & line.flip(-1).cummax(-1).values.flip(-1)
+    rows, columns = between(mask.any(-1)), between(mask.any(-2))
+    return (rows[..., :, None] & columns[..., None, :]).bool()
+
+
+def detection_ap(overlap, confidence, thresholds):
+    """COCO's AP at each IoU threshold (T,), for images with one object and one prediction each, of
+    IoU (N,) and confidence (N,): (T,).
+
+    Predictions are ranked by confidence. AP is the mean over recall 0, 0.01 .. 1 of the largest
+    precision there or beyond, 0 where that recall is never reached."""
+    ranked = overlap[confidence.argsort(descending=True, stable=True)]
+    hits, n = (ranked >= thresholds[:, None]).cumsum(1).double(), len(overlap)
+    precision = hits / torch.arange(1, n + 1)
+    precision = precision.flip(1).cummax(1).values.flip(1)              # there or beyond
+    recall = (torch.arange(101, dtype=torch.float64) / 100).repeat(len(thresholds), 1)
+    reached = torch.searchsorted(hits / n, recall)                      # n: never
+    return F.pad(precision, (0, 1)).gather(1, reached).mean(1)
+
+
+@torch.no_grad()
+def main(argv):
+    """Prints and returns {"box_ap50", "box_ap75", "box_ap", "mask_ap50", ...}.
+
+    MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
+    IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`. *_ceiling: of the patches that
+    are half object or more, ranked by their IoU."""
+    c, _ = parse(Config, {}, argv, __doc__)
+    seed = c.seed if c.random else None
+    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads, seed)
+    processes = Processes(c.device)
+    encoder, size = loaded.encoder.to(processes.device), loaded.encoder.config.image_size
+    side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
+    if number > len(encoder.layers):
+        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
+    data = load_images(c.data, loaded.meta, c.data_dir)
+    split = on_device(data, "val", processes.device)
+    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
+    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+
+    pairs = {"box": [], "mask": []}         # (IoU of the cut, IoU of the best patches)
+    confidences = []
+    for index in torch.arange(len(masks)).split(c.batch_size):
+        with processes.autocast(c.dtype):
+            x = model_input(split.batch(index)[0], data, size)
+            X = patch_features(encoder, x, number, c.features).float().cpu()
+        cut, confidence = maskcut(X, side, c.tau)
+        truth = masks[index]
+        best = F.interpolate(truth.float(), size=(side, side), mode="area") >= 0.5
+        cut, best = (F.interpolate(mask.float(), size=truth.shape[2:], mode="nearest-exact").bool()
+                     for mask in (cut[:, None], best))
+        pairs["box"].append(torch.cat([iou(box(m), box(truth)) for m in (cut, best)], 1))
+        pairs["mask"].append(torch.cat([iou(m, truth) for m in (cut, best)], 1))
+        confidences.append(confidence)
+    thresholds = torch.arange(50, 100, 5).double() / 100
+    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+                  features=c.features, n=len(masks))
+    for name, overlaps in pairs.items():
+        overlap, ceiling = torch.cat(overlaps).unbind(1)
+        ap = detection_ap(overlap, torch.cat(confidences), thresholds)
+        result |= {f"{name}_ap50": ap[0].item(), f"{name}_ap75": ap[5].item(),
+                   f"{name}_ap": ap.mean().item(),
+                   f"{name}_ap_ceiling": detection_ap(ceiling, ceiling, thresholds).mean().item()}
+    print(json.dumps(result))
+    return result
+
+
+if __name__ == "__main__":
+    cli(main)

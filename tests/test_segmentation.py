@@ -1,0 +1,118 @@
+"""experiments/segmentation.py: scores against plain loops, MaskCut on graphs with known parts."""
+import numpy as np
+import pytest
+import torch
+
+from data import images
+from experiments import segmentation
+from flags import UserError
+from helpers import write_model
+from model import ImageClassifier, ImageConfig
+
+TINY = dict(width=16, heads=2, layers=2, image_size=32, patch_size=4, classes=10)
+
+
+def grid(*rows):
+    """A mask (h, w) from rows of text, # on the object."""
+    return torch.tensor([[character == "#" for character in row] for row in rows])
+
+
+def test_iou_and_box():
+    a, b = grid("##..", "##..", "...."), grid(".##.", ".##.", "....")
+    ious = segmentation.iou(torch.stack([a, a, a]), torch.stack([b, a, ~a]))
+    assert ious.tolist() == [2 / 6, 1, 0] and segmentation.iou(a & ~a, a & ~a) == 0
+    scattered, whole = grid("....", ".#..", "...#"), grid("....", ".###", ".###")
+    boxes = segmentation.box(torch.stack([scattered, a, a & ~a]))
+    assert torch.equal(boxes, torch.stack([whole, a, a & ~a]))
+
+
+def coco_ap(overlap, confidence, threshold):
+    """One IoU threshold, one recall at a time."""
+    n = len(overlap)
+    ranked = [overlap[i] >= threshold for i in sorted(range(n), key=lambda i: -confidence[i])]
+    curve = [(sum(ranked[:k]) / n, sum(ranked[:k]) / k) for k in range(1, n + 1)]
+    best = [max([precision for recall, precision in curve if recall >= r / 100], default=0.0)
+            for r in range(101)]
+    return sum(best) / 101
+
+
+def test_detection_ap():
+    overlap, confidence = torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
+    thresholds = torch.arange(50, 100, 5).double() / 100
+    expected = [coco_ap(overlap.tolist(), confidence.tolist(), t) for t in thresholds.tolist()]
+    ap = segmentation.detection_ap(overlap, confidence, thresholds)
+    assert ap.tolist() == pytest.approx(expected)
+
+
+def test_normalized_cut():
+    """Two blocks joined by edges of 1e-3, in random order: v has one sign on each. And (v, mu)
+    solves the eigenproblem."""
+    member = torch.rand(4, 20) < 0.4
+    A = torch.where(member[:, :, None] == member[:, None], 1.0, 1e-3).double()
+    v, mu = segmentation.normalized_cut(A)
+    same = (v > 0) == member
+    assert (same.all(1) | (~same).all(1)).all() and (mu < 0.01).all()
+    A = torch.rand(3, 9, 9).double()
+    A = A + A.mT
+    D = torch.diag_embed(A.sum(-1))
+    v, mu = segmentation.normalized_cut(A)
+    torch.testing.assert_close((D - A) @ v[..., None], mu[:, None, None] * D @ v[..., None])
+    values = torch.linalg.eigvals(torch.linalg.solve(D, D - A)).real.sort(-1).values
+    torch.testing.assert_close(mu, values[:, 1])
+
+
+def test_foreground():
+    """The side of the largest entry, without what is not connected to it; the other side where that
+    one holds three corners."""
+    v = torch.full((6, 6), -0.1)
+    v[2:4, 2:4], v[2, 2], v[0, 0] = 0.4, 0.5, 0.3
+    v[4, 4] = 0.4                                               # touches it by a corner only
+    inside = grid("......", "......", "..##..", "..##..", "......", "......")
+    twice = torch.stack([inside, inside])
+    assert torch.equal(segmentation.foreground(torch.stack([v, -v])), twice)
+    frame = torch.where(inside, 0.1, -0.5)
+    assert torch.equal(segmentation.foreground(torch.stack([frame, -frame])), twice)
+    half = torch.tensor([-1.0, -1.0, 0.5, 0.5]).expand(4, 4)    # two corners: allowed
+    assert torch.equal(segmentation.foreground(half[None])[0], half < 0)
+
+
+def test_maskcut():
+    mask = grid(".....", "..##.", ".###.", "..#..", ".....")
+    X = torch.where(mask.flatten()[:, None], torch.tensor([1.0, 0.2]), torch.tensor([-0.3, 1.0]))
+    X = (X + 0.05 * torch.randn(2, 25, 2)) * torch.rand(2, 25, 1).add(0.5)  # lengths do not matter
+    masks, confidence = segmentation.maskcut(X, 5)
+    assert torch.equal(masks, torch.stack([mask, mask])) and (confidence.abs() < 1e-3).all()
+
+
+@torch.no_grad()
+def test_keys_are_those_of_the_layer():
+    encoder = ImageClassifier(ImageConfig(arch="transformer", **TINY)).eval().encoder
+    x = torch.randn(2, 3, 32, 32)
+    Z = encoder.tokens(x)
+    for number, layer in enumerate(encoder.layers, 1):
+        keys = segmentation.patch_features(encoder, x, number, "keys")
+        torch.testing.assert_close(keys, layer.attention.QKV(layer.norm1(Z))[:, 1:, 16:32])
+        Z = layer(Z)
+        output = segmentation.patch_features(encoder, x, number, "output")
+        torch.testing.assert_close(output, Z[:, 1:])
+
+
+def test_perfect_masks(tmp_path, monkeypatch):
+    """Objects of whole patches in a colour of their own: by their pixels all are found exactly."""
+    rng = np.random.default_rng(0)
+    pixels, masks = np.full((30, 32, 32, 3), 30, np.uint8), np.zeros((30, 32, 32), np.uint8)
+    for image, mask in zip(pixels, masks):
+        top, left = 4 * rng.integers(1, 4, 2)
+        mask[top:top + 8, left:left + 12] = 1
+        image[mask == 1] = 220
+    data = images.ImageData("shapes", list("abcdefghij"), [0.5] * 3, [0.2] * 3, 32,
+                            val_images=pixels, val_labels=np.arange(30) % 10, val_masks=masks)
+    monkeypatch.setattr(images, "load", lambda name, cache: data)
+    write_model(tmp_path / "m.pt", ImageClassifier(ImageConfig(**TINY)), "vit", data.meta())
+    flags = [f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu"]
+    result = segmentation.main([*flags, "--features=pixels", "--batch_size=7"])
+    for name in ("ap50", "ap75", "ap", "ap_ceiling"):
+        assert result[f"box_{name}"] == result[f"mask_{name}"] == 1
+    assert segmentation.main([*flags, "--random"])["encoder"] == "random"
+    with pytest.raises(UserError, match="--layer=3: the last layer of .* is 2"):
+        segmentation.main([*flags, "--layer=3"])
