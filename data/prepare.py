@@ -119,14 +119,14 @@ TEXTS = {
                        passage=lambada_passage),
     "cbt": TextSet(dict(path="cam-cst/cbt"), passage=cbt_passage, parts=("CN", "NE")),
 }
-SPLITS = dict(train="train", val="val", validation="val", test="test")
+SPLITS = dict(train="train", val="val", valid="val", validation="val", test="test")
 
 
 def report(name, left_out):
     """One line for all that could not be read."""
     if left_out:
         some = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
-        print(f"{name}: left out {len(left_out)}: {some}", file=sys.stderr)
+        print(f"{name}: left out {len(left_out)} that cannot be read: {some}", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -155,6 +155,7 @@ def write_images(name, source, size, workers, draft):
 
     row = IMAGES.get(name, ImageSet(0, size))
     sets, left_out = read_pictures(row, source), []
+    unseen = set() if row.hub else {str(path) for path in source.rglob("[!.]*") if path.is_file()}
     val = next((split for split in (row.val, *SPLITS) if split in sets and split != "train"), None)
     if "train" not in sets or val is None:
         raise UserError(f"only {' and '.join(sets)} is there, but train and {row.val} are needed")
@@ -178,6 +179,7 @@ def write_images(name, source, size, workers, draft):
                 cells, numbers = batch[column], batch[label]
                 for cell, number, (pixels, problem) in zip(cells, numbers, pool.map(read, cells)):
                     progress.update()
+                    unseen.discard(cell["path"])
                     if problem:
                         left_out.append(f"{cell['path']} ({problem})")
                         continue
@@ -189,7 +191,7 @@ def write_images(name, source, size, workers, draft):
             raise UserError(f"{part} has {len(labels)} pictures that can be read, with labels "
                             f"{min(labels, default='')} to {max(labels, default='')}")
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
-    report(name, left_out)
+    report(name, left_out + sorted(unseen))
     return classes, row.size
 
 
@@ -236,8 +238,11 @@ def read_rows(row, source, scratch, workers):
     if row.parts:
         where["data_files"] = {part: os.path.join(source or "", part, "validation*")
                                for part in row.parts}
+    elif source and source.is_dir():
+        where["data_dir"] = str(source)
     elif source:
-        where["data_dir" if source.is_dir() else "data_files"] = str(source)
+        words = re.split("[^a-z]+", source.name.lower())
+        where["data_files"] = {next((w for w in words if w in SPLITS), "train"): str(source)}
     if source is None:
         return load_dataset(**where, num_proc=workers if row.large else None)
     suffixes = {path.suffix for path in (source, *source.rglob("*"))}
@@ -305,7 +310,7 @@ def write_text(name, source, tokenizer, workers, draft):
             if tokens[split] < 2:
                 raise UserError(f"there is no text for {split}")
             if missing := len(texts) - documents[split]:
-                left_out.append(f"{missing} documents of {split} that are no UTF-8")
+                left_out += [f"a document of {split} (no UTF-8)"] * missing
     report(name, left_out)
     if passages:
         lines = [json.dumps(passage) + "\n" for passage in passages]
@@ -351,8 +356,9 @@ def one_line(name, advice):
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: {type(error).__name__}: {reason}; {advice}") from error
+        cause = error.__cause__ or error        # behind "an error while generating the dataset"
+        reason = " ".join(str(cause).split())[:200]
+        raise UserError(f"{name}: {type(cause).__name__}: {reason}; {advice}") from error
 
 
 @contextlib.contextmanager
@@ -410,10 +416,10 @@ def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, work
 
 def check_shards(source):
     """Raises UserError for a folder that has train-00000-of-00002.parquet without the other."""
-    shards = Counter(re.sub(r"-\d+-of-", "-*-of-", path.name) for path in source.rglob("*-of-*"))
+    shards = Counter(re.sub(r"-\d+-of-", "-*-of-", str(path)) for path in source.rglob("*-of-*"))
     for pattern, count in shards.items():
         if (of := re.search(r"-\*-of-(\d+)", pattern)) and count != int(of[1]):
-            raise UserError(f"{source} is incomplete: it has {count} of {pattern}")
+            raise UserError(f"incomplete: there are {count} of {pattern}")
 
 
 @contextlib.contextmanager
