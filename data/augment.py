@@ -1,10 +1,9 @@
 """Image augmentation in batch, on whatever device the images are on.
 
 Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
-parameters. Nothing loops over samples, copies to a GPU or waits for it, so that `compiled` makes one
-graph of a whole augmentation. Each operation is the one that torchvision and Pillow define, so that
-published recipes carry over. Call these outside autocast: resampling is a matrix product, and
-bfloat16 has no more bits than a pixel.
+parameters. Nothing loops over samples, copies to a GPU or waits for it: `compiled` makes one graph
+of a whole augmentation. Each operation is the one that torchvision and Pillow define, so that
+published recipes carry over. Call these outside autocast, which would round pixels to 8 bits.
 """
 
 import functools
@@ -249,7 +248,6 @@ def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
 
 
 def random_resized_crop(x, size, rng, scale=(0.08, 1.0)):
-    """A box by `random_boxes`, resampled to size x size."""
     return resized_crop(x, random_boxes(rng, *x.shape[2:], scale), size)
 
 
@@ -359,10 +357,8 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
     Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey
     with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
     each view in turn, repeated if there are more views. `rng` draws for count samples an image."""
-    B = len(x)
-
     def chance(p):
-        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(B)
+        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(len(x))
 
     v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
@@ -370,7 +366,7 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
         v = gaussian_blur(v, rng, chance(blur), (min(0.1, sigma), sigma))
     if max(solar) > 0:
         v = solarize(v, rng, chance(solar))
-    return v.unflatten(0, (B, count)).transpose(0, 1)
+    return v.unflatten(0, (len(x), count)).transpose(0, 1)
 
 
 # -------------------------------------------------------------------------------------------------

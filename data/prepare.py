@@ -9,12 +9,11 @@
                                                     your text: Parquet, .jsonl (rows with `text`),
                                                     .txt files (a document each); or char
 
-The set NAME is then data/cache/NAME, a folder that appears whole or not at all:
+The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, H, W, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, H, W), 1 on the object (drawn sets only)
-    {train,val,test}.bin, NAME.jsonl        uint16 tokens; what evaluate.py scores one by one
-    meta.json                               class names, mean, std, or tokenizer; counts
+    {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
 
 GPT-2's end-of-text token follows each document. Pictures of large sets have their shorter side at
 256 px, and the middle is kept. Disk, about: imagenet 262 GB, streamed from the Hub or DIR;
@@ -80,10 +79,6 @@ def ptb_sentences(texts):
     return [line.strip() for words in texts for line in words.splitlines() if line.strip()]
 
 
-def lambada_passage(row, part):
-    return dict(text=row["text"])
-
-
 def cbt_passage(row, part):
     """Common nouns (CN) or named entities (NE); XXXXX where an option belongs."""
     context, question, answer = " ".join(row["sentences"]), row["question"], row["answer"]
@@ -116,7 +111,7 @@ TEXTS = {
     "ptb": TextSet(dict(path="ptb-text-only/ptb_text_only", revision=CONVERTED),
                    documents=ptb_sentences),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", name="default"),
-                       passage=lambada_passage),
+                       passage=lambda row, part: dict(text=row["text"])),
     "cbt": TextSet(dict(path="cam-cst/cbt"), passage=cbt_passage, parts=("CN", "NE")),
 }
 SPLITS = dict(train="train", val="val", valid="val", validation="val", test="test")
@@ -208,8 +203,8 @@ def write_shapes(name, counts, draft):
     print(f"{name}: drawing {sum(counts):,} pictures, once", file=sys.stderr, flush=True)
     for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
         hidden = images.CAMOUFLAGE[split] if name == "camouflage" else {}
-        drawn = images.draw_shapes(n, seed, **hidden)
-        for kind, array in zip(("images", "labels", "masks"), drawn):
+        arrays = images.draw_shapes(n, seed, **hidden)
+        for kind, array in zip(("images", "labels", "masks"), arrays):
             np.save(draft / f"{split}_{kind}.npy", array)
     return images.SHAPES, 32
 
@@ -398,24 +393,25 @@ def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, work
           whole_or_not_at_all(name, Path(cache), overwrite) as draft):
         if draft is None:
             return
-        if source and not source.exists():
-            raise UserError(f"--source={source} does not exist")
         if source:
-            check_shards(source)
+            check_complete(source)
         if name in TEXTS or name not in IMAGES and tokenizer:
             meta = dict(kind="text", **write_text(name, source, tokenizer, workers, draft))
+            what = ", ".join(f"{split} {n:,}" for split, n in meta["tokens"].items()) + " tokens"
         else:
             classes, size = (write_shapes(name, drawn, draft) if name in ("shapes", "camouflage")
                              else write_images(name, source, size, workers, draft))
-            counts = {split: len(np.load(draft / f"{split}_labels.npy"))
-                      for split in ("train", "val")}
-            meta = dict(kind="images", classes=list(classes), image_size=size, counts=counts,
-                        **mean_std(np.load(draft / "train_images.npy", mmap_mode="r")))
+            train = np.load(draft / "train_images.npy", "r")
+            meta = dict(kind="images", classes=list(classes), image_size=size, **mean_std(train))
+            what = f"{len(train):,} pictures to train on, with --image_size={size} or less"
         (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
+    print(f"{name}: {what}, in {Path(cache) / name}", file=sys.stderr)
 
 
-def check_shards(source):
+def check_complete(source):
     """Raises UserError for a folder that has train-00000-of-00002.parquet without the other."""
+    if not source.exists():
+        raise UserError(f"--source={source} does not exist")
     shards = Counter(re.sub(r"-\d+-of-", "-*-of-", str(path)) for path in source.rglob("*-of-*"))
     for pattern, count in shards.items():
         if (of := re.search(r"-\*-of-(\d+)", pattern)) and count != int(of[1]):
@@ -442,7 +438,7 @@ def opened(name, kind, cache):
 
 
 def main(argv):
-    """Prepares one set and says what is there."""
+    """Prepares one set."""
     known = f"images: {', '.join(IMAGES)}\ntext: {', '.join(TEXTS)}"
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__, epilog=known,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -456,13 +452,9 @@ def main(argv):
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
+    if (Path(c.data_dir) / c.name).exists() and not c.overwrite:
+        print(f"{c.name} is there already: --overwrite prepares it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size, c.workers, c.overwrite)
-    is_text = c.name in TEXTS or c.name not in IMAGES and c.tokenizer
-    with opened(c.name, "text" if is_text else "images", c.data_dir) as (folder, meta):
-        counts = meta["tokens" if is_text else "counts"].items()
-        counts = ", ".join(f"{split} {n:,}" for split, n in counts)
-        what = "tokens" if is_text else "pictures (train with --image_size={image_size})"
-    print(f"{c.name}: {counts} {what.format(**meta)}, in {folder}")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def test_masks_select_what_groups_do(name):
     assert torch.equal(augment._by_masks(ops, choice, x, sign), by_groups)
 
 
-@pytest.mark.parametrize("name", ["pad_crop", "cutout", "rand_augment", "views"])  # views has the others
+@pytest.mark.parametrize("name", ["pad_crop", "cutout", "rand_augment", "views"])
 def test_one_graph_with_the_same_numbers(name, monkeypatch):
     """What a GPU runs, compiled without Inductor, has the bits of what a CPU runs; each call draws
     anew. Grouping would break the graph."""

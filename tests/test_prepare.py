@@ -1,4 +1,4 @@
-"""data/prepare.py: what is written, against definitions, and sets that appear whole or not at all."""
+"""data/prepare.py: what is written, and that it appears whole or not at all."""
 
 import io
 import json
@@ -75,7 +75,7 @@ def test_small_images_are_stored_as_they_are(tmp_path, capsys):
                       "img", names, label=labels[rows])
     arguments = "cifar10", "--source", tmp_path / "source", "--data_dir", tmp_path
     command(*arguments)
-    assert "train 40, val 20 pictures" in capsys.readouterr().out
+    assert "40 pictures to train on" in capsys.readouterr().err
     data, pixels = images.load("cifar10", tmp_path), np.stack([np.asarray(p) for p in pictures])
     assert (data.name, data.classes, data.image_size) == ("cifar10", names, 32)
     assert np.array_equal(data.train_images, pixels[:40])
@@ -124,8 +124,8 @@ def test_own_pictures(tmp_path, capsys):
     (tmp_path / "a/dog/zz.jpg").write_bytes(b"no picture")
     (tmp_path / "a/dog/notes.txt").write_text("no picture either")
     command("mine", "--source", tmp_path / "a", "--data_dir", tmp_path, "--size=24")
-    out, errors = capsys.readouterr()
-    assert "train 18, val 3 pictures (train with --image_size=24)" in out
+    errors = capsys.readouterr().err
+    assert "18 pictures to train on, with --image_size=24" in errors
     line, = [line for line in errors.splitlines() if "left out" in line]
     assert "left out 2" in line and "zz.jpg" in line and "notes.txt" in line
 
@@ -220,7 +220,8 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, monkeypatch, capsy
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
     assert data.meta["documents"] == {"train": 91, "val": 4}
-    assert ("left out 2 that cannot be read: a document of train" in capsys.readouterr().err) == (kind == "txt")
+    said = "left out 2 that cannot be read: a document of train" in capsys.readouterr().err
+    assert said == (kind == "txt")
 
 
 def test_validation_documents_are_those_of_train_test_split(tmp_path, bpe):
