@@ -110,10 +110,12 @@ TEXTS = {
                         documents=wikitext_articles),
     "ptb": TextSet(dict(path="ptb-text-only/ptb_text_only", revision=CONVERTED),
                    documents=ptb_sentences),
-    "lambada": TextSet(dict(path="EleutherAI/lambada_openai", name="default"),
+    "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
+                            data_files={"test": "default/test/*.parquet"}),
                        passage=lambda row, part: dict(text=row["text"])),
     "cbt": TextSet(dict(path="cam-cst/cbt"), passage=cbt_passage, parts=("CN", "NE")),
 }
+DRAWN = ("shapes", "camouflage")
 SPLITS = dict(train="train", val="val", valid="val", validation="val", test="test")
 
 
@@ -128,7 +130,7 @@ def report(name, left_out):
 # Images: decoded by threads, in order
 # -------------------------------------------------------------------------------------------------
 
-def read_pictures(row, source):
+def read_pictures(row, source, scratch):
     """{split: dataset} of the Hub, of Parquet files, or of the user's own folders of pictures."""
     from datasets import load_dataset
 
@@ -139,17 +141,18 @@ def read_pictures(row, source):
     splits = {path.name: f"{path}/**" for path in source.iterdir() if path.name in SPLITS}
     if "train" in splits:
         return load_dataset("imagefolder", data_files=splits, drop_labels=False, streaming=True)
-    every = load_dataset("imagefolder", data_files=f"{source}/**", drop_labels=False)["train"]
+    every = load_dataset("imagefolder", data_files=f"{source}/**", drop_labels=False,
+                         cache_dir=scratch)["train"]
     train = [i for i in range(len(every)) if i % 10]
     return dict(train=every.select(train), val=every.select(range(0, len(every), 10)))
 
 
-def write_images(name, source, size, workers, draft):
+def write_images(name, size, source, workers, draft, scratch):
     """Writes the pictures and labels of both splits; returns the classes' names and the size."""
     from datasets import Image
 
     row = IMAGES.get(name, ImageSet(0, size))
-    sets, left_out = read_pictures(row, source), []
+    sets, left_out = read_pictures(row, source, scratch), []
     unseen = set() if row.hub else {str(path) for path in source.rglob("[!.]*") if path.is_file()}
     val = next((split for split in (row.val, *SPLITS) if split in sets and split != "train"), None)
     if "train" not in sets or val is None:
@@ -272,40 +275,39 @@ def documents_of(row, sets):
     return {k: row.documents(v) if row.documents else v for k, v in parts.items()}, None
 
 
-def write_text(name, source, tokenizer, workers, draft):
+def write_text(name, tokenizer, source, workers, draft, scratch):
     """Writes the tokens of all splits; returns what meta.json says of them."""
     row, passages, left_out = TEXTS.get(name, TextSet()), None, []
     tokenizer = tokenizer or row.tokenizer
-    with tempfile.TemporaryDirectory(dir=draft) as scratch:
-        if name == "pydoc":
-            parts = dict(train=[text.pydoc()])
-        else:
-            parts, passages = documents_of(row, read_rows(row, source, scratch, workers))
-        one = row.by_position or [*parts] == ["train"]      # document, cut by position
-        if one:
-            whole = "".join(words for part in parts.values() for words in part)
-            parts = dict(train=[whole[:int(0.9 * len(whole))]], val=[whole[int(0.9 * len(whole)):]])
-        if tokenizer == "char":
-            characters = set().union(*(words or "" for words in parts.get("train", [])))
-            tokenizer = text.CharTokenizer(
-                text.PRINTABLE if name == "pydoc" else "".join(sorted(characters)))
-        tokenizer = text.GPT2Tokenizer() if tokenizer == "gpt2" else tokenizer
-        end = [] if one or tokenizer.eot is None else [tokenizer.eot]
+    if name == "pydoc":
+        parts = dict(train=[text.pydoc()])
+    else:
+        parts, passages = documents_of(row, read_rows(row, source, scratch, workers))
+    one = row.by_position or [*parts] == ["train"]      # document, cut by position
+    if one:
+        whole = "".join(words for part in parts.values() for words in part)
+        parts = dict(train=[whole[:int(0.9 * len(whole))]], val=[whole[int(0.9 * len(whole)):]])
+    if tokenizer == "char":
+        characters = set().union(*(words or "" for words in parts.get("train", [])))
+        tokenizer = text.CharTokenizer(
+            text.PRINTABLE if name == "pydoc" else "".join(sorted(characters)))
+    tokenizer = text.GPT2Tokenizer() if tokenizer == "gpt2" else tokenizer
+    end = [] if one or tokenizer.eot is None else [tokenizer.eot]
 
-        tokens, documents = {}, {}
-        for split, texts in parts.items():
-            progress = tqdm(texts, f"{name} {split}", unit="doc", disable=None)
-            tokens[split] = documents[split] = 0
-            with open(draft / f"{split}.bin", "wb") as out:
-                for batch in batches(progress):
-                    for ids in tokenizer.encode_batch(batch, workers):
-                        out.write(np.array([*ids, *end], np.uint16))
-                        tokens[split] += len(ids) + len(end)
-                    documents[split] += len(batch)
-            if tokens[split] < 2:
-                raise UserError(f"there is no text for {split}")
-            if missing := len(texts) - documents[split]:
-                left_out += [f"a document of {split} (no UTF-8)"] * missing
+    tokens, documents = {}, {}
+    for split, texts in parts.items():
+        progress = tqdm(texts, f"{name} {split}", unit="doc", disable=None)
+        tokens[split] = documents[split] = 0
+        with open(draft / f"{split}.bin", "wb") as out:
+            for batch in batches(progress):
+                for ids in tokenizer.encode_batch(batch, workers):
+                    out.write(np.array([*ids, *end], np.uint16))
+                    tokens[split] += len(ids) + len(end)
+                documents[split] += len(batch)
+        if tokens[split] < 2:
+            raise UserError(f"there is no text for {split}")
+        if missing := len(texts) - documents[split]:
+            left_out += [f"a document of {split} (no UTF-8)"] * missing
     report(name, left_out)
     if passages:
         lines = [json.dumps(passage) + "\n" for passage in passages]
@@ -388,22 +390,26 @@ def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, work
             overwrite=False, drawn=(10_000, 2_000)):
     """Writes cache/NAME, if it is not there. A set of the user's own is text if it has a tokenizer
     ("gpt2", "char" or an object); `drawn` are the pictures of a drawn set."""
-    workers, source = workers or os.cpu_count(), Path(source) if source else None
+    workers, source = workers or os.cpu_count(), Path(source).resolve() if source else None
     with (one_line(name, how_to(name, cache)),
           whole_or_not_at_all(name, Path(cache), overwrite) as draft):
         if draft is None:
             return
         if source:
             check_complete(source)
-        if name in TEXTS or name not in IMAGES and tokenizer:
-            meta = dict(kind="text", **write_text(name, source, tokenizer, workers, draft))
-            what = ", ".join(f"{split} {n:,}" for split, n in meta["tokens"].items()) + " tokens"
-        else:
-            classes, size = (write_shapes(name, drawn, draft) if name in ("shapes", "camouflage")
-                             else write_images(name, source, size, workers, draft))
-            train = np.load(draft / "train_images.npy", "r")
-            meta = dict(kind="images", classes=list(classes), image_size=size, **mean_std(train))
-            what = f"{len(train):,} pictures to train on, with --image_size={size} or less"
+        with tempfile.TemporaryDirectory(dir=draft) as scratch:     # of `datasets`
+            places = source, workers, draft, scratch
+            if name in TEXTS or name not in IMAGES and tokenizer:
+                meta = dict(kind="text", **write_text(name, tokenizer, *places))
+                what = " and ".join(f"{n:,} {split}" for split, n in meta["tokens"].items())
+                what += " tokens"
+            else:
+                classes, size = (write_shapes(name, drawn, draft) if name in DRAWN
+                                 else write_images(name, size, *places))
+                train = np.load(draft / "train_images.npy", "r")
+                meta = dict(kind="images", classes=list(classes), image_size=size,
+                            **mean_std(train))
+                what = f"{len(train):,} pictures to train on, with --image_size={size} or less"
         (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
     print(f"{name}: {what}, in {Path(cache) / name}", file=sys.stderr)
 

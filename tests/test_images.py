@@ -175,7 +175,7 @@ def test_masks_are_the_objects(shapes):
 
 
 def test_camouflaged_objects_differ_by_what_their_texture_varies():
-    """Mean colours are 0.3 apart, pixels nearly as far from their mean; no place is a good guess."""
+    """Mean colours are 0.3 apart, pixels as far from their mean; no place is a good guess."""
     pictures, labels, masks = images.draw_shapes(1000, seed=3, **images.CAMOUFLAGE["val"])
     assert np.bincount(labels).tolist() == [100] * 10
     x, inside = pictures / 255, masks[..., None].astype(bool)
