@@ -1,10 +1,9 @@
 """Image augmentation in batch, on whatever device the images are on.
 
 Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
-parameters. Nothing loops over samples, nothing copies to a GPU or waits for it, and there no shape
-depends on a draw: `compiled` makes one graph of a whole augmentation. Each operation is the one
-that torchvision and Pillow define, so that published recipes carry over. Call these outside
-autocast: resampling is a matrix product, and bfloat16 has no more bits than a pixel.
+parameters. Nothing loops over samples, copies to a GPU or waits for it: `compiled` makes one graph
+of a whole augmentation. Each operation is the one that torchvision and Pillow define, so that
+published recipes carry over. Call these outside autocast, which would round pixels to 8 bits.
 """
 
 import functools
@@ -28,11 +27,11 @@ class BatchRandom:
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
         self.batch, self.rows, self.device = batch, rows, torch.device(device)
         self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.requests = []  # the arguments of `draw` so far
+        self.drawn = []     # (function, shape) of each draw so far
 
     def draw(self, function, shape):
         """(b, *shape): torch.rand, or torch.randint with its bounds, for the batch, cut to rows."""
-        self.requests.append((function, shape))
+        self.drawn.append((function, shape))
         shape = (self.batch, *shape)
         return function(shape, generator=self.generator, device=self.device)[self.rows]
 
@@ -53,8 +52,8 @@ class BatchRandom:
         return self.uniform(k).argsort(1)
 
 
-class _Drawn(BatchRandom):
-    """Hands out what was drawn before, in the order of the requests."""
+class DrawnNumbers(BatchRandom):
+    """Numbers that were drawn before: all that a graph, which holds no generator, can take."""
 
     def __init__(self, numbers):
         self.numbers = iter(numbers)
@@ -64,24 +63,23 @@ class _Drawn(BatchRandom):
 
 
 def compiled(function, device):
-    """function(pixels, *rngs) as one graph. On a CPU the function itself: a graph gains little.
+    """function(pixels, *rngs) as one graph of pixels and drawn numbers, the same numbers.
 
-    A graph holds no generator: what the function asks of each BatchRandom, found by a first call,
-    is drawn before the graph and handed in. The numbers are those of the uncompiled function."""
+    A trial run shows what the function draws from each rng. On a CPU this is the function itself:
+    a graph gains little there."""
     if device.type == "cpu":
         return function
     exact = {"eager_numerics.division_rounding": True}  # else floor() may see 254.99998 for 255
-    graph = torch.compile(lambda x, *numbers: function(x, *map(_Drawn, numbers)),
+    graph = torch.compile(lambda x, *numbers: function(x, *map(DrawnNumbers, numbers)),
                           fullgraph=True, dynamic=False, options=exact)
-    requests = []
+    draws = []          # for each rng, the arguments of its draws: alike for every batch
 
     def call(x, *rngs):
-        if not requests:
-            first = [BatchRandom(0, rng.batch, rng.rows, rng.device) for rng in rngs]
-            function(x, *first)
-            requests.extend(rng.requests for rng in first)
-        return graph(x, *([rng.draw(*request) for request in asked]
-                          for rng, asked in zip(rngs, requests)))
+        if not draws:
+            trial = [BatchRandom(0, rng.batch, rng.rows, rng.device) for rng in rngs]
+            function(x, *trial)
+            draws.extend(rng.drawn for rng in trial)
+        return graph(x, *([rng.draw(*each) for each in those] for rng, those in zip(rngs, draws)))
     return call
 
 
@@ -250,8 +248,17 @@ def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
 
 
 def random_resized_crop(x, size, rng, scale=(0.08, 1.0)):
-    """A box by `random_boxes`, resampled to size x size."""
     return resized_crop(x, random_boxes(rng, *x.shape[2:], scale), size)
+
+
+def cutout(x, size, rng, fill=0.0):
+    """A size x size square around any pixel becomes `fill`, a number or (3, 1, 1); what of it lies
+    outside the image is lost.  arXiv:1708.04552"""
+    def inside(n):
+        return (torch.arange(n, device=x.device) - rng.integers(0, n, 1) + size // 2) // size == 0
+
+    rows, columns = inside(x.shape[2]), inside(x.shape[3])      # (B, H), (B, W)
+    return torch.where(rows[:, None, :, None] & columns[:, None, None], fill, x)
 
 
 def flip(x, rng, p=0.5):
@@ -350,10 +357,8 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
     Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey
     with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
     each view in turn, repeated if there are more views. `rng` draws for count samples an image."""
-    B = len(x)
-
     def chance(p):
-        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(B)
+        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(len(x))
 
     v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
@@ -361,7 +366,7 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
         v = gaussian_blur(v, rng, chance(blur), (min(0.1, sigma), sigma))
     if max(solar) > 0:
         v = solarize(v, rng, chance(solar))
-    return v.unflatten(0, (B, count)).transpose(0, 1)
+    return v.unflatten(0, (len(x), count)).transpose(0, 1)
 
 
 # -------------------------------------------------------------------------------------------------

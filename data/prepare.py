@@ -9,12 +9,11 @@
                                                     your text: Parquet, .jsonl (rows with `text`),
                                                     .txt files (a document each); or char
 
-The set NAME is then data/cache/NAME, a folder that appears whole or not at all:
+The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, H, W, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, H, W), 1 on the object (drawn sets only)
-    {train,val,test}.bin, NAME.jsonl        uint16 tokens; what evaluate.py scores one by one
-    meta.json                               class names, mean, std, or tokenizer; counts
+    {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
 
 GPT-2's end-of-text token follows each document. Pictures of large sets have their shorter side at
 256 px, and the middle is kept. Disk, about: imagenet 262 GB, streamed from the Hub or DIR;
@@ -80,10 +79,6 @@ def ptb_sentences(texts):
     return [line.strip() for words in texts for line in words.splitlines() if line.strip()]
 
 
-def lambada_passage(row, part):
-    return dict(text=row["text"])
-
-
 def cbt_passage(row, part):
     """Common nouns (CN) or named entities (NE); XXXXX where an option belongs."""
     context, question, answer = " ".join(row["sentences"]), row["question"], row["answer"]
@@ -115,25 +110,27 @@ TEXTS = {
                         documents=wikitext_articles),
     "ptb": TextSet(dict(path="ptb-text-only/ptb_text_only", revision=CONVERTED),
                    documents=ptb_sentences),
-    "lambada": TextSet(dict(path="EleutherAI/lambada_openai", name="default"),
-                       passage=lambada_passage),
+    "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
+                            data_files={"test": "default/test/*.parquet"}),
+                       passage=lambda row, part: dict(text=row["text"])),
     "cbt": TextSet(dict(path="cam-cst/cbt"), passage=cbt_passage, parts=("CN", "NE")),
 }
-SPLITS = dict(train="train", val="val", validation="val", test="test")
+DRAWN = ("shapes", "camouflage")
+SPLITS = dict(train="train", val="val", valid="val", validation="val", test="test")
 
 
 def report(name, left_out):
     """One line for all that could not be read."""
     if left_out:
         some = ", ".join(left_out[:3]) + ", ..." * (len(left_out) > 3)
-        print(f"{name}: left out {len(left_out)}: {some}", file=sys.stderr)
+        print(f"{name}: left out {len(left_out)} that cannot be read: {some}", file=sys.stderr)
 
 
 # -------------------------------------------------------------------------------------------------
 # Images: decoded by threads, in order
 # -------------------------------------------------------------------------------------------------
 
-def read_pictures(row, source):
+def read_pictures(row, source, scratch):
     """{split: dataset} of the Hub, of Parquet files, or of the user's own folders of pictures."""
     from datasets import load_dataset
 
@@ -144,17 +141,19 @@ def read_pictures(row, source):
     splits = {path.name: f"{path}/**" for path in source.iterdir() if path.name in SPLITS}
     if "train" in splits:
         return load_dataset("imagefolder", data_files=splits, drop_labels=False, streaming=True)
-    every = load_dataset("imagefolder", data_files=f"{source}/**", drop_labels=False)["train"]
+    every = load_dataset("imagefolder", data_files=f"{source}/**", drop_labels=False,
+                         cache_dir=scratch)["train"]
     train = [i for i in range(len(every)) if i % 10]
     return dict(train=every.select(train), val=every.select(range(0, len(every), 10)))
 
 
-def write_images(name, source, size, workers, draft):
+def write_images(name, size, source, workers, draft, scratch):
     """Writes the pictures and labels of both splits; returns the classes' names and the size."""
     from datasets import Image
 
     row = IMAGES.get(name, ImageSet(0, size))
-    sets, left_out = read_pictures(row, source), []
+    sets, left_out = read_pictures(row, source, scratch), []
+    unseen = set() if row.hub else {str(path) for path in source.rglob("[!.]*") if path.is_file()}
     val = next((split for split in (row.val, *SPLITS) if split in sets and split != "train"), None)
     if "train" not in sets or val is None:
         raise UserError(f"only {' and '.join(sets)} is there, but train and {row.val} are needed")
@@ -178,6 +177,7 @@ def write_images(name, source, size, workers, draft):
                 cells, numbers = batch[column], batch[label]
                 for cell, number, (pixels, problem) in zip(cells, numbers, pool.map(read, cells)):
                     progress.update()
+                    unseen.discard(cell["path"])
                     if problem:
                         left_out.append(f"{cell['path']} ({problem})")
                         continue
@@ -189,7 +189,7 @@ def write_images(name, source, size, workers, draft):
             raise UserError(f"{part} has {len(labels)} pictures that can be read, with labels "
                             f"{min(labels, default='')} to {max(labels, default='')}")
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
-    report(name, left_out)
+    report(name, left_out + sorted(unseen))
     return classes, row.size
 
 
@@ -206,8 +206,8 @@ def write_shapes(name, counts, draft):
     print(f"{name}: drawing {sum(counts):,} pictures, once", file=sys.stderr, flush=True)
     for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
         hidden = images.CAMOUFLAGE[split] if name == "camouflage" else {}
-        drawn = images.draw_shapes(n, seed, **hidden)
-        for kind, array in zip(("images", "labels", "masks"), drawn):
+        arrays = images.draw_shapes(n, seed, **hidden)
+        for kind, array in zip(("images", "labels", "masks"), arrays):
             np.save(draft / f"{split}_{kind}.npy", array)
     return images.SHAPES, 32
 
@@ -236,8 +236,11 @@ def read_rows(row, source, scratch, workers):
     if row.parts:
         where["data_files"] = {part: os.path.join(source or "", part, "validation*")
                                for part in row.parts}
+    elif source and source.is_dir():
+        where["data_dir"] = str(source)
     elif source:
-        where["data_dir" if source.is_dir() else "data_files"] = str(source)
+        words = re.split("[^a-z]+", source.name.lower())
+        where["data_files"] = {next((w for w in words if w in SPLITS), "train"): str(source)}
     if source is None:
         return load_dataset(**where, num_proc=workers if row.large else None)
     suffixes = {path.suffix for path in (source, *source.rglob("*"))}
@@ -272,40 +275,39 @@ def documents_of(row, sets):
     return {k: row.documents(v) if row.documents else v for k, v in parts.items()}, None
 
 
-def write_text(name, source, tokenizer, workers, draft):
+def write_text(name, tokenizer, source, workers, draft, scratch):
     """Writes the tokens of all splits; returns what meta.json says of them."""
     row, passages, left_out = TEXTS.get(name, TextSet()), None, []
     tokenizer = tokenizer or row.tokenizer
-    with tempfile.TemporaryDirectory(dir=draft) as scratch:
-        if name == "pydoc":
-            parts = dict(train=[text.pydoc()])
-        else:
-            parts, passages = documents_of(row, read_rows(row, source, scratch, workers))
-        one = row.by_position or [*parts] == ["train"]      # document, cut by position
-        if one:
-            whole = "".join(words for part in parts.values() for words in part)
-            parts = dict(train=[whole[:int(0.9 * len(whole))]], val=[whole[int(0.9 * len(whole)):]])
-        if tokenizer == "char":
-            characters = set().union(*(words or "" for words in parts.get("train", [])))
-            tokenizer = text.CharTokenizer(
-                text.PRINTABLE if name == "pydoc" else "".join(sorted(characters)))
-        tokenizer = text.GPT2Tokenizer() if tokenizer == "gpt2" else tokenizer
-        end = [] if one or tokenizer.eot is None else [tokenizer.eot]
+    if name == "pydoc":
+        parts = dict(train=[text.pydoc()])
+    else:
+        parts, passages = documents_of(row, read_rows(row, source, scratch, workers))
+    one = row.by_position or [*parts] == ["train"]      # document, cut by position
+    if one:
+        whole = "".join(words for part in parts.values() for words in part)
+        parts = dict(train=[whole[:int(0.9 * len(whole))]], val=[whole[int(0.9 * len(whole)):]])
+    if tokenizer == "char":
+        characters = set().union(*(words or "" for words in parts.get("train", [])))
+        tokenizer = text.CharTokenizer(
+            text.PRINTABLE if name == "pydoc" else "".join(sorted(characters)))
+    tokenizer = text.GPT2Tokenizer() if tokenizer == "gpt2" else tokenizer
+    end = [] if one or tokenizer.eot is None else [tokenizer.eot]
 
-        tokens, documents = {}, {}
-        for split, texts in parts.items():
-            progress = tqdm(texts, f"{name} {split}", unit="doc", disable=None)
-            tokens[split] = documents[split] = 0
-            with open(draft / f"{split}.bin", "wb") as out:
-                for batch in batches(progress):
-                    for ids in tokenizer.encode_batch(batch, workers):
-                        out.write(np.array([*ids, *end], np.uint16))
-                        tokens[split] += len(ids) + len(end)
-                    documents[split] += len(batch)
-            if tokens[split] < 2:
-                raise UserError(f"there is no text for {split}")
-            if missing := len(texts) - documents[split]:
-                left_out.append(f"{missing} documents of {split} that are no UTF-8")
+    tokens, documents = {}, {}
+    for split, texts in parts.items():
+        progress = tqdm(texts, f"{name} {split}", unit="doc", disable=None)
+        tokens[split] = documents[split] = 0
+        with open(draft / f"{split}.bin", "wb") as out:
+            for batch in batches(progress):
+                for ids in tokenizer.encode_batch(batch, workers):
+                    out.write(np.array([*ids, *end], np.uint16))
+                    tokens[split] += len(ids) + len(end)
+                documents[split] += len(batch)
+        if tokens[split] < 2:
+            raise UserError(f"there is no text for {split}")
+        if missing := len(texts) - documents[split]:
+            left_out += [f"a document of {split} (no UTF-8)"] * missing
     report(name, left_out)
     if passages:
         lines = [json.dumps(passage) + "\n" for passage in passages]
@@ -351,8 +353,9 @@ def one_line(name, advice):
     except UserError as error:
         raise UserError(f"{name}: {error}") from None
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{name}: {type(error).__name__}: {reason}; {advice}") from error
+        cause = error.__cause__ or error        # behind "an error while generating the dataset"
+        reason = " ".join(str(cause).split())[:200]
+        raise UserError(f"{name}: {type(cause).__name__}: {reason}; {advice}") from error
 
 
 @contextlib.contextmanager
@@ -387,33 +390,38 @@ def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, work
             overwrite=False, drawn=(10_000, 2_000)):
     """Writes cache/NAME, if it is not there. A set of the user's own is text if it has a tokenizer
     ("gpt2", "char" or an object); `drawn` are the pictures of a drawn set."""
-    workers, source = workers or os.cpu_count(), Path(source) if source else None
+    workers, source = workers or os.cpu_count(), Path(source).resolve() if source else None
     with (one_line(name, how_to(name, cache)),
           whole_or_not_at_all(name, Path(cache), overwrite) as draft):
         if draft is None:
             return
-        if source and not source.exists():
-            raise UserError(f"--source={source} does not exist")
         if source:
-            check_shards(source)
-        if name in TEXTS or name not in IMAGES and tokenizer:
-            meta = dict(kind="text", **write_text(name, source, tokenizer, workers, draft))
-        else:
-            classes, size = (write_shapes(name, drawn, draft) if name in ("shapes", "camouflage")
-                             else write_images(name, source, size, workers, draft))
-            counts = {split: len(np.load(draft / f"{split}_labels.npy"))
-                      for split in ("train", "val")}
-            meta = dict(kind="images", classes=list(classes), image_size=size, counts=counts,
-                        **mean_std(np.load(draft / "train_images.npy", mmap_mode="r")))
+            check_complete(source)
+        with tempfile.TemporaryDirectory(dir=draft) as scratch:     # of `datasets`
+            places = source, workers, draft, scratch
+            if name in TEXTS or name not in IMAGES and tokenizer:
+                meta = dict(kind="text", **write_text(name, tokenizer, *places))
+                what = " and ".join(f"{n:,} {split}" for split, n in meta["tokens"].items())
+                what += " tokens"
+            else:
+                classes, size = (write_shapes(name, drawn, draft) if name in DRAWN
+                                 else write_images(name, size, *places))
+                train = np.load(draft / "train_images.npy", "r")
+                meta = dict(kind="images", classes=list(classes), image_size=size,
+                            **mean_std(train))
+                what = f"{len(train):,} pictures to train on, with --image_size={size} or less"
         (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
+    print(f"{name}: {what}, in {Path(cache) / name}", file=sys.stderr)
 
 
-def check_shards(source):
+def check_complete(source):
     """Raises UserError for a folder that has train-00000-of-00002.parquet without the other."""
-    shards = Counter(re.sub(r"-\d+-of-", "-*-of-", path.name) for path in source.rglob("*-of-*"))
+    if not source.exists():
+        raise UserError(f"--source={source} does not exist")
+    shards = Counter(re.sub(r"-\d+-of-", "-*-of-", str(path)) for path in source.rglob("*-of-*"))
     for pattern, count in shards.items():
         if (of := re.search(r"-\*-of-(\d+)", pattern)) and count != int(of[1]):
-            raise UserError(f"{source} is incomplete: it has {count} of {pattern}")
+            raise UserError(f"incomplete: there are {count} of {pattern}")
 
 
 @contextlib.contextmanager
@@ -436,7 +444,7 @@ def opened(name, kind, cache):
 
 
 def main(argv):
-    """Prepares one set and says what is there."""
+    """Prepares one set."""
     known = f"images: {', '.join(IMAGES)}\ntext: {', '.join(TEXTS)}"
     parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__, epilog=known,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -450,13 +458,9 @@ def main(argv):
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
+    if (Path(c.data_dir) / c.name).exists() and not c.overwrite:
+        print(f"{c.name} is there already: --overwrite prepares it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size, c.workers, c.overwrite)
-    is_text = c.name in TEXTS or c.name not in IMAGES and c.tokenizer
-    with opened(c.name, "text" if is_text else "images", c.data_dir) as (folder, meta):
-        counts = meta["tokens" if is_text else "counts"].items()
-        counts = ", ".join(f"{split} {n:,}" for split, n in counts)
-        what = "tokens" if is_text else "pictures (train with --image_size={image_size})"
-    print(f"{c.name}: {counts} {what.format(**meta)}, in {folder}")
 
 
 if __name__ == "__main__":

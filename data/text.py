@@ -4,10 +4,7 @@
 
 prepare.py makes the files, on first use those of the small sets."""
 
-import itertools
 import json
-import random
-import statistics
 from dataclasses import dataclass
 
 import numpy as np
@@ -208,52 +205,3 @@ def mask_tokens(x, generator, mask_id, vocab_size, p=0.15, rows=slice(None), bat
     others = torch.randint(vocab_size, shape, generator=generator, device=device)[rows].to(x.device)
     inputs = torch.where(u < 0.8 * p, mask_id, torch.where(u < 0.9 * p, others, x))
     return inputs, torch.where(u < p, x, -1)
-
-
-# -------------------------------------------------------------------------------------------------
-# Two tasks of the Long Range Arena: ListOps, drawn here, and images as sequences of pixels
-# -------------------------------------------------------------------------------------------------
-
-LISTOPS_VOCAB = ["<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]
-LISTOPS = {
-    "[MIN": min,
-    "[MAX": max,
-    "[MED": lambda digits: int(statistics.median(digits)),  # of an even number: rounded down
-    "[SM": lambda digits: sum(digits) % 10,
-}
-
-
-def _expression(rng, length):
-    """A random ListOps expression of at most `length` tokens, as a list of words, and its value."""
-    if length < 4:
-        value = rng.randrange(10)
-        return [str(value)], value
-    operator = rng.choice(list(LISTOPS))
-    n_arguments = rng.randint(2, min(5, length - 2))
-    cuts = sorted(rng.sample(range(1, length - 2), n_arguments - 1))
-    arguments = [_expression(rng, b - a) for a, b in zip([0, *cuts], [*cuts, length - 2])]
-    words = [operator, *itertools.chain.from_iterable(words for words, _ in arguments), "]"]
-    return words, LISTOPS[operator]([value for _, value in arguments])
-
-
-def listops(n, seed, max_length):
-    """n expressions such as [MAX 2 9 [MIN 4 7 ] 0 ], and their values, int64 (n,) in 0..9.
-
-    The expressions are int64 (n, max_length), indices into LISTOPS_VOCAB (16 words) padded with 0;
-    lengths vary up to max_length, with 2 to 5 arguments each."""
-    rng = random.Random(seed)
-    x, y = torch.zeros(n, max_length, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
-    ids = {word: i for i, word in enumerate(LISTOPS_VOCAB)}
-    for row in range(n):
-        words, y[row] = _expression(rng, rng.randint(max_length // 2, max_length))
-        x[row, : len(words)] = torch.tensor([ids[word] for word in words])
-    return x, y
-
-
-def grey_pixels(images):
-    """Images uint8 (N, 32, 32, 3) as rows of grey values, one after another: uint8 (N, 1024).
-
-    Luma of ITU-R BT.601, 0.299 R + 0.587 G + 0.114 B, rounded in 16-bit fixed point as Pillow does.
-    """
-    red, green, blue = (images[..., i].reshape(len(images), -1).astype(np.uint32) for i in range(3))
-    return ((19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16).astype(np.uint8)

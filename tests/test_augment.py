@@ -38,6 +38,7 @@ RANDOM = {  # what draws numbers: the functions on pictures first
     "pad_crop": lambda x, rng: augment.pad_crop(x, 32, 4, rng),
     "random_resized_crop": lambda x, rng: augment.random_resized_crop(x, 32, rng),
     "flip": lambda x, rng: augment.flip(x, rng),
+    "cutout": lambda x, rng: augment.cutout(x, 8, rng),
     "color_jitter": lambda x, rng: augment.color_jitter(x, rng, 0.4, 0.4, 0.2, 0.1, p=0.8),
     "grayscale": lambda x, rng: augment.grayscale(x, rng, 0.5),
     "gaussian_blur": lambda x, rng: augment.gaussian_blur(x, rng, 0.5),
@@ -49,7 +50,7 @@ RANDOM = {  # what draws numbers: the functions on pictures first
     "bernoulli": lambda x, rng: rng.bernoulli(0.5, 20),
     "permutations": lambda x, rng: rng.permutations(7),
 }
-ON_PICTURES = list(RANDOM)[:9]
+ON_PICTURES = list(RANDOM)[:10]
 
 
 # ---- The random numbers
@@ -94,7 +95,7 @@ def test_masks_select_what_groups_do(name):
     assert torch.equal(augment._by_masks(ops, choice, x, sign), by_groups)
 
 
-@pytest.mark.parametrize("name", ["pad_crop", "rand_augment", "views"])  # views has the others
+@pytest.mark.parametrize("name", ["pad_crop", "cutout", "rand_augment", "views"])
 def test_one_graph_with_the_same_numbers(name, monkeypatch):
     """What a GPU runs, compiled without Inductor, has the bits of what a CPU runs; each call draws
     anew. Grouping would break the graph."""
@@ -104,7 +105,7 @@ def test_one_graph_with_the_same_numbers(name, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     compiled = augment.compiled(RANDOM[name], torch.device("cuda"))
-    assert all(torch.equal(compiled(x, rngs(seed)), expected[seed]) for seed in (0, 1))
+    assert all(torch.equal(compiled(x, rngs(seed)), expected[seed]) for seed in (0, 1, 0))
 
 
 def test_on_a_cpu_nothing_is_compiled():
@@ -136,6 +137,20 @@ def test_pixels_crops_and_flips():
     mirrored = (flipped == x.flip(3)).flatten(1).all(1)
     assert torch.equal(flipped[~mirrored], x[~mirrored])
     assert abs(mirrored.float().mean() - 0.3) < 0.05
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_cutout_is_a_square_around_any_pixel(size):
+    y = augment.cutout(torch.ones(2000, 3, 6, 9), size, BatchRandom(0, 2000), fill=0.5)
+    cut = (y == 0.5)[:, 0]
+    assert ((y == 0.5) == cut[:, None]).all() and (cut.any(1)[:, None] & cut.any(2)[:, :, None]
+                                                   == cut).all()
+    expected = torch.zeros(54, 6, 9, dtype=torch.bool)
+    for place, (i, j) in zip(expected, np.ndindex(6, 9)):
+        top, left = i - size // 2, j - size // 2
+        place[max(top, 0):top + size, max(left, 0):left + size] = True
+    places = (cut[:, None] == expected).flatten(2).all(2).float()
+    assert (places.sum(1) >= 1).all() and (places.sum(0) > 0).all()
 
 
 def test_at_size():
@@ -351,6 +366,6 @@ def test_results_stay_in_range_and_on_the_input():
     (lambda x, rng: augment.rand_augment(x, rng, m=31), "0 to 30"),
 ])
 def test_errors_name_what_is_wrong(call, words):
-    with pytest.raises(augment.DataError, match=words) as error:
+    with pytest.raises(augment.UserError, match=words) as error:
         call(augment.to_float(pictures(4)), BatchRandom(0, 4))
     assert "\n" not in str(error.value)

@@ -1,19 +1,13 @@
-"""data/text.py: tokenizers, preparation, batches, masks and the long-range tasks."""
+"""data/text.py: tokenizers, batches and masks."""
 
-import json
-
-import datasets
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import requests
 import tiktoken
 import torch
-from PIL import Image
 
-from data import store, text
-from data.store import DataError
+from data import text
+from flags import UserError
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MERGES = [b"th", b"the", b" t", b" the", b"an", b"in", b"  ", b"\n\n", b" \n", b"er", b" a"]
@@ -41,18 +35,6 @@ def sentences(n, seed=0):
             for _ in range(n)]
 
 
-def parquet(path, rows, column="text"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.table({column: rows}), path, row_group_size=7)
-
-
-def documents(tokens, tokenizer):
-    """The documents of a token file: what lies before each end-of-text. None after the last."""
-    ends = np.flatnonzero(tokens == tokenizer.eot)
-    assert ends[-1] == len(tokens) - 1
-    return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
-
-
 # ---- tokenizers
 
 
@@ -60,6 +42,7 @@ def test_round_trips(bpe):
     for line in sentences(50):
         assert bpe.decode(bpe.encode(line)) == line
         assert bpe.encode(line).tolist() == bpe.encoding.encode_ordinary(line)
+        assert bpe.encode_batch([line], 1) == [bpe.encode(line).tolist()]
         chars = text.CharTokenizer("".join(sorted(set(line))))
         assert chars.decode(chars.encode(line)) == line and chars.encode(line).dtype == np.uint16
     assert text.CharTokenizer("ba").encode("abc\U0010ffff\ud800").tolist() == [1, 0, 2, 2, 2]
@@ -75,9 +58,9 @@ def test_tokenizers_come_back_from_meta(bpe, encoding):
         again = text.tokenizer_from_meta(meta)
         assert again.n_vocab == tokenizer.n_vocab
         assert again.encode("a cab").tolist() == tokenizer.encode("a cab").tolist()
-        with pytest.raises(DataError, match="prepared with 7 tokens"):
+        with pytest.raises(UserError, match="prepared with 7 tokens"):
             text.tokenizer_from_meta(meta | {"n_vocab": 7})
-    with pytest.raises(DataError, match="'words'"):
+    with pytest.raises(UserError, match="'words'"):
         text.tokenizer_from_meta({"name": "x", "tokenizer": {"kind": "words"}})
 
 
@@ -86,162 +69,9 @@ def test_missing_bpe_files_name_the_variable(monkeypatch):
         raise requests.ConnectionError("no route\nto host")
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    with pytest.raises(DataError, match="TIKTOKEN_CACHE_DIR") as error:
+    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR") as error:
         text.GPT2Tokenizer()
     assert "\n" not in str(error.value)
-
-
-# ---- preparation
-
-
-def test_pydoc(tmp_path):
-    data = text.load("pydoc", tmp_path)
-    # whatever the Python version
-    assert data.tokenizer.characters == "\n" + "".join(chr(i) for i in range(32, 127))
-    assert data.tokenizer.n_vocab == 97
-    from pydoc_data.topics import topics
-    whole = "\n".join(topics[key] for key in sorted(topics))
-    expected = "".join(c if c == "\n" or " " <= c <= "~" else "\ufffd" for c in whole)
-    assert data.tokenizer.decode(np.concatenate([data.train, data.val])) == expected
-    assert len(data.train) == int(0.9 * len(whole)) and data.test is None
-    first = (tmp_path / "pydoc" / "train.bin").read_bytes()
-    text.prepare("pydoc", cache=tmp_path, overwrite=True)
-    assert (tmp_path / "pydoc" / "train.bin").read_bytes() == first
-    store.verify("pydoc", tmp_path)
-
-
-def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
-    play = "".join(sentences(200))
-    (tmp_path / "input.txt").write_text(play)
-    left = int(0.9 * len(play))
-    text.prepare("shakespeare", tmp_path / "input.txt", tmp_path / "a", bpe)
-    data = text.load("shakespeare", tmp_path / "a")
-    assert data.train.tolist() == encoding.encode_ordinary(play[:left])
-    assert data.val.tolist() == encoding.encode_ordinary(play[left:])
-
-    parts = zip(("train", "validation", "test"), (play[:700], play[700:1500], play[1500:]))
-    for split, part in parts:  # as on the Hub
-        parquet(tmp_path / "hub" / split / "0000.parquet", [part])
-    text.prepare("shakespeare_char", tmp_path / "hub", tmp_path / "b")
-    chars = text.load("shakespeare_char", tmp_path / "b")
-    assert chars.tokenizer.characters == "".join(sorted(set(play[:left])))
-    assert chars.tokenizer.decode(chars.train) == play[:left]
-    assert chars.tokenizer.decode(chars.val) == play[left:]
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
-def test_end_of_text_after_each_document(kind, tmp_path, bpe, encoding, monkeypatch):
-    rows = sentences(90) + [""]
-    source = tmp_path / "source"
-    source.mkdir()
-    for split, part in (("train", rows), ("validation", rows[:4])):
-        if kind == "parquet":
-            parquet(source / f"{split}.parquet", part)
-        elif kind == "jsonl":
-            lines = (json.dumps({"text": row}) + "\n" for row in part)
-            (source / f"{split}.jsonl").write_text("".join(lines))
-        else:
-            (source / split).mkdir()
-            for i, row in enumerate(part):
-                (source / split / f"{i:03}.txt").write_text(row)
-    monkeypatch.setattr(text._chunks, "__defaults__", (200,))  # so that threads overtake each other
-    text.prepare("books", source, tmp_path, bpe, workers=3)
-    data = text.load("books", tmp_path)
-    assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
-    assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
-    assert data.meta["documents"] == {"train": 91, "val": 4}
-
-
-def test_pieces_of_a_long_file_give_the_tokens_of_the_whole(tmp_path, bpe):
-    whole = "".join(sentences(300))
-    (tmp_path / "long.txt").write_text(whole)
-    pieces = list(text._read_plain(tmp_path / "long.txt", size=100))
-    assert len(pieces) > 50 and [end for _, end in pieces] == [False] * (len(pieces) - 1) + [True]
-    assert "".join(piece for piece, _ in pieces) == whole
-    assert [i for piece, _ in pieces for i in bpe.encode(piece)] == bpe.encode(whole).tolist()
-
-
-def test_validation_documents_are_those_of_train_test_split(tmp_path, bpe, encoding):
-    for n, fraction in ((20_001, 0.0005), (150, 0.01)):
-        split = datasets.Dataset.from_dict({"i": range(n)})
-        split = split.train_test_split(test_size=fraction, seed=2357)
-        assert set(split["test"]["i"]) == set(np.flatnonzero(text.validation_rows(n, fraction)))
-    rows = [f"{i} {row}" for i, row in enumerate(sentences(150))]
-    parquet(tmp_path / "source" / "a.parquet", rows[:60])
-    parquet(tmp_path / "source" / "b.parquet", rows[60:])
-    text.prepare("mine", tmp_path / "source", tmp_path, bpe)
-    data = text.load("mine", tmp_path)
-    chosen = set(split["test"]["i"])
-    assert documents(data.val, bpe) == [row for i, row in enumerate(rows) if i in chosen]
-    assert documents(data.train, bpe) == [row for i, row in enumerate(rows) if i not in chosen]
-
-
-def test_wikitext_articles(tmp_path, bpe, encoding):
-    lines = [" \n", " = One = \n", " \n", " first \n", " = = part = = \n", " \n", " formula \n",
-             " = 1 / s = \n", " \n", " = Two ( film ) = \n", " \n", " the second \n"]
-    (tmp_path / "wiki.test.tokens").write_text("".join(lines))
-    rows = [line if line.strip() else "" for line in lines]
-    parquet(tmp_path / "hub" / "test-00000-of-00001.parquet", rows)
-    for source in ("wiki.test.tokens", "hub"):
-        text.prepare("wikitext", tmp_path / source, tmp_path, bpe, overwrite=True)
-        data = text.load("wikitext", tmp_path)
-        assert documents(data.test, bpe) == ["".join(lines[:9]), "".join(lines[9:])]
-        assert data.train is None and data.val is None
-
-
-def test_ptb_sentences(tmp_path, bpe, encoding):
-    (tmp_path / "ptb.test.txt").write_text(" the <unk> is N \n in an inn \n")
-    parquet(tmp_path / "hub" / "validation" / "0000.parquet", ["an in", "a the"], "sentence")
-    text.prepare("ptb", tmp_path, tmp_path / "cache", bpe)
-    data = text.load("ptb", tmp_path / "cache")
-    assert documents(data.test, bpe) == ["the <unk> is N", "in an inn"]
-    assert documents(data.val, bpe) == ["an in", "a the"]
-
-
-def test_passages(tmp_path, bpe, encoding):
-    rows = sentences(5) + ["odd é"]
-    (tmp_path / "test.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-    text.prepare("lambada", tmp_path, tmp_path / "cache", bpe)
-    data = text.load("lambada", tmp_path / "cache")
-    assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
-
-    cbt = {"sentences": [["One .", "Two ."]], "question": ["a XXXXX ran"], "answer": ["cat"],
-           "options": [["cat", "dog"]]}
-    for task in ("CN", "NE", "V"):
-        (tmp_path / "cbt" / task).mkdir(parents=True)
-        for split in ("validation", "test"):
-            pq.write_table(pa.table(cbt), tmp_path / f"cbt/{task}/{split}-00000-of-00001.parquet")
-    text.prepare("cbt", tmp_path / "cbt", tmp_path / "cache", bpe)
-    data = text.load("cbt", tmp_path / "cache")
-    assert data.passages == [{"task": task, "context": "One . Two .", "question": "a XXXXX ran",
-                              "options": ["cat", "dog"], "answer": "cat"} for task in ("CN", "NE")]
-    assert documents(data.val, bpe) == ["One . Two . a cat ran"] * 2
-
-
-def test_bad_sources_are_one_line(tmp_path, bpe):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "bad.txt").write_bytes(b"caf\xe9 au lait")
-    (tmp_path / "bad.parquet").write_bytes(b"nothing of the kind")
-    (tmp_path / "bad.jsonl").write_text('{"words": "the"}\n')
-    (tmp_path / "null.jsonl").write_text('\n{"text": null}\n')
-    parquet(tmp_path / "columns.parquet", ["the"], "body")
-    parquet(tmp_path / "blank.parquet", [])
-    for source, message in (("nowhere", "does not exist"), ("empty", "has no .parquet"),
-                            ("bad.txt", "cannot read .*utf-8"), ("bad.parquet", "cannot read"),
-                            ("bad.jsonl", "no 'text' in it"), ("null.jsonl", "not a string"),
-                            ("columns.parquet", "columns are body"),
-                            ("blank.parquet", "has no text")):
-        with pytest.raises(DataError, match=message) as error:
-            text.prepare("mine", tmp_path / source, tmp_path / "cache", bpe)
-        assert "\n" not in str(error.value)
-
-
-def test_huge_files_are_scanned_in_blocks():
-    tokens = np.zeros(10_000, dtype=np.uint16)
-    for place in (0, 9_999):
-        tokens[place] = 7
-        assert text._largest(tokens, block=10, blocks=20) == 7 == text._largest(tokens)
-        tokens[place] = 0
 
 
 # ---- batches
@@ -263,9 +93,9 @@ def test_batches_depend_on_seed_and_step_only():
 def test_batches_reach_both_ends():
     x, y = text.batch(np.arange(12, dtype=np.uint16), 0, 400, 8, seed=0)
     assert set(x[:, 0].tolist()) == {0, 1, 2, 3} and y.max() == 11
-    with pytest.raises(DataError, match="smaller context"):
+    with pytest.raises(UserError, match="smaller context"):
         text.batch(np.arange(8, dtype=np.uint16), 0, 2, 8, seed=0)
-    with pytest.raises(DataError, match="stride 9"):
+    with pytest.raises(UserError, match="stride 9"):
         text.eval_windows(100, 8, 9)
 
 
@@ -317,46 +147,3 @@ def test_masks_of_two_ranks_are_those_of_one():
         part = text.mask_tokens(x[rows], torch.Generator().manual_seed(3), 50, 50, rows=rows,
                                 batch_size=6)
         assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])
-
-
-# ---- long range
-
-
-def evaluate(words):
-    """Value of a ListOps expression, by a stack and sorting alone."""
-    stack = []
-    for word in words:
-        if word != "]":
-            stack.append(word)
-            continue
-        digits = []
-        while not isinstance(stack[-1], str) or stack[-1].isdigit():
-            digits.append(int(stack.pop()))
-        digits.sort()
-        middle = digits[(len(digits) - 1) // 2] + digits[len(digits) // 2]
-        operator = stack.pop()
-        stack.append({"[MIN": digits[0], "[MAX": digits[-1], "[MED": middle // 2,
-                      "[SM": sum(digits) % 10}[operator])
-    assert len(stack) == 1
-    return int(stack[0])
-
-
-def test_listops_values():
-    x, y = text.listops(300, seed=0, max_length=120)
-    lengths = (x > 0).sum(1)
-    for row, value, length in zip(x, y, lengths):
-        assert row[length:].eq(0).all()
-        assert evaluate([text.LISTOPS_VOCAB[i] for i in row[:length]]) == value
-    assert 60 < lengths.max() <= 120 and lengths.min() >= 4
-    assert set(y.tolist()) == set(range(10))
-    assert torch.equal(text.listops(300, 0, 120)[0], x)
-    assert not torch.equal(text.listops(300, 1, 120)[0], x)
-
-
-def test_grey_pixels_are_pillows():
-    pictures = np.random.default_rng(0).integers(0, 256, (5, 32, 32, 3), dtype=np.uint8)
-    grey = text.grey_pixels(pictures)
-    assert grey.shape == (5, 1024) and grey.dtype == np.uint8
-    for picture, row in zip(pictures, grey):
-        expected = np.asarray(Image.fromarray(picture).convert("L"))
-        assert np.array_equal(row.reshape(32, 32), expected)

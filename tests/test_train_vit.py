@@ -12,7 +12,7 @@ import train_vit
 from data import augment, images, prepare
 from helpers import losses, metrics, same, weights, write_model
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
-from test_images import noise, write_parquet
+from test_prepare import noise, write_parquet
 from test_published import official
 
 
