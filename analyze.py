@@ -158,8 +158,7 @@ class Layers(OneModel):
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
                               "as orthonormal bases have it: R^c(Z | U) falls with U's size alone")
-    batch_size: int = option(10, "samples at once: the attention maps of all layers are in memory",
-                             low=1)
+    batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
 def in_float64(Z):
@@ -224,9 +223,9 @@ def layers(c):
             print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
             decay = loaded.content.get("run_config", {}).get("weight_decay")
-            if decay is not None and loaded.task == "vit" and not untrained:
-                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers become "
-                      "sparser than untrained with 0.5, [N]'s, and denser with 0.05")
+            if loaded.task == "vit" and decay is not None and not untrained:
+                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers of CRATE "
+                      "become sparser than untrained with 0.5, [N]'s, and denser with 0.05")
     draw_layers(runs, c)
     return dict(runs=runs)
 

@@ -13,11 +13,10 @@ narrowest is wide. "kept": only the largest values, as many as the first checkpo
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
 
-Verdict (2026-11-22; pydoc, 5 seeds each, 256 to 560 neurons): yes at this size, for single neurons.
-The best neuron of CRATE's code tells a property of the text with 77.9 +- 0.6 %, of a transformer's
-with 74.9 +- 0.8 %; purity 77.9 +- 0.3 and 62.6 +- 0.5 %. With 20 neurons they are alike (87.2 and
-87.0). An untrained CRATE's purity is 64.7. The head reads ISTA's code itself; of ODL and MLP the
-code is a branch's inner layer.
+Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
+tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
+0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0). The
+head reads ISTA's code itself; of ODL and MLP the code is a branch's inner layer.
 """
 from dataclasses import dataclass, replace
 from typing import NamedTuple

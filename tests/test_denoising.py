@@ -30,15 +30,13 @@ def test_reverse_diffusion():
     # clean tokens and samples are two draws of one posterior
     error, least = ((back - clean).square().sum(1).mean().item() for back in (sde, posterior))
     assert error == pytest.approx(2 * least, rel=0.08)
-    for back in (sde, denoising.reverse_diffusion(z, U, 0.5, 60)):  # distributed as clean tokens
-        square = back.square().sum(1).mean().item()
-        projected = (back[:, None, None] @ U).square().sum((-2, -1)).amax(1).mean().item()
-        assert projected == pytest.approx(square, rel=1e-3) and square == pytest.approx(2, rel=0.08)
+    assert sde.square().sum(1).mean().item() == pytest.approx(2, rel=0.08)  # as of clean tokens
 
 
 def test_denoising(tmp_path):
-    levels, sets = denoising.main(["--width=12", "--heads=3", "--head_dim=2", "--tokens=600",
-                                   "--sigmas=0.01,0.3", "--steps=20", f"--out={tmp_path / 'a.png'}"])
+    levels, sets = denoising.main([
+        "--width=12", "--heads=3", "--head_dim=2", "--tokens=600", "--sigmas=0.01,0.3",
+        "--steps=20", f"--out={tmp_path / 'a.png'}"])
     rows = {(row["sigma"], row["method"]): row for row in levels}
     for sigma in (0.01, 0.3):
         error = {method: row["error"] for (level, method), row in rows.items() if level == sigma}
