@@ -389,7 +389,7 @@ COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), token
 def main(argv):
     """Runs one subcommand; returns its numbers."""
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    c.out = c.out or str(ROOT / "out" / f"analyze-{command}.png")
+    c.out = str(Path(c.out or ROOT / "out" / f"analyze-{command}").with_suffix(".png"))
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     numbers = COMMANDS[command][1](c)
     print(f"wrote {c.out}")

@@ -137,7 +137,7 @@ def draw(panels, c):
     for ax in axes:
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120)
+    figure.savefig(c.out, dpi=120, format="png")
 
 
 def main(argv):

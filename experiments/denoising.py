@@ -123,7 +123,7 @@ def draw(rows, c):
                ylabel="mean squared distance")
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120)
+    figure.savefig(c.out, dpi=120, format="png")
 
 
 def main(argv):

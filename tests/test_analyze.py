@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional as F
 
 import analyze
 from data import augment, images
@@ -142,7 +143,7 @@ def test_subspaces(save, call):
         within_mean=np.mean(same), within_max=max(same),
         across_mean=np.mean(other), across_max=max(other)))
     found = call("subspaces", f"--ckpt={save(ImageClassifier(ImageConfig(**TINY)))}")
-    directions = torch.nn.functional.normalize(torch.randn(20_000, 16), dim=1)
+    directions = F.normalize(torch.randn(20_000, 16), dim=1)
     assert found["random"] == pytest.approx(directions[:, 0].abs().mean().item(), rel=4e-2)
 
 
@@ -152,8 +153,7 @@ def test_tokens(save, call, cache, tmp_path):
     for row, step in zip(rows, model.encoder.trace(validation(cache, [7])), strict=True):
         Z = step.out[0].detach().double().numpy()
         assert row["nonzeros"] == pytest.approx((Z != 0).mean())
-        share = np.linalg.svd(Z, compute_uv=False) ** 2
-        share = share / share.sum()
+        share = np.linalg.svd(Z, compute_uv=False) ** 2 / (Z ** 2).sum()
         entropy = -(share * np.log(share + 1e-30)).sum()
         assert row["effective_rank"] == pytest.approx(math.exp(entropy), rel=1e-4)
     assert Image.open(tmp_path / "tokens.png").width > 400
@@ -169,10 +169,10 @@ def test_saliency(arch, save, call, cache, tmp_path):
     maps = attention[:, :, 1:] if arch == "tost" else attention[:, :, 0, 1:]
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     share = maps / maps.sum(-1, keepdim=True)
-    entropy = -(share * share.log()).sum(-1)
-    for i, (row, name) in enumerate(zip(heads, ["mean", 1, 2], strict=True)):
-        assert row == dict(head=name, patches=pytest.approx(entropy[:, i].exp().mean().item()),
-                           largest=pytest.approx(share[:, i].amax(-1).mean().item()))
+    patches, largest = (-share * share.log()).sum(-1).exp().mean(0), share.amax(-1).mean(0)
+    for row, name, n, most in zip(heads, ["mean", 1, 2], patches, largest, strict=True):
+        assert row == dict(head=name, patches=pytest.approx(n.item()),
+                           largest=pytest.approx(most.item()))
     width = Image.open(tmp_path / "saliency.png").width
     assert call("saliency", *flags, "--head=2")["heads"] == heads[2:]
     assert Image.open(tmp_path / "saliency.png").width < width      # image and one head

@@ -34,9 +34,8 @@ def test_reverse_diffusion():
 
 
 def test_denoising(tmp_path):
-    levels, sets = denoising.main([
-        "--width=12", "--heads=3", "--head_dim=2", "--tokens=600", "--sigmas=0.01,0.3",
-        "--steps=20", f"--out={tmp_path / 'a.png'}"])
+    flags = ["--width=12", "--heads=3", "--head_dim=2", "--tokens=600", "--steps=20"]
+    levels, sets = denoising.main([*flags, "--sigmas=0.01,0.3", f"--out={tmp_path / 'a.png'}"])
     rows = {(row["sigma"], row["method"]): row for row in levels}
     for sigma in (0.01, 0.3):
         error = {method: row["error"] for (level, method), row in rows.items() if level == sigma}

@@ -36,7 +36,5 @@ def test_recall():
     assert row["learnt"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learnt"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    for argv, says in ((["--pairs=9"], "--pairs=9 different keys"),
-                       (["--archs=aot", "--tie=qk"], "--tie=qk: aot has one matrix")):
-        with pytest.raises(UserError, match=says):
-            recall.main(argv)
+    with pytest.raises(UserError, match="--tie=qk: aot has one matrix"):
+        recall.main(["--archs=aot", "--tie=qk"])
