@@ -40,8 +40,7 @@ class OneModel:
 
 
 def print_table(rows):
-    """Dicts with the same keys, one a line; KEY_std (a deviation) or KEY_error (a standard error)
-    follows KEY."""
+    """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
     def cell(row, key):
         value = row[key]
         if value is None:
@@ -67,12 +66,12 @@ def new_figure(rows, columns, width, height):
 def draw_heat_maps(c, maps, title, xlabel, ylabel, scale):
     """Matrices of one shape with entries in [0, 1], one a layer, four a row."""
     rows, columns = -(-len(maps) // 4), min(4, len(maps))
-    h, w = maps[0].shape
-    figure, axes = new_figure(rows, columns, 3.2, max(1.2, min(3.2 * h / w, 4.8)) + 0.4)
+    height = max(1.2, min(3.2 * len(maps[0]) / len(maps[0].mT), 4.8)) + 0.4
+    figure, axes = new_figure(rows, columns, 3.2, height)
     for ax in axes.flat[len(maps):]:
         ax.axis("off")
     for l, (ax, matrix) in enumerate(zip(axes.flat, maps), 1):
-        shown = ax.imshow(matrix.cpu(), cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+        shown = ax.imshow(matrix.cpu().numpy(), cmap="Greys", vmin=0, vmax=1)
         ax.set(title=f"layer {l}", xlabel=xlabel, ylabel=ylabel)
     figure.colorbar(shown, ax=axes, label=scale, aspect=40)
     figure.suptitle(title)
@@ -87,7 +86,7 @@ def open_model(path, c, untrained=False, tasks=None):
 
 
 def backbone_of(loaded):
-    """What has .layers, .tokens(x) = Z^1, .trace(x): the encoder of images, or the text model."""
+    """What has .layers, .tokens(x) = Z^1 and .trace(x)."""
     return loaded.model if loaded.encoder is None else loaded.encoder
 
 
@@ -107,9 +106,9 @@ def open_pictures(c, count):
     (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
     data, split = open_images(loaded, c)
-    if c.index >= len(split):
+    index = torch.arange(len(split))[c.index:c.index + count]
+    if len(index) == 0:
         raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
-    index = torch.arange(c.index, min(c.index + count, len(split)))
     batch, labels = split.batch(index)
     names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     size = loaded.encoder.config.image_size
@@ -123,7 +122,7 @@ def batches(loaded, c):
     is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        _, _, tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)
+        tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         windows = tokens[:len(tokens) // n * n].reshape(-1, n)
         for index in spread(len(windows), c.samples).split(c.batch_size):
@@ -145,11 +144,12 @@ CONVENTIONS = dict(released="R^c of the normalized U^* LN(Z^l)", caption="R^c(Z^
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
-    layer, mean and deviation over samples; and the largest singular values of [U_1 .. U_K] and D.
+    layer: mean and deviation over samples.
 
     "srr" is model.sparse_rate_reduction of Z^{l+1}: higher is better, and the SRR measure of [S] is
     its negative. Rates are in nats, from float64, since in float32 the logdet of some trained
-    layers is NaN. An arch without U (transformer, aot-mhsa) has its value maps in U's place."""
+    layers is NaN. norm_U and norm_D are the largest singular values of [U_1, .., U_K] and D. An
+    arch without U (transformer, aot-mhsa) has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
     convention: str = option("released", "R^c of the normalized projections in the softmax, as "
@@ -158,13 +158,11 @@ class Layers(OneModel):
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
                               "as orthonormal bases have it: R^c(Z | U) falls with U's size alone")
-    batch_size: int = option(10, "samples at once: the attention maps of all layers are in memory",
-                             low=1)
+    batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
 def in_float64(Z):
-    """mps has no float64."""
-    return Z.cpu().double() if Z.device.type == "mps" else Z.double()
+    return Z.cpu().double() if Z.device.type == "mps" else Z.double()       # mps has none
 
 
 def layer_numbers(layer, Z, step, c):
@@ -225,9 +223,9 @@ def layers(c):
             print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
             decay = loaded.content.get("run_config", {}).get("weight_decay")
-            if decay is not None and loaded.encoder is not None and not untrained:
-                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers become "
-                      "sparser than untrained with 0.5, [N]'s, and denser with 0.05")
+            if loaded.task == "vit" and decay is not None and not untrained:
+                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers of CRATE "
+                      "become sparser than untrained with 0.5, [N]'s, and denser with 0.05")
     draw_layers(runs, c)
     return dict(runs=runs)
 
@@ -261,10 +259,9 @@ def draw_layers(runs, c):
 
 @dataclass(kw_only=True)
 class Subspaces(OneModel):
-    """|[U_1 .. U_K]^* [U_1 .. U_K]| with columns of norm 1, layer by layer ([N] Figure 7).
+    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7).
 
-    "within": two different columns of one subspace; "across": of two subspaces. An arch without U
-    has its value maps instead."""
+    "within": two different columns of one subspace; "across": of two subspaces."""
 
 
 def coherence(U):
@@ -327,8 +324,8 @@ def tokens(c):
 @dataclass(kw_only=True)
 class Saliency(OneModel):
     """What the class token attends to, over the image: the mean of the heads, then each head ([B]
-    Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. TSSA has no
-    attention map: there it is each patch's membership Pi.
+    Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. Of TSSA, which has
+    no attention map: each patch's membership Pi.
 
     The table has, as means over the images, the effective number of patches (exp of the map's
     entropy) and the share of the largest. With --head only that head ([B] Figure 7.11)."""
@@ -370,11 +367,11 @@ def draw_saliency(c, names, heads, pixels, maps):
     side, size = math.isqrt(maps.shape[-1]), pixels.shape[-1]
     maps = stretched(maps).unflatten(-1, (side, side))
     for row, name, picture, of_heads in zip(axes, names, pixels, maps):
-        row[0].imshow(picture.permute(1, 2, 0))
+        row[0].imshow(picture.permute(1, 2, 0).numpy())
         row[0].set_ylabel(name, fontsize="small")
         for ax, heat in zip(row[1:], of_heads):
-            ax.imshow(picture.mean(0), cmap="Greys_r")
-            shown = ax.imshow(heat, cmap="inferno", alpha=0.6, vmin=0, vmax=1,
+            ax.imshow(picture.mean(0).numpy(), cmap="Greys_r")
+            shown = ax.imshow(heat.numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=1,
                               extent=(-0.5, size - 0.5, size - 0.5, -0.5))
     for ax, title in zip(axes[0], ["image", *(f"head: {head}" for head in heads)]):
         ax.set_title(title, fontsize="small")
@@ -392,7 +389,7 @@ COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), token
 def main(argv):
     """Runs one subcommand; returns its numbers."""
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    c.out = c.out or str(ROOT / "out" / f"analyze-{command}.png")
+    c.out = str(Path(c.out or ROOT / "out" / f"analyze-{command}").with_suffix(".png"))
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     numbers = COMMANDS[command][1](c)
     print(f"wrote {c.out}")

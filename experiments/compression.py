@@ -1,8 +1,8 @@
 """
 Does the MSSA step lower R^c?
 
-Claim of [J] Eq. (31)-(36): a step of MSSA approximates a gradient step on R^c(Z | U). [S] asks if it
-does: on random tokens and subspaces five updates are iterated and R^c is followed.
+Claim of [J] Eq. (31)-(36): an MSSA step approximates a gradient step on R^c(Z | U). [S] tests it:
+five updates are iterated on random tokens and subspaces, and R^c is followed.
 
     mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
@@ -27,6 +27,9 @@ from torch.nn import functional as F
 from analyze import print_table
 from flags import cli, option, parse, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
+
+
+UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
 
 
 @dataclass(kw_only=True)
@@ -60,20 +63,17 @@ def beta_of(Z, U, eps):
 
 
 def validity(Z, U, eps):
-    """The largest beta ||U_k^* Z||^2 (spectral norm). The Neumann series converges below 1."""
+    """The largest beta ||U_k^* Z||^2, a spectral norm: the Neumann series converges below 1."""
     return (beta_of(Z, U, eps) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
 
 
 def directions(Z, U, eps):
     """What a step of 1 / beta adds to Z (n, d), by the update's name."""
-    beta, attention = beta_of(Z, U, eps), mssa(Z, U)
-    return {
-        "mssa": beta * attention,
-        "negative": -beta * attention,
-        "shrunk": beta * attention - Z,
-        "neumann": -subspace_coding_rate_grad(Z, U, eps, neumann=True) / beta,
-        "exact": -subspace_coding_rate_grad(Z, U, eps) / beta,
-    }
+    beta = beta_of(Z, U, eps)
+    attention = beta * mssa(Z, U)
+    return dict(mssa=attention, negative=-attention, shrunk=attention - Z,
+                neumann=-subspace_coding_rate_grad(Z, U, eps, neumann=True) / beta,
+                exact=-subspace_coding_rate_grad(Z, U, eps) / beta)
 
 
 def terms_of_neumann(Z, U, eps):
@@ -87,9 +87,8 @@ def taylor_terms(Z, U, eps):
     """(a, b) of [S]'s lower bound R^c >= a - b, a = beta / 2 sum_k ||U_k^* Z||_F^2,
     b = beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2."""
     w, beta = Z @ U, beta_of(Z, U, eps)
-    a = beta / 2 * w.square().sum()
-    b = beta ** 2 / 4 * (w.mT @ w).square().sum()
-    return a.item(), b.item()
+    gram = w.mT @ w
+    return (beta / 2 * w.square().sum()).item(), (beta ** 2 / 4 * gram.square().sum()).item()
 
 
 def slopes(Z, U, c):
@@ -106,9 +105,8 @@ def slopes(Z, U, c):
 
 def iterate(Z, U, c):
     """{update: R^c over the iterations}, and the Taylor terms along the path of mssa."""
-    curves = {name: [] for name in directions(Z, U, c.eps)}
-    curves |= {"first term": [], "second term": []}
-    for name in directions(Z, U, c.eps):
+    curves = {name: [] for name in (*UPDATES, "first term", "second term")}
+    for name in UPDATES:
         now = Z
         for _ in range(c.iterations + 1):
             curves[name].append(subspace_coding_rate(now, U, c.eps).item())
@@ -125,26 +123,26 @@ def draw(panels, c):
     figure = Figure(figsize=(14, 4), layout="constrained")
     axes = figure.subplots(1, 3)
     for ax, (start, _, curves) in zip(axes, panels):
-        for name in ("mssa", "negative", "shrunk", "neumann", "exact"):
+        for name in UPDATES:
             ax.plot(curves[name], label=name)
         ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
                ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
-    curves = panels[0][2]
-    a, b = (torch.tensor(curves[term]) for term in ("first term", "second term"))
-    for name, curve in {"R^c": curves["mssa"], "first term": a, "second term": b,
-                        "first - second": a - b}.items():
-        axes[2].plot(curve, label=name)
+    a, b = (torch.tensor(panels[0][2][term]) for term in ("first term", "second term"))
+    axes[2].plot(panels[0][2]["mssa"], label="R^c")
+    axes[2].plot(a, label="first term")
+    axes[2].plot(b, label="second term")
+    axes[2].plot(a - b, label="first - second")
     axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
                 ylabel="nats")
     for ax in axes:
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120)
+    figure.savefig(c.out, dpi=120, format="png")
 
 
 def main(argv):
     """[(beta ||U_k^* Z||^2 at the start, slopes, curves) of small tokens, of large ones]."""
-    c, _ = parse(Compression, {"compression": {}}, argv, __doc__, "compression")
+    c, _ = parse(Compression, {}, argv, __doc__)
     generator = torch.Generator().manual_seed(c.seed)
     U = random_subspaces(c, generator)
     Z = torch.randn(c.tokens, c.width, generator=generator, dtype=torch.float64)

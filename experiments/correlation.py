@@ -31,16 +31,16 @@ import torch
 from analyze import spread
 from checkpoint import load_model
 from data import images
-from flags import cli, DeviceFlags, needed, not_one_of, option, parse, UserError
-from model import sparse_rate_reduction
+from flags import cli, DeviceFlags, needed, option, parse, UserError
+from model import not_one_of, sparse_rate_reduction
 from parallel import count, derive_seed, Processes
 from scores import classify, load_images, model_input, on_device
 
 @dataclass(kw_only=True)
 class Correlation(DeviceFlags):
     runs: str | None = option(None, "the folder that holds the runs' folders")
-    axes: str | None = option(None, "hyperparameters that differ, as in lr,arch; of those that vary "
-                              "together, as width and heads, one")
+    axes: str | None = option(None, "hyperparameters that differ, as in lr,arch; of those that "
+                              "vary together, as width and heads, one")
     fitted: float = option(0.2, "the largest training loss of a run that counts", low=0)
     samples: int = option(1000, "training images for SRR, margin and flatness", low=1)
     eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", above=0)
@@ -74,10 +74,7 @@ def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
     goal = accuracy(0.0) - drop
     for _ in range(rounds):
         middle = math.sqrt(low * high)
-        if accuracy(middle) >= goal:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if accuracy(middle) >= goal else (low, middle)
     return low
 
 
@@ -141,8 +138,7 @@ def tau_b(x, y, counts):
     sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
     pairs, both, in_x, in_y = (((counts @ signs) * counts).sum(1)
                                for signs in (1.0 - np.eye(len(x)), sx * sy, abs(sx), abs(sy)))
-    zeros = np.zeros(len(counts))
-    tau = np.divide(both, np.sqrt(in_x * in_y), out=zeros, where=in_x * in_y > 0)
+    tau = both / np.sqrt(np.where(in_x * in_y > 0, in_x * in_y, 1))     # both is 0 there
     return np.where(pairs > 0, tau, np.nan)
 
 
@@ -150,7 +146,7 @@ def nanmean(parts, n):
     """The mean over parts of (n,) arrays, without NaN; NaN where nothing is left."""
     parts = np.array(parts).reshape(-1, n)
     there = (~np.isnan(parts)).sum(0)
-    return np.divide(np.nansum(parts, 0), there, out=np.full(n, np.nan), where=there > 0)
+    return np.where(there > 0, np.nansum(parts, 0) / np.maximum(there, 1), np.nan)
 
 
 def granulated_tau(x, y, thetas, axis, axes, counts):
@@ -236,7 +232,7 @@ def examine_all(c):
 
 def main(argv):
     """(taus, rows): Kendall's tau by hyperparameter, overall and psi, with 95 % intervals."""
-    c, _ = parse(Correlation, {"correlation": {}}, argv, __doc__, "correlation")
+    c, _ = parse(Correlation, {}, argv, __doc__)
     rows, axes = examine_all(c), needed(c.axes, "axes").split(",")
     for axis in axes:
         if axis not in rows[0]["theta"]:

@@ -1,24 +1,22 @@
 """
 Can single neurons of the last layer be read?
 
-Reviewers ask it of the white box. A neuron is an entry of the last layer's code: of ISTA's Z^{l+1},
-ODL's a_2, what is behind an MLP's GELU. Means and standard errors over the checkpoints of an arch.
+A neuron is an entry of the last layer's code: of ISTA's Z^{l+1}, ODL's a_2, what is behind an MLP's
+GELU. Means and standard errors over the checkpoints of an arch.
 
 k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
 images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
 the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
 mean over 100 neurons that fire at least 20 times. Each model offers as many neurons as the
-narrowest model is wide. "kept" is a code without its smallest values: as small a share is left as
-in the first checkpoint's.
+narrowest is wide. "kept": only the largest values, as many as the first checkpoint's code has.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
 
-Verdict (2026-11-22; pydoc, 5 seeds each, 256 to 560 neurons): yes at this size, for single neurons.
-The best neuron of CRATE's code tells a property of the text with 77.9 +- 0.6 %, of a transformer's
-with 74.9 +- 0.8 %; purity 77.9 +- 0.3 and 62.6 +- 0.5 %. With 20 neurons they are alike (87.2 and
-87.0). An untrained CRATE's purity is 64.7. The head reads ISTA's code itself; of ODL and MLP the
-code is a branch's inner layer.
+Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
+tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
+0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0). The
+head reads ISTA's code itself; of ODL and MLP the code is a branch's inner layer.
 """
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -111,28 +109,26 @@ def sparse_probe(codes, has, group, k, seed):
     return ((x_test[:, best] @ W + b).argmax(1) == y_test).float().mean().item()
 
 
-def purities(codes, columns):
-    """How much of the 20 highest activations of each neuron in `columns` is one token or class, and
-    the rows (20, columns) of those activations."""
+def purity(codes, columns):
+    """How much of the 20 highest activations of each neuron in `columns` is one token or class."""
     top = codes.values[:, columns].topk(min(20, len(codes.values)), 0).indices.numpy()
-    shares = [np.unique(kinds, return_counts=True)[1].max() / len(kinds)
-              for kinds in codes.kinds[top].T]
-    return np.array(shares), top
+    return np.array([np.unique(kinds, return_counts=True)[1].max() / len(kinds)
+                     for kinds in codes.kinds[top].T])
 
 
 def measure(codes, width, seed):
     """The numbers of one row of the table, of `width` of the code's neurons."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
-    values = codes.values[:, chosen]
-    found = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
+    values, found = codes.values[:, chosen], dict(neurons=codes.values.shape[1])
+    found["nonzeros"] = codes.nonzeros
     for k in (1, 5, 20):
         scores = [sparse_probe(values, has, codes.group, k, seed)
                   for has in codes.properties.values()]
         scores = [score for score in scores if score is not None]
         found[f"k={k}"] = float(np.mean(scores)) if scores else None
     alive = chosen[(values != 0).sum(0) >= 20][:100]
-    found["purity"] = float(purities(codes, alive)[0].mean()) if len(alive) else None
+    found["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
     return found
 
 
@@ -149,19 +145,17 @@ def averages(runs):
 
 def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
-    c, _ = parse(Neurons, {"neurons": {}}, argv, __doc__, "neurons")
+    c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, share, runs = min(config.width for config in configs), None, {}
     for path, config in zip(paths, configs):
         for untrained in (False, True) if c.untrained else (False,):
             name = config.arch + ", untrained" * untrained
-            row = runs.setdefault(name, [])
-            seed = c.seed + len(row)
+            seed = c.seed + len(runs.setdefault(name, []))
             codes = last_codes(open_model(path, replace(c, seed=seed), untrained), c)
-            row.append(measure(codes, width, seed))
-            if share is None:
-                share = codes.nonzeros
+            runs[name].append(measure(codes, width, seed))
+            share = codes.nonzeros if share is None else share
             if codes.nonzeros > share + 0.05:
                 size = codes.values.abs()
                 least = size.kthvalue(round((1 - share) * size.shape[1]), 1, True).values

@@ -110,7 +110,7 @@ def train(c, arch, seed):
 
 def main(argv):
     """[{"arch", "parameters", "learnt", "steps", "accuracy"}, ...]."""
-    c, _ = parse(Recall, {"recall": {}}, argv, __doc__, "recall")
+    c, _ = parse(Recall, {}, argv, __doc__)
     if c.symbols < c.pairs:
         raise UserError(f"--pairs={c.pairs} different keys need as many --symbols, not {c.symbols}")
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read

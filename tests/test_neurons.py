@@ -1,0 +1,89 @@
+"""What single neurons tell: codes and tokens belong together, probes find what was put there."""
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from analyze import spread
+from checkpoint import load_model
+from data import images, text
+from experiments import neurons
+from helpers import write_model
+from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
+
+
+def test_text_properties():
+    found = neurons.text_properties(list('He 42, "said x"'))
+    for name, marks in dict(digit="...11..........", quoted=".......1111111.",
+                            punctuation=".....1.1......1").items():
+        assert found[name].tolist() == [mark == "1" for mark in marks], name
+    found = neurons.text_properties([" the", " dog", "ged"])            # GPT-2's tokens
+    assert found["first letter"].tolist() == [True, True, False]
+
+
+def test_sparse_probes_and_purity_find_what_was_put_there():
+    """Neuron 3 tells the property, the rest are noise; neuron i is highest on tokens of kind i."""
+    generator = torch.Generator().manual_seed(0)
+    codes, each = torch.rand(400, 30, generator=generator), np.arange(400)
+    has = each % 4 == 0
+    codes[:, 3] += 2 * torch.from_numpy(has)
+    assert neurons.sparse_probe(codes, has, each, 1, 0) == 1
+    assert neurons.sparse_probe(codes, each < 19, each, 1, 0) is None           # too rare to tell
+    # what is alike within a window only is no knowledge: windows are not divided
+    windows = torch.rand(80, 400, generator=generator).repeat_interleave(5, 0)
+    has = np.random.default_rng(0).random(80).repeat(5) < 0.5
+    whole = [neurons.sparse_probe(windows, has, each // 5, 20, seed) for seed in range(8)]
+    assert np.mean(whole) < 0.6 < 0.7 < neurons.sparse_probe(windows, has, each, 20, 0)
+
+    def measured(values, **properties):
+        return neurons.measure(neurons.Codes(values, 0.5, properties, each % 10, each), 10, 0)
+    assert measured(torch.eye(10)[each % 10], has=has)["purity"] == 1
+    assert measured(torch.rand(400, 10, generator=generator), has=has)["purity"] < 0.4
+    assert measured(torch.zeros(400, 10), rare=each < 3)["purity"] is None
+    found = neurons.averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
+    assert found == pytest.approx(dict(x=3.0, x_error=(7 / 3) ** 0.5, y=4.0))
+
+
+def test_codes_of_text(tmp_path, text_cache):
+    data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
+    model = LanguageModel(TextConfig(arch="crate-alpha", width=16, heads=2, layers=2, context=11,
+                                     vocab_size=8)).eval()
+    write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta(),
+                                         n_vocab=data.tokenizer.n_vocab))
+    c = neurons.Neurons(data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
+    codes = neurons.last_codes(load_model(path), c)
+    assert np.array_equal(codes.kinds[:11], data.val[:11])
+    assert np.array_equal(codes.group, np.arange(9).repeat(11))
+    with torch.no_grad():
+        last = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1]
+        layer = model.layers[-1]
+        wanted = layer.sparsification.code(layer.norm2(last.half))
+    torch.testing.assert_close(codes.values, wanted.flatten(0, 1))
+
+
+@pytest.mark.parametrize("pool", ["class", "mean"])
+def test_neurons_of_images(pool, tmp_path, cache):
+    """A transformer's code is GELU(up) of what the head reads."""
+    data, paths = images.load("shapes", cache), []
+    for arch in ("crate", "transformer"):
+        model = ImageClassifier(ImageConfig(arch=arch, pool=pool, width=16, heads=2, layers=3,
+                                            image_size=32, patch_size=8, classes=10))
+        paths.append(str(tmp_path / f"{arch}.pt"))
+        write_model(paths[-1], model, "vit", dict(name="shapes", mean=data.mean, std=data.std))
+    flags = [f"--data_dir={cache}", "--device=cpu"]
+    rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
+    assert [row["code"] for row in rows] == ["crate", "transformer", "transformer, kept"]
+    assert rows[2]["nonzeros"] == pytest.approx(rows[0]["nonzeros"], abs=0.02)
+
+    loaded = load_model(paths[1])
+    c = neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
+    codes, index = neurons.last_codes(loaded, c), spread(100, 30).numpy()
+    assert np.array_equal(codes.kinds, data.val_labels[index])
+    red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
+    assert np.array_equal(codes.properties["red"], red)
+    x = torch.cat([x for _, x in neurons.batches(loaded, c)])
+    with torch.no_grad():
+        layer, last = loaded.encoder.layers[-1], loaded.encoder.trace(x)[-1]
+        wanted = F.gelu(layer.sparsification.up(layer.norm2(last.half)))
+    wanted = wanted[:, 0] if pool == "class" else wanted[:, 1:].mean(1)
+    torch.testing.assert_close(codes.values, wanted, rtol=1e-4, atol=1e-5)
