@@ -233,11 +233,11 @@ def layers(c):
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
     bases = ", U at unit size" * c.unit_bases
-    panels = {"rate_of_subspaces": (CONVENTIONS[c.convention] + bases, f"nats, eps {c.eps:g}"),
+    panels = {"rate_of_subspaces": (CONVENTIONS[c.convention], f"nats, eps {c.eps:g}{bases}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
-              "srr": ("sparse rate reduction of Z^(l+1) (higher is better)" + bases,
-                      f"R - R^c - {c.lambd:g} |Z|_0, nats")}
+              "srr": ("sparse rate reduction of Z^(l+1), higher is better",
+                      f"R - R^c - {c.lambd:g} |Z|_0, nats{bases}")}
     figure, axes = new_figure(2, 2, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
