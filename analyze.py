@@ -21,7 +21,7 @@ from flags import cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images
 from model import coding_rate, projected_coding_rate, saliency, sparse_rate_reduction
-from scores import load_images, load_tokens, model_input, on_device, stretched
+from scores import load_images, load_tokens, model_input, on_device, write_overlays
 
 
 @dataclass(kw_only=True)
@@ -323,7 +323,7 @@ def tokens(c):
 
 @dataclass(kw_only=True)
 class Saliency(OneModel):
-    """What the class token attends to, over the image: the mean of the heads, then each head ([B]
+    """What the class token attends to, in red over the image: the mean of the heads, then each ([B]
     Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. Of TSSA, which has
     no attention map: each patch's membership Pi.
 
@@ -347,39 +347,17 @@ def saliency_maps(c):
 
     maps = saliency(encoder.trace(x)[c.layer - 1].attention.float(), encoder.config.pool)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
-    heads = ["mean", *range(1, K + 1)]
+    heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
-        maps, heads = maps[:, c.head:c.head + 1], [c.head]
+        maps, heads = maps[:, c.head:c.head + 1], heads[c.head:c.head + 1]
     share = maps / maps.sum(-1, keepdim=True)
     patches = torch.special.entr(share).sum(-1).exp().mean(0).tolist()
     largest = share.amax(-1).mean(0).tolist()
     rows = [dict(head=head, patches=n, largest=most)
             for head, n, most in zip(heads, patches, largest)]
     print_table(rows)
-    draw_saliency(c, names, heads, pixels.cpu(), maps.cpu())
+    write_overlays(c.out, pixels, maps, heads, names)
     return dict(heads=rows)
-
-
-def draw_saliency(c, names, heads, pixels, maps):
-    """A row for each image: the image (3, H, H), then its maps (patches,) over its greys, each from
-    its least to its largest value."""
-    figure, axes = new_figure(len(names), 1 + len(heads), 1.4, 1.5)
-    side, size = math.isqrt(maps.shape[-1]), pixels.shape[-1]
-    maps = stretched(maps).unflatten(-1, (side, side))
-    for row, name, picture, of_heads in zip(axes, names, pixels, maps):
-        row[0].imshow(picture.permute(1, 2, 0).numpy())
-        row[0].set_ylabel(name, fontsize="small")
-        for ax, heat in zip(row[1:], of_heads):
-            ax.imshow(picture.mean(0).numpy(), cmap="Greys_r")
-            shown = ax.imshow(heat.numpy(), cmap="inferno", alpha=0.6, vmin=0, vmax=1,
-                              extent=(-0.5, size - 0.5, size - 0.5, -0.5))
-    for ax, title in zip(axes[0], ["image", *(f"head: {head}" for head in heads)]):
-        ax.set_title(title, fontsize="small")
-    for ax in axes.flat:
-        ax.set(xticks=[], yticks=[])
-    figure.colorbar(shown, ax=axes, label="attention, each map from its least to its largest")
-    figure.suptitle(f"layer {c.layer} of {c.ckpt}", fontsize="medium")
-    figure.savefig(c.out, dpi=120)
 
 
 COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),

@@ -170,7 +170,8 @@ def test_saliency(arch, save, call, cache, tmp_path):
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     share = maps / maps.sum(-1, keepdim=True)
     patches, largest = (-share * share.log()).sum(-1).exp().mean(0), share.amax(-1).mean(0)
-    for row, name, n, most in zip(heads, ["mean", 1, 2], patches, largest, strict=True):
+    for row, name, n, most in zip(heads, ["mean of heads", "head 1", "head 2"], patches,
+                                   largest, strict=True):
         assert row == dict(head=name, patches=pytest.approx(n.item()),
                            largest=pytest.approx(most.item()))
     width = Image.open(tmp_path / "saliency.png").width
