@@ -275,26 +275,26 @@ class CBT(TextFlags):
 
 
 def load_language_model(c, causal=True):
-    """(`Loaded` of a language model, on its device; Processes). With `causal` a masked model is
-    refused."""
+    """(`Loaded` of a language model, on its device; its tokenizer; Processes). With `causal` a
+    masked model is refused."""
     loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
     if causal and not loaded.model.config.causal:
         raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs one that predicts the next "
                         "token (--objective=causal)")
     loaded.model.to(processes.device)
-    return loaded, processes
+    return loaded, text.tokenizer_from_meta(loaded.meta), processes
 
 
 def lm(c):
     """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer; of a
     masked model also "acc"."""
-    loaded, processes = load_language_model(c, causal=False)
-    context, meta = loaded.model.config.context, loaded.meta
+    loaded, tokenizer, processes = load_language_model(c, causal=False)
+    context = loaded.model.config.context
     if c.stride > context:
         raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
-    data, split, tokens = load_tokens(c.data, c.split, meta, c.data_dir)
+    data, split, tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)
     stride, mask_rate = c.stride or context, loaded.content["run_config"].get("mask_rate")
-    scores = language_scores(loaded.model, tokens, c, processes, c.batch_size, meta["n_vocab"],
+    scores = language_scores(loaded.model, tokens, c, processes, c.batch_size, tokenizer.n_vocab,
                              mask_rate, stride, bar=processes.rank == 0)
     return dict(data=data.name, split=split, stride=stride) | scores
 
@@ -314,8 +314,8 @@ def lambada(c):
     has it, so that numbers compare with [B] Table 7.9: typographic quotes become ", and the word
     may come anywhere in the ten tokens behind the prompt, in any case. --strict: the passage as it
     is, and the next tokens are those of a space and the word."""
-    loaded, processes = load_language_model(c)
-    model, tokenizer = loaded.model, text.tokenizer_from_meta(loaded.meta)
+    loaded, tokenizer, processes = load_language_model(c)
+    model = loaded.model
     n, by_length = 10, {}               # ten: GPT-2's tokens of LAMBADA's longest word
     passages = text.load("lambada", cache=c.data_dir).passages
     for passage in passages:
@@ -362,10 +362,9 @@ def cbt(c):
     """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often a passage is likeliest with the right
     candidate in its gap, for common nouns and for named entities. As in ToST's released code,
     end-of-text stands before the passage."""
-    loaded, processes = load_language_model(c)
-    tokenizer, result = text.tokenizer_from_meta(loaded.meta), dict(data="cbt")
+    loaded, tokenizer, processes = load_language_model(c)
     start = [] if tokenizer.eot is None else [tokenizer.eot]
-    right = {}
+    right, result = {}, dict(data="cbt")
     for passage in tqdm(text.load("cbt", cache=c.data_dir).passages, disable=None):
         before = start + tokenizer.encode(passage["context"]).tolist()
         filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]

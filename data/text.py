@@ -90,13 +90,14 @@ class GPT2Tokenizer:
 def tokenizer_from_meta(meta):
     """The tokenizer that a meta.json, or a checkpoint's copy of it, describes. Raises UserError."""
     described = meta.get("tokenizer") or {}
-    if described.get("kind") == "char":
+    if described.get("kind") == "char" and isinstance(described.get("characters"), str):
         tokenizer = CharTokenizer(described["characters"])
     elif described.get("kind") == "gpt2":
         tokenizer = GPT2Tokenizer()
     else:
         raise UserError(f"unknown tokenizer {described.get('kind')!r} in the description of "
-                        f"{meta.get('name')}: it must be char or gpt2; prepare the set again")
+                        f"{meta.get('name')}: it must be gpt2, or char with its characters; "
+                        "prepare the set again")
     if tokenizer.n_vocab != meta.get("n_vocab", tokenizer.n_vocab):
         raise UserError(f"{meta.get('name')} was prepared with {meta['n_vocab']} tokens, its "
                         f"tokenizer has {tokenizer.n_vocab}: prepare the set again")
