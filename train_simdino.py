@@ -331,7 +331,8 @@ def main(argv):
     run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
                  f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
                  f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
-                 f"{c.local_size}, {total} steps of {c.batch_size} on {processes.world} x {device_name(device)}")
+                 f"{c.local_size}, {total} steps of {c.batch_size} on {processes.world} x "
+                 f"{device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
