@@ -158,10 +158,10 @@ def main(argv):
         model.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
-                 f"{c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} patches "
-                 f"hidden, {total} steps of {c.batch_size} on {processes.world} x "
-                 f"{device_name(device)}")
+    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
+                 f"{data.image_size} px at {c.image_size} px, {model.config.masked_patches()} of "
+                 f"{model.config.patches()} patches hidden, {total} steps of {c.batch_size} on "
+                 f"{processes.world} x {device_name(device)}")
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},

@@ -329,9 +329,10 @@ def main(argv):
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, flops)
     run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
-                 f"{count(student) - count(student.encoder):,} behind them, {c.data}, 2 views of "
-                 f"{c.image_size} px and {c.local_views} of {c.local_size}, {total} steps of "
-                 f"{c.batch_size} on {processes.world} x {device_name(device)}")
+                 f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
+                 f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
+                 f"{c.local_size}, {total} steps of {c.batch_size} on {processes.world} x "
+                 f"{device_name(device)}")
 
     def content():
         extra = dict(student=student.state_dict(), center=center)

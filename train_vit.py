@@ -281,9 +281,9 @@ def main(argv):
             module.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
-    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} at "
-                 f"{c.image_size} px, {total} steps of {c.batch_size} on {processes.world} x "
-                 f"{device_name(device)}")
+    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
+                 f"{data.image_size} px at {c.image_size} px, {total} steps of {c.batch_size} on "
+                 f"{processes.world} x {device_name(device)}")
 
     def content():
         evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})

@@ -198,11 +198,8 @@ def _resample(x, rows, columns):
 
 def resize(x, size):
     """The shorter side to `size` pixels, the longer one in proportion; bicubic, antialiased."""
-    height, width = x.shape[2:]
-    shorter = min(height, width)
-    zero = torch.zeros(1, device=x.device)
-    rows, columns = (_resampling(zero, zero + n, n, size * n // shorter)[0]
-                     for n in (height, width))
+    zero, sides = torch.zeros(1, device=x.device), x.shape[2:]
+    rows, columns = (_resampling(zero, zero + n, n, size * n // min(sides))[0] for n in sides)
     return (rows @ (x @ columns.mT)).clamp_(0, 1)  # bicubic overshoots
 
 
