@@ -1,5 +1,5 @@
 """
-Checkpoints: files that show damage, one `load_model` for every task, saving and resuming a run.
+Checkpoints: files written whole, one `load_model` for every task, published checkpoints.
 
     python checkpoint.py out/gpt-pydoc/best.pt mine     writes data/pretrained/mine.pt, weights in
                                                         float16; it opens as --ckpt=pretrained:mine
@@ -10,24 +10,23 @@ extra["student"] holds the weights being trained where they differ. An image enc
 `encoder.*`.
 """
 import contextlib
-import hashlib
 import math
 import os
-import reprlib
+import re
 import typing
 import warnings
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from flags import cli, not_one_of, UserError
-from parallel import derive_seed
+from flags import cli, UserError
 from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
-                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, sizes_of)
+                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, not_one_of, sizes_of)
 
-FORMAT = "crate-2"
+FORMAT = "crate-3"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
 # task -> (model, its config). SimDINO's checkpoint is read as the teacher's encoder: its projector
@@ -37,176 +36,52 @@ TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConf
 
 
 # -------------------------------------------------------------------------------------------------
-# Sealed files: a torch file whose zip comment is the SHA-256 of everything before it
+# Files
 # -------------------------------------------------------------------------------------------------
 
-_SEAL = b"sha256:"
-_SEAL_BYTES = len(_SEAL) + 64
+def write_checkpoint(path, content, keep_previous=True):
+    """Saves to path.tmp, makes sure that it is on the disk, and renames it; the file that was there
+    becomes NAME.prev.pt just before. So one of the two is whole at every moment.
 
-
-def _digest(file, length):
-    file.seek(0)
-    sha = hashlib.sha256()
-    while length > 0 and (block := file.read(min(length, 1 << 22))):
-        sha.update(block)
-        length -= len(block)
-    return sha.hexdigest().encode()
-
-
-def write_sealed(path, content):
-    """torch.save(content) so that `path` is at every moment the old file or the new one, whole.
-
-    Written to path.tmp, sealed, fsynced, renamed. The seal is the comment of torch.save's zip file,
-    so torch.load reads it as any other. Raises UserError where it cannot be written."""
+    Raises UserError where it cannot be written."""
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
     try:
-        with open(tmp, "w+b") as file:
-            torch.save(content, file)
-            length = file.seek(0, os.SEEK_END) - 2      # the last two bytes: the comment's length
-            comment = _SEAL + _digest(file, length)
-            file.seek(length)
-            file.write(_SEAL_BYTES.to_bytes(2, "little") + comment)
+        with open(tmp, "wb") as file:
+            torch.save(dict(format=FORMAT) | content, file)
             file.flush()
             os.fsync(file.fileno())
+        if keep_previous and path.exists():
+            os.replace(path, path.with_suffix(".prev.pt"))
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:    # torch.save may hide a full disk in a RuntimeError
         with contextlib.suppress(OSError):
             tmp.unlink()
-        reasons = [getattr(e, "strerror", None) for e in (error, error.__context__)]
-        reason = next(filter(None, reasons), str(error).splitlines()[0])
-        raise UserError(f"cannot write {path}: {reason}") from None
-    with contextlib.suppress(OSError):          # so that the rename survives a power cut
+        errors = [e for e in (error, error.__context__) if isinstance(e, OSError)] or [error]
+        raise UserError(f"cannot write {path}: {errors[0]}") from None
+    with contextlib.suppress(OSError):          # so that the renames survive a power cut
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
 
 
-def write_checkpoint(path, content, keep_previous=True):
-    """write_sealed, with the file that was there kept as NAME.prev.pt until the next one."""
-    path = Path(path)
-    if keep_previous and path.exists():
-        spare = path.with_name(path.name + ".link")
-        with contextlib.suppress(OSError):      # a file system without hard links has no spare
-            spare.unlink(missing_ok=True)
-            os.link(path, spare)
-            os.replace(spare, path.with_suffix(".prev.pt"))
-            spare.unlink(missing_ok=True)       # a rename between names of one file does nothing
-    write_sealed(path, dict(format=FORMAT) | content)
-
-
-def read_sealed(path):
-    """(content of a torch file, whether it has a seal), the seal checked, loaded as weights only.
-
-    Raises UserError, one line, for a file that is missing, torn, altered, or would run code."""
-    path = find(path)
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            header = _SEAL_BYTES.to_bytes(2, "little") + _SEAL
-            length = max(size - len(header) - 64, 0)
-            file.seek(length)
-            comment = file.read()
-            sealed = comment.startswith(header)
-            if sealed and _digest(file, length) != comment[len(header):]:
-                raise UserError(f"{path} is damaged: its checksum does not match")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # torch's, of pickles that it then refuses
-            return torch.load(path, map_location="cpu", weights_only=True), sealed
-    except IsADirectoryError:
-        inside = [Path(path, name) for name in ("best.pt", "ckpt.pt") if Path(path, name).exists()]
-        hint = f", did you mean {inside[0]}?" if inside else ""
-        raise UserError(f"cannot read {path}: it is a folder{hint}") from None
-    except (FileNotFoundError, PermissionError) as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except UserError:
-        raise
-    except Exception as error:      # what torch.load raises depends on where a file is torn
-        reason = "it is torn, or no torch file"
-        if "Unsupported global" in str(error):
-            reason = "it holds objects other than tensors, which could run code"
-        raise UserError(f"cannot read {path}: {reason}") from None
-
-
-# -------------------------------------------------------------------------------------------------
-# Reading
-#
-# A seal says that a file is whole, not who wrote it. So all that is read has to be of the type and
-# in the range that the rest of the code relies on, before anything is built from it.
-# -------------------------------------------------------------------------------------------------
-
-def _number(low, high):
-    return lambda value: type(value) in (int, float) and low <= value <= high       # NaN is not
-
-
-def _whole(low, high=1 << 31):
-    return lambda value: type(value) is int and low <= value <= high
-
-
-def _maybe(fits):
-    return lambda value: value is None or fits(value)
-
-
-def _three(fits):
-    return lambda value: isinstance(value, (list, tuple)) and len(value) == 3 and all(
-        map(fits, value))
-
-
-def _strided(value):
-    """Whether it is a tensor with numbers in memory: not sparse, quantized, nested, or "meta"."""
-    return (isinstance(value, torch.Tensor) and not value.is_nested and value.device.type == "cpu"
-            and value.layout is torch.strided and value.is_floating_point())
-
-
-_SCORE, _FRACTION = _number(-1e300, 1e300), _number(-1e6, 1e6)
-_SCHEMA = {     # "?": may be missing
-    "task": str, "step": _whole(0, 100_000_000), "best": _maybe(_SCORE), "model": dict,
-    "extra": {"student?": dict}, "optimizer": dict, "model_config": dict, "data_meta": dict,
-    "run_config": lambda flags: isinstance(flags, dict) and all(
-        v is None or type(v) in (bool, str) or _SCORE(v) for v in flags.values())}
-_FLAGS = {"seed": _whole(0), "mask_rate?": _maybe(_number(0, 0.99)),    # those that are read again
-          "train_images?": _maybe(_whole(1))}
-_IMAGES = {"name": str, "mean?": _three(_FRACTION), "std?": _three(_number(1e-6, 1e6))}
-_TEXT = {"name": str, "n_vocab": _whole(1), "tokenizer": {"kind": str, "characters?": str}}
-_RANGES = dict(dropout=_number(0, 0.99), drop_path=_number(0, 0.99), mask_ratio=_number(0, 1),
-               mm_eps=_number(1e-6, 1e6), channels=_whole(3, 3))        # of model_config
-
-
-def _demand(path, value, like, name="", says="is damaged"):
-    """Raises UserError for the first part of a value that is not like `like`: a type, a predicate,
-    a tensor (finite, of its shape), or a dict (with these keys and maybe others)."""
-    if isinstance(like, dict) and isinstance(value, dict):
-        for key, part in like.items():
-            key, needed = key.rstrip("?"), key[-1] != "?"
-            if key in value:
-                _demand(path, value[key], part, f"{name}.{key}", says)
-            elif needed:
-                raise UserError(f"{path} {says}: {(name + '.' + key).lstrip('.')} is missing")
-        return
-    if isinstance(like, torch.Tensor):
-        fits = _strided(value) and value.shape == like.shape and value.isfinite().all()
-    elif isinstance(like, type):
-        fits = isinstance(value, like)
-    else:
-        fits = callable(like) and like(value)
-    if not fits:
-        raise UserError(f"{path} {says}: {name.lstrip('.')}={_shown(value)}")
-
-
-def _shown(value):
-    """A value from a file in a few words, whatever it is."""
-    return " ".join(reprlib.repr(value).split())
+def plain(text):
+    """One line of at most 300 characters, whatever the file that it quotes holds."""
+    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", text).split())[:300]
 
 
 @contextlib.contextmanager
 def reading(path):
-    """Around the use of what a file holds: whatever is wrong with it is one line."""
+    """Around all that is done with a file's content: whatever is wrong with it is one UserError."""
     try:
         yield
     except UserError:
         raise
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:
-        raise UserError(f"{path} cannot be read as a checkpoint: {error}") from None
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise UserError(plain(f"{path} cannot be read as a checkpoint: {reason}")) from None
 
 
 def find(path):
@@ -220,59 +95,66 @@ def find(path):
     return PRETRAINED / f"{name}.pt"
 
 
+def _read(path):
+    """What torch.save wrote: tensors and plain values. torch.load does not look at the CRC that
+    torch.save gave to each part of the file, zipfile does."""
+    with open(find(path), "rb") as file:
+        if file.read(2) == b"PK":               # else of torch before 1.6, or no torch file
+            damaged = zipfile.ZipFile(file).testzip()
+            if damaged:
+                raise ValueError(f"{damaged} in it is damaged")
+        file.seek(0)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")     # torch's, of pickles that it then refuses
+                return torch.load(file, map_location="cpu", weights_only=True)
+        except Exception:                           # of many kinds, with a page of text
+            raise ValueError("it is torn, no torch file, or holds more than tensors and plain "
+                             "values, which could run code") from None
+
+
 def read_checkpoint(path, task=None):
-    """The content of a checkpoint of this project, whole and of the given task, or UserError."""
-    content, sealed = read_sealed(path)
-    if not is_ours(content):
-        raise UserError(f"{path} is no checkpoint of this project")
-    _check_schema(path, content, sealed, task)
-    return content
+    """The content of a checkpoint of this project, of the given task if any, or UserError."""
+    with reading(path):
+        content = _read(path)
+        _checked_config(content, task and [task])
+        return content
 
 
-def is_ours(content):
-    return isinstance(content, dict) and "format" in content
-
-
-def _check_schema(path, content, sealed, task):
-    """All that can be checked without a model; returns the model's config."""
-    if content["format"] != FORMAT:
-        found = _shown(content["format"])
-        raise UserError(f"{path} has format {found}; this version reads {FORMAT}")
-    if not sealed:
-        raise UserError(f"{path} is damaged: its checksum is missing")
-    _demand(path, content, _SCHEMA)
-    found, state = content["task"], content["model"]
-    if found not in TASKS:
-        raise UserError(f"{path} has task {_shown(found)}, which this version does not know")
-    if task is not None and found != task:
-        raise UserError(f"{path} is a checkpoint of task {found}, not {task}")
-    _demand(path, content, dict(run_config=_FLAGS, data_meta=_TEXT if found == "gpt" else _IMAGES))
-    config = read_config(path, found, content["model_config"])
-    if found == "gpt":              # [MASK] is one id more than the tokenizer has
-        known = _whole(1, config.vocab_size - (not config.causal))
-        _demand(path, content, dict(data_meta=dict(n_vocab=known)))
-    if found == "simdino" and "student" in content["extra"]:
-        center = torch.empty(state["prototypes"].shape[:1] if "prototypes" in state else 1)
-        _demand(path, content, dict(extra=dict(center=center)))
-    for name, t in [*state.items(), *content["extra"].get("student", {}).items()]:
-        if not (type(name) is str and _strided(t) and t.is_contiguous() and t.isfinite().all()):
-            raise UserError(f"{path} is damaged: {_shown(name)} is no tensor of finite weights")
+def _checked_config(content, tasks=None):
+    """The model's config. Raises an error if the rest of the code cannot rely on the content."""
+    if not (isinstance(content, dict) and content.get("format") == FORMAT):
+        raise ValueError(f"it is not of format {FORMAT}")
+    task, state, fields = content["task"], content["model"], content["model_config"]
+    if task not in (tasks or TASKS):
+        raise ValueError(f"it is of task {task}, not {' or '.join(tasks or TASKS)}")
+    for name, tensor in state.items():
+        if not _is_finite(tensor):
+            raise ValueError(f"{name} is no tensor of finite weights")
+    config_class = TASKS[task][1]
+    hints = typing.get_type_hints(config_class)
+    for name, value in fields.items():
+        if not isinstance(value, hints[name] | int):
+            raise ValueError(f"model_config has {name}={value}")
+        if "layers" in name and value > len(state):     # they are built before shapes are compared
+            raise ValueError(f"it has {len(state)} tensors for {name}={value}")
+    config, meta = make_config(config_class, fields), content["data_meta"]
+    if task == "vit" and [plain(name) for name in meta["classes"]] != meta["classes"]:
+        raise ValueError("its classes have no names")
+    if task == "vit" and len(meta["classes"]) != config.classes:
+        raise ValueError(f"it names {len(meta['classes'])} classes of {config.classes}")
+    if task == "gpt" and not meta["tokenizer"].get("characters", "of another kind"):
+        raise ValueError("its tokenizer has no characters")
     return config
 
 
-def read_config(path, task, fields):
-    """The model's config from a checkpoint; UserError for a value of another type or range."""
-    config_class = TASKS[task][1]
-    for name, hint in typing.get_type_hints(config_class).items():
-        kinds = typing.get_args(hint) or (hint,)
-        fits = _FRACTION if float in kinds else (       # every whole number is a size
-            lambda value: type(value) in kinds and (type(value) is not int or _whole(1)(value)))
-        if name in fields:
-            _demand(path, fields[name], _RANGES.get(name, fits), f"model_config.{name}")
-    try:
-        return make_config(config_class, fields)
-    except ConfigError as error:
-        raise UserError(f"{path}: {' '.join(str(error).split())}") from None
+def _is_finite(tensor):
+    """Whether it is a tensor of finite numbers of a common kind, with memory for each of them."""
+    common = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return (isinstance(tensor, torch.Tensor) and tensor.dtype in common
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage().nbytes() >= tensor.nbytes
+            and bool(tensor.isfinite().all()))
 
 
 class Loaded(NamedTuple):
@@ -289,66 +171,59 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
 
     `tasks` names those that are accepted; `heads` is K of a published one of unpublished width.
     With an `untrained_seed` the weights are those at initialization. Raises UserError."""
-    content, sealed = read_sealed(path)
-    if is_ours(content):
-        config = _check_schema(path, content, sealed, None)
-        task, meta, state = content["task"], content["data_meta"], content["model"]
-        if task == "simdino":
-            inside = [name for name in state if name.startswith("encoder.")]
-            state = {name.removeprefix("encoder."): state[name] for name in inside}
-    else:
-        try:
-            published = from_official(content, None, heads)
-        except ConfigError as error:
-            raise UserError(f"{path}: {error}") from None
-        task = "mae" if isinstance(published, MaskedAutoencoder) else "vit"
-        config, state, meta, content = published.config, published.state_dict(), {}, {}
-    if tasks is not None and task not in tasks:
-        raise UserError(f"{path} is a checkpoint of task {task}, not {' or '.join(tasks)}")
+    with reading(path):
+        content = _read(path)
+        if isinstance(content, dict) and "format" in content:
+            config, task = _checked_config(content, tasks), content["task"]
+            state = content["model"]
+            if task == "simdino":
+                state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
+                         if name.startswith("encoder.")}
+            model = _filled(TASKS[task][0], config, state)
+        else:
+            model, content = from_official(content, None, heads), {}
+            task = "mae" if isinstance(model, MaskedAutoencoder) else "vit"
+        if tasks is not None and task not in tasks:
+            raise ValueError(f"it is of task {task}, not {' or '.join(tasks)}")
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
-    model = TASKS[task][0](config)
-    if untrained_seed is None:
-        load_into(model, state, path)
+        model = TASKS[task][0](model.config)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    return Loaded(task, model, encoder, meta, content)
+    return Loaded(task, model, encoder, content.get("data_meta", {}), content)
 
 
-def publish(path, name):
-    """Writes data/pretrained/NAME.pt: what load_model needs of a checkpoint, weights in float16."""
-    content = read_checkpoint(path)
-    weights = {key: tensor.half() for key, tensor in content["model"].items()
-               if content["task"] != "simdino" or key.startswith("encoder.")}
-    flags = {key: value for key, value in content["run_config"].items()
-             if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
-    kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
-    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept)
+def _filled(model_class, config, state, names={}):
+    """The model with the weights of `state`; `names` maps ours to those there. It is built without
+    memory, and takes the file's tensors once all shapes are the same: a config can claim any
+    size."""
+    with torch.device("meta"):
+        model = model_class(config)
+    own = model.state_dict()
+    theirs = {name: names.get(name, name) for name in own}
+    problem = _misfit({theirs[name]: tensor for name, tensor in own.items()}, state)
+    if problem:
+        raise ConfigError(problem)
+    own = {name: state[theirs[name]].to(own[name].dtype) for name in own}
+    model.load_state_dict(own, assign=True)
+    return model
 
 
-def initial_model(content):
-    """The classifier as train_vit.py built it from its seed, before the first step.
-
-    Raises UserError for a run that started from a checkpoint."""
-    if content["run_config"].get("init_from") is not None:
-        raise UserError("it started from a checkpoint (--init_from), not from its seed")
-    torch.manual_seed(derive_seed(content["run_config"]["seed"], "weights"))
-    return ImageClassifier(make_config(ImageConfig, content["model_config"]))
+def _misfit(own, state):
+    """What is wrong with the first tensor of `state` that is not like that of `own`, or None."""
+    for name in [*own, *state]:
+        if name not in state:
+            return f"{name} is missing in it"
+        if name not in own:
+            return f"{name} in it has no place here"
+        if state[name].shape != own[name].shape:
+            return f"{name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
 
 
 def load_into(module, state, path):
     """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    own = module.state_dict()
-    for name in [*own, *state]:
-        problem = None
-        if name not in state:
-            problem = "is missing in it"
-        elif name not in own:
-            problem = "has no place here"
-        elif state[name].shape != own[name].shape:
-            problem = f"is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
-        if problem:
-            raise UserError(f"{path} does not fit this model: {name} {problem}")
+    if problem := _misfit(module.state_dict(), state):
+        raise UserError(f"{path} does not fit this model: {problem}")
     module.load_state_dict(dict(state))         # without its _metadata, which may be anything
 
 
@@ -364,44 +239,41 @@ def load_resized(encoder, loaded, path):
     load_into(encoder, state, path)
 
 
-# -------------------------------------------------------------------------------------------------
-# Saving and resuming a run
-# -------------------------------------------------------------------------------------------------
-
 # what an optimizer keeps of a parameter: tensors of its shape, and AdamW the number of its steps
-_KEPT = dict(AdamW=("step", "exp_avg", "exp_avg_sq"), Lion=("m",), Muon=("momentum_buffer",))
+_KEPT = dict(AdamW={"step", "exp_avg", "exp_avg_sq"}, Lion={"m"}, Muon={"momentum_buffer"})
 
 
-def load_optimizer(optimizer, saved, path):
+def load_optimizer(optimizer, saved):
     """Fills the state of each parameter. Rates, betas and decays stay those of the flags.
 
     A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
-    each shape is checked, and the numbers are copied. Raises UserError."""
-    def fitted(part, saved):
-        """The saved state of one optimizer as its own parameters need it."""
-        def demand(value, like, name=""):
-            _demand(path, value, like, "optimizer" + name, "does not fit this optimizer")
-        own, state = part.state_dict()["param_groups"], {}
-        params = [p for group in part.param_groups for p in group["params"]]
-
-        def same_sizes(groups):
-            return isinstance(groups, list) and len(groups) == len(own) and all(
-                isinstance(theirs, dict) and isinstance(theirs.get("params"), list)
-                and len(theirs["params"]) == len(ours["params"])
-                for theirs, ours in zip(groups, own))
-        demand(saved, dict(state=dict, param_groups=same_sizes))
-        for i, kept in saved["state"].items():
-            demand(i, lambda i: type(i) is int and 0 <= i < len(params), ".state")
-            like = dict.fromkeys(_KEPT[type(part).__name__], params[i])
-            if "step" in like:
-                like["step"] = lambda t: _strided(t) and t.ndim == 0 and t >= 1
-            demand(kept, like, f".state.{i}")
-            state[i] = {key: torch.empty(kept[key].shape).copy_(kept[key]) for key in like}
-        return dict(state=state, param_groups=own)
+    each shape is compared first. Raises ValueError."""
     parts = getattr(optimizer, "parts", None)
-    optimizer.load_state_dict(
-        {name: fitted(part, saved.get(name)) for name, part in parts.items()} if parts else
-        fitted(optimizer, saved))
+    for name, part in (parts or {"": optimizer}).items():
+        theirs, own = saved[name] if parts else saved, part.state_dict()["param_groups"]
+        params = [p for group in part.param_groups for p in group["params"]]
+        if [g["params"] for g in theirs["param_groups"]] != [g["params"] for g in own]:
+            raise ValueError("its optimizer has other parameters")
+        for i, kept in theirs["state"].items():
+            if kept.keys() != _KEPT[type(part).__name__]:
+                raise ValueError(f"its optimizer is not {type(part).__name__}")
+            for key, tensor in kept.items():
+                shape = () if key == "step" else params[i].shape
+                if not _is_finite(tensor) or tensor.shape != shape:
+                    raise ValueError(f"{key} of parameter {i} is not like the parameter")
+                kept[key] = tensor.clone(memory_format=torch.contiguous_format)
+        part.load_state_dict(dict(state=theirs["state"], param_groups=own))
+
+
+def publish(path, name):
+    """Writes data/pretrained/NAME.pt: what load_model needs of a checkpoint, weights in float16."""
+    content = read_checkpoint(path)
+    weights = {key: tensor.half() for key, tensor in content["model"].items()
+               if content["task"] != "simdino" or key.startswith("encoder.")}
+    flags = {key: value for key, value in content["run_config"].items()
+             if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
+    kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
+    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -427,17 +299,13 @@ _CRATE_ALPHA = {name: theirs for name, theirs in _CRATE.items() if "embed." not 
     "encoder.layers.{l}.sparsification.D": "transformer.layers.{l}.1.fn.D",
     "encoder.layers.{l}.sparsification.D_hat": "transformer.layers.{l}.1.fn.D1",
 }
-_CRATE_MAE = {
+_CRATE_MAE = {name: theirs.replace("transformer.layers.{l}", "blocks.{l}.layers.0")
+              for name, theirs in _CRATE.items() if ".layers." in name} | {
     "encoder.class_token": "cls_token",
     "mask_token": "mask_token",
     "encoder.positions": "decoder_pos_embed",
     "encoder.embed.0.{k}": "patch_embed.proj.{k}",
     "encoder.norm.{k}": "norm.{k}",
-    "encoder.layers.{l}.norm1.{k}": "blocks.{l}.layers.0.0.norm.{k}",
-    "encoder.layers.{l}.attention.U.weight": "blocks.{l}.layers.0.0.fn.qkv.weight",
-    "encoder.layers.{l}.attention.W.{k}": "blocks.{l}.layers.0.0.fn.to_out.0.{k}",
-    "encoder.layers.{l}.norm2.{k}": "blocks.{l}.layers.0.1.norm.{k}",
-    "encoder.layers.{l}.sparsification.D": "blocks.{l}.layers.0.1.fn.weight",
     "decoder.{l}.norm1.{k}": "decoder_blocks.{l}.layers.0.0.norm.{k}",
     "decoder.{l}.D": "decoder_blocks.{l}.layers.0.0.fn.weight",
     "decoder.{l}.norm2.{k}": "decoder_blocks.{l}.layers.0.1.norm.{k}",
@@ -447,7 +315,11 @@ _CRATE_MAE = {
     "predict.{k}": "decoder_pred.{k}",
 }
 # stored and counted in the released CRATE-MAE, but never applied
-_CRATE_MAE_UNUSED = ("pos_embed", "decoder_embed.weight", "decoder_embed.bias")
+_UNUSED = ("pos_embed", "decoder_embed.weight", "decoder_embed.bias")
+
+# (task, arch, names): another kind of published checkpoint is another row
+PUBLISHED = [("vit", "crate", _CRATE), ("vit", "crate-alpha", _CRATE_ALPHA),
+             ("mae", "crate", _CRATE_MAE)]
 
 
 def from_official(content, task=None, heads=None):
@@ -456,113 +328,54 @@ def from_official(content, task=None, heads=None):
     Takes the file's content or the state dict in it, with or without "module." before each name.
     Width, patch, image size, depth and classes are read off the tensors, heads off the published
     sizes (or `heads`). Raises ConfigError naming the first tensor that does not fit."""
-    tensors = _official_tensors(content)
-    if task is None:
-        task = "mae" if any(name.startswith("decoder_blocks.") for name in tensors) else "vit"
-    arch, table, blocks, positions = "crate", _CRATE, "transformer.layers.", "pos_embedding"
-    embed = "to_patch_embedding.2.weight"
-    if task == "mae":
-        table, blocks, positions = _CRATE_MAE, "blocks.", "decoder_pos_embed"
-        embed = "patch_embed.proj.weight"
-        tensors = {name: t for name, t in tensors.items() if name not in _CRATE_MAE_UNUSED}
-    elif "conv1.weight" in tensors:
-        arch, table, embed = "crate-alpha", _CRATE_ALPHA, "conv1.weight"
-
-    # the patch embedding gives d and P, the positions the number of patches
-    convolution = table is not _CRATE
-    weight = _tensor(tensors, embed, 4 if convolution else 2)
-    places = _tensor(tensors, positions, 3)
-    d, n = weight.shape[0], max(places.shape[1] - 1, 0)
-    P, side = math.isqrt(weight.shape[1:].numel() // 3), math.isqrt(n)
-    square = (3, P, P) if convolution else (3 * P * P,)
-    if P == 0 or d == 0 or tuple(weight.shape[1:]) != square:
-        raise ConfigError(f"{embed} has shape {tuple(weight.shape)}, which is no square patch of "
-                          "three channels")
-    if n == 0 or side * side != n:
-        raise ConfigError(f"{positions} has shape {tuple(places.shape)}, which is no square grid "
-                          "and a class token")
-    if convolution:     # P x P with stride P is a Linear on patches; ours have the channels last
-        tensors[embed] = weight.permute(0, 2, 3, 1).flatten(1)
-
-    fields = dict(arch=arch, width=d, heads=heads or _published_heads(arch, task, d),
-                  layers=_depth(tensors, blocks), image_size=P * side, patch_size=P)
-    if task == "mae":
-        depth = _depth(tensors, "decoder_blocks.")
-        fields |= dict(decoder_layers=depth, lambd=0.5)
-        model = MaskedAutoencoder(make_config(MAEConfig, fields))
-    else:
-        classes = _tensor(tensors, "mlp_head.1.weight", 2).shape[0]
-        model = ImageClassifier(make_config(ImageConfig, fields | dict(classes=classes)))
-    return _fill(model, tensors, table)
-
-
-def _official_tensors(content):
-    """The flat name -> tensor dict inside a published checkpoint, without "module."."""
     for key in ("state_dict", "model"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
-    tensors = content if isinstance(content, dict) else {}
-    if not tensors or not all(map(_strided, tensors.values())):
-        raise ConfigError("not an official checkpoint: no dictionary of tensors in it")
-    return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
+    if not isinstance(content, dict) or not all(map(_is_finite, content.values())):
+        raise ConfigError("no official checkpoint: it is no dictionary of finite tensors")
+    tensors = {str(name).removeprefix("module."): tensor for name, tensor in content.items()}
+    for kind, arch, table in PUBLISHED:
+        layer = table["encoder.layers.{l}.sparsification.D"]
+        if layer.format(l=0) in tensors and task in (None, kind):
+            break
+    else:
+        raise ConfigError("no official checkpoint: it lacks the dictionary of the first layer")
+    for name in _UNUSED if kind == "mae" else ():
+        tensors.pop(name, None)
 
+    def found(ours):
+        name = table[ours].format(k="weight")
+        if name not in tensors:
+            raise ConfigError(f"{name} is missing from the official checkpoint")
+        return name, tensors[name]
 
-def _tensor(tensors, name, ndim):
-    if name not in tensors:
-        raise ConfigError(f"not an official checkpoint of this kind: {name} is missing")
-    if tensors[name].ndim != ndim:
-        raise ConfigError(f"{name} has shape {tuple(tensors[name].shape)}, not {ndim} dimensions")
-    return tensors[name]
+    def depth(ours):
+        prefix = table[ours].partition("{l}")[0]
+        return len({name[len(prefix):].split(".")[0] for name in tensors
+                    if name.startswith(prefix)})
 
-
-def _depth(tensors, prefix):
-    """How many different numbers follow the prefix."""
-    numbers = {name[len(prefix):].split(".")[0] for name in tensors if name.startswith(prefix)}
-    numbers = [word for word in numbers if word.isdecimal()]
-    if not numbers:
-        raise ConfigError("not an official checkpoint of this kind: no tensor's name begins with "
-                          + prefix)
-    return len(numbers)
-
-
-def _published_heads(arch, task, d):
-    sizes = sizes_of("mae" if task == "mae" else "image", arch)
-    heads = {size["width"]: size["heads"] for size in sizes.values()}
-    if d not in heads:
-        name = "CRATE-MAE" if task == "mae" else arch
-        raise ConfigError(f"no published {name} has width {d}: say how many heads this one has "
+    # the patch embedding gives d and P, the positions the number of patches
+    embed, weight = found("encoder.embed.0.{k}" if table is not _CRATE else "encoder.embed.1.{k}")
+    if weight.ndim == 4:    # P x P with stride P is a Linear on patches; ours have channels last
+        weight = tensors[embed] = weight.permute(0, 2, 3, 1).flatten(1)
+    P = math.isqrt(weight.shape[1] // 3)
+    side, d = math.isqrt(found("encoder.positions")[1].shape[1] - 1), len(weight)
+    sizes = sizes_of("mae" if kind == "mae" else "image", arch)
+    heads = heads or {size["width"]: size["heads"] for size in sizes.values()}.get(d)
+    if heads is None:
+        raise ConfigError(f"no published {arch} has width {d}: say how many heads this one has "
                           "(heads=)")
-    return heads[d]
-
-
-def _fill(model, tensors, table):
-    """Copies published tensors into `model` by the table our name -> their name, each checked."""
-    numbers = range(max(len(model.encoder.layers), len(getattr(model, "decoder", ()))))
-    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k)
-             for ours, theirs in table.items() for l in numbers for k in ("weight", "bias")}
-    left = dict(tensors)
-    for name, target in model.state_dict().items():
-        theirs = names.get(name, name)
-        if theirs not in left:
-            raise ConfigError(f"{theirs} is missing from the official checkpoint")
-        found = left.pop(theirs)
-        if found.shape != target.shape:
-            raise ConfigError(f"{theirs} has shape {tuple(found.shape)}, "
-                              f"expected {tuple(target.shape)}")
-        target.copy_(found)
-    if left:
-        raise ConfigError(f"{next(iter(left))} is in the official checkpoint, but has no place in "
-                          "this model")
-    return model.eval()
-
-
-def _official(task):
-    return staticmethod(lambda content, heads=None: from_official(content, task, heads))
-
-
-# attached here, since model.py knows nothing of published files
-ImageClassifier.from_official = _official("vit")
-MaskedAutoencoder.from_official = _official("mae")
+    fields = dict(arch=arch, width=d, heads=heads,
+                  layers=depth("encoder.layers.{l}.norm1.{k}"), image_size=P * side, patch_size=P)
+    if kind == "mae":
+        fields |= dict(decoder_layers=depth("decoder.{l}.norm1.{k}"), lambd=0.5)
+    else:
+        fields["classes"] = len(found("head.1.{k}")[1])
+    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k) for ours, theirs in table.items()
+             for l in range(max(fields["layers"], fields.get("decoder_layers", 0)))
+             for k in ("weight", "bias")}
+    model_class, config_class = TASKS[kind]
+    return _filled(model_class, make_config(config_class, fields), tensors, names).eval()
 
 
 # -------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
     after a saved signal. Each of these errors is one line on stderr."""
     status, name = 0, Path(sys.argv[0]).name
+    signal.signal(signal.SIGINT, _interrupt)
     sys.stdout.reconfigure(errors="backslashreplace")   # file names in another encoding
     try:
         main(sys.argv[1:])
@@ -68,6 +69,12 @@ def cli(main):
         dist.destroy_process_group()
         os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
+
+
+def _interrupt(number, frame):
+    """The first Ctrl-C ends a command. Another one would end the ending, with a traceback."""
+    signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
 
 
 def _explain(error):

@@ -1,7 +1,5 @@
 """
 A run: its folder, metrics, signals, saving and resuming.
-
-    python run.py out/gpt-pydoc out/mine --out=curves.png       draws the curves of any runs
 """
 import contextlib
 import dataclasses
@@ -18,23 +16,23 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizer, read_checkpoint, reading, write_checkpoint
-from flags import cli, Diverged, flush_or_mute, ROOT, Stopped, UserError
+from checkpoint import (load_into, load_optimizer, plain, read_checkpoint, reading,
+                        write_checkpoint)
+from flags import Diverged, ROOT, Stopped, UserError
 from parallel import peak_flops
 
-# What a run writes in its folder; a kill may leave .tmp and .link
+# What a run writes in its folder; a kill may leave .tmp
 _OF_A_RUN = re.compile(r"(config\.json|metrics\.jsonl|run\.png|step\d+\.png|"
-                       r"(ckpt|ckpt\.prev|best)\.pt)(\.tmp|\.link)?")
+                       r"(ckpt|ckpt\.prev|best)\.pt)(\.tmp)?")
 # Flags that may change when a run is resumed, without a note
 _HARMLESS = ("resume", "overwrite", "out_dir", "device", "compile", "workers", "log_every",
              "data_dir", "size")
 
 
 class Run:
-    """One training run in one folder. All processes call every method, rank 0 writes.
-
-    out_dir holds config.json, metrics.jsonl (one object a line), ckpt.pt (latest), ckpt.prev.pt
-    (the one before), best.pt and, at the end, run.png."""
+    """One training run in one folder. All processes call every method, rank 0 writes: config.json,
+    metrics.jsonl, ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt and, at the end, run.png
+    """
 
     def __init__(self, config, task, preset, processes):
         self.config, self.task, self.preset, self.processes = config, task, preset, processes
@@ -42,11 +40,11 @@ class Run:
         self.is_main = processes.rank == 0
         self.step = 0                       # steps done
         self.best = self.saved_best = None  # the best score; that of best.pt
-        self.best_name = ""
         self.signal = 0                     # received by this process
         self.bar = self.metrics = None
+        self.handlers = {}                  # of the signals, before this run's own
         self.fresh, self.pending = [], []   # losses since the last line: on the device, as numbers
-        self._unwritable = set()
+        self.unwritable = set()
         self.resuming = processes.main_only(self._open)
 
     # ---- the folder
@@ -57,46 +55,39 @@ class Run:
         c, restarted = self.config, self.processes.restarts > 0
         if c.resume and c.overwrite:
             raise UserError("--resume and --overwrite exclude each other")
-        nothing = UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
-        if c.resume and not self.dir.exists() and not restarted:
-            raise nothing
-        self._lock_folder()
-        there = {p.name: p for p in self.dir.iterdir() if p.name != ".lock"}
-        has_checkpoint = "ckpt.pt" in there or "ckpt.prev.pt" in there
-        resuming = (c.resume or restarted) and has_checkpoint
-        if c.resume and not resuming and not restarted:
-            raise nothing
-        if there and not (resuming or c.overwrite or restarted):
-            resume = "--resume continues it" if has_checkpoint else "it has no checkpoint yet"
-            raise UserError(f"{self.dir} is not empty: {resume}, --overwrite deletes it, "
-                            "--out_dir goes elsewhere")
-        if there and not (has_checkpoint or "metrics.jsonl" in there):
-            raise UserError(f"{self.dir} holds {min(there)} and no run: --overwrite deletes "
-                            "nothing there, --out_dir goes elsewhere")
-        for name, path in there.items():
-            if _OF_A_RUN.fullmatch(name) and (not resuming or path.suffix in (".tmp", ".link")):
-                path.unlink()
-        return resuming
-
-    def _lock_folder(self):
+        saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
+        if c.resume and not saved and not restarted:
+            raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.dir / ".lock", "a+")
-        except OSError as error:
-            raise UserError(f"cannot write to --out_dir={self.dir}: {error.strerror}") from None
-        try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}: wait for it, or choose "
                             "another --out_dir") from None
+        except OSError as error:
+            raise UserError(f"cannot write to --out_dir={self.dir}: {error.strerror}") from None
+        there = {path.name: path for path in self.dir.iterdir() if path.name != ".lock"}
+        resuming = saved and (c.resume or restarted)
+        if there and not saved and "metrics.jsonl" not in there:
+            raise UserError(f"{self.dir} holds {min(there)} and no run: --out_dir goes elsewhere")
+        if there and not (resuming or c.overwrite or restarted):
+            raise UserError(f"{self.dir} is not empty: --resume continues the run in it, "
+                            "--overwrite deletes it, --out_dir goes elsewhere")
+        for name, path in there.items():
+            if _OF_A_RUN.fullmatch(name) and (not resuming or path.suffix == ".tmp"):
+                path.unlink()
+        return resuming
 
-    def begin(self, total, eval_every, unit, per_step, flops=None):
+    def begin(self, total, eval_every, unit, per_step, flops=0):
         """Starts clock, bar and metrics, after `restore`.
 
         unit: "images" or "tokens"; per_step of them a step; `flops` each, for MFU."""
-        self.total, self.unit, self.per_step, self.flops = total, unit, per_step, flops
+        self.total, self.unit, self.per_step = total, unit, per_step
         self.eval_every = self.config.eval_every or eval_every
-        self.rate_name = f"{'tokens' if unit == 'tokens' else 'examples'}_per_s"
+        # the share of the GPUs' bf16 peak that the mathematics of one image or token needs a second
+        peak = (peak_flops(self.processes.device) or math.inf) * self.processes.world
+        self.mfu = flops / peak
         self.start = self.saved_step = self.step
         if 0 < self.start < total:
             self.say(f"resuming after step {self.start}")
@@ -105,32 +96,30 @@ class Run:
             terminal = sys.stderr.isatty() and total > self.start
             self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                             disable=not terminal)
-        self._handlers = {}
         with contextlib.suppress(ValueError):               # not in the main thread
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._on_signal)
+                self.handlers[number] = signal.signal(number, self._on_signal)
         self.began = self.lap = time.perf_counter()
-        self.lap_steps, self.timed, self.timed_steps, self.first_step_s = 0, 0.0, 0, None
+        self.lap_steps = 0
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines after the checkpoint's step, which come again.
-        Those of a run that was done stay as they are."""
-        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
+        The record of a run that was done stays as it is."""
         lines = read_metrics(self.dir)
-        if self.resuming and self.step >= self.total and lines and "event" in lines[-1]:
+        if self.step >= self.total and lines and "event" in lines[-1]:
             return
-        kept = [line for line in lines
-                if line.get("step", math.inf) <= self.start and "event" not in line]
+        kept = [line for line in lines if line["step"] <= self.step and "event" not in line]
         flags = dict(task=self.task, preset=self.preset) | vars(self.config)
+        texts = {"metrics.jsonl": "".join(json.dumps(line) + "\n" for line in kept),
+                 "config.json": json.dumps(flags, indent=1) + "\n"}
         try:
-            tmp.write_text("".join(json.dumps(line) + "\n" for line in kept))
-            os.replace(tmp, path)
-            tmp = self.dir / "config.json.tmp"
-            tmp.write_text(json.dumps(flags, indent=1) + "\n")
-            os.replace(tmp, self.dir / "config.json")
-            self.metrics = open(path, "a", buffering=1)
+            for name, text in texts.items():
+                tmp = self.dir / f"{name}.tmp"
+                tmp.write_text(text)
+                os.replace(tmp, self.dir / name)
+            self.metrics = open(self.dir / "metrics.jsonl", "a", buffering=1)
         except OSError as error:
-            raise UserError(f"cannot write {error.filename or path}: {error.strerror}") from None
+            raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
 
     # ---- steps
 
@@ -140,19 +129,30 @@ class Run:
         self.step += 1
         self.fresh.append(loss.detach())
         self.lap_steps += 1
-        if self.first_step_s is None:                       # compilation and warm-up: timed apart
+        if self.step == self.start + 1:                     # with compilation: not timed
             loss.item()
-            now = time.perf_counter()
-            self.first_step_s, self.lap, self.lap_steps = now - self.lap, now, 0
+            self.lap, self.lap_steps = time.perf_counter(), 0
         if self.bar is not None:
             self.bar.update(1)
-        if self.log_due(self.step):
-            self.check_finite()
-            mean, rate = sum(self.pending) / len(self.pending), self._lap()
-            self.pending, mfu = [], self.mfu(rate)
-            line = dict(step=self.step, split="train", loss=mean, lr=lr, **{self.rate_name: rate})
-            self.write(line | values | (dict(mfu=mfu) if mfu else {}))
-            self._show(mean, lr, rate, mfu)
+        if not self.log_due(self.step):
+            return
+        self.check_finite()
+        now = time.perf_counter()
+        mean = sum(self.pending) / len(self.pending)
+        rate = self.per_step * self.lap_steps / max(now - self.lap, 1e-9)
+        self.pending, self.lap, self.lap_steps = [], now, 0
+        rate_name = "tokens_per_s" if self.unit == "tokens" else "examples_per_s"
+        shares = dict(mfu=rate * self.mfu) if self.mfu else {}
+        self.write({"step": self.step, "split": "train", "loss": mean, "lr": lr, rate_name: rate}
+                   | values | shares)
+        text = f"loss {mean:.4f}, {rate:,.0f} {self.unit}/s"
+        text += f", mfu {rate * self.mfu:.1%}" if self.mfu else ""
+        if self.is_main and not self.bar.disable:
+            self.bar.set_postfix_str(text)
+        else:
+            left = (self.total - self.step) * self.per_step / max(rate, 1e-9)
+            text += f", lr {lr:.2e}" + (f", {left:,.0f} s left" if rate else "")
+            self.say(f"step {self.step}/{self.total}: {text}")
 
     def log_due(self, step):
         """Whether a line is written after this many steps."""
@@ -172,11 +172,11 @@ class Run:
         self.pending += losses
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
         if bad:
-            last, kept = self.dir / "ckpt.pt", "no checkpoint was written yet"
-            if last.exists():
-                kept = f"the last good checkpoint is {last}"
+            kept, text = self.dir / "ckpt.pt", "no checkpoint was written yet"
+            if kept.exists():
+                text = f"the last good checkpoint is {kept}"
             self.close()
-            raise Diverged(f"the loss is not finite at step {bad[-1]}; {kept}")
+            raise Diverged(f"the loss is not finite at step {bad[-1]}; {text}")
 
     def end_step(self, content):
         """Saves every --save_every steps, and leaves, with a checkpoint, after a signal."""
@@ -191,8 +191,8 @@ class Run:
             self.save(content)
 
     def _on_signal(self, number, frame):
-        """The first signal ends the run after its step. A second Ctrl-C does not wait; torchrun
-        sends each signal again, so among its processes a second one means nothing."""
+        """The first signal ends the run after its step. A second Ctrl-C does not wait; but torchrun
+        sends every signal again, so that among its processes a second one means nothing."""
         if number == signal.SIGINT == self.signal and self.processes.world == 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -212,12 +212,12 @@ class Run:
             flags = dict(preset=self.preset) | vars(self.config)
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=flags)
             whole |= content()
+            if best:
+                weights = whole | dict(optimizer={}, extra={})
+                write_checkpoint(self.dir / "best.pt", weights, keep_previous=False)
+                self.saved_best = self.best
             pending = torch.tensor(self.pending, dtype=torch.float64)   # of the line to come
             whole["extra"] = whole["extra"] | dict(losses=pending)
-            if best:
-                without = dict(optimizer={}, extra={})
-                write_checkpoint(self.dir / "best.pt", whole | without, keep_previous=False)
-                self.saved_best = self.best
             write_checkpoint(self.dir / "ckpt.pt", whole)
         self.saved_step = self.step
         try:
@@ -233,62 +233,41 @@ class Run:
         """If the run resumes: fills weights and optimizer, sets step, best score and pending
         losses, and returns the checkpoint's content; else None.
 
-        `averaged` (EMA, teacher) takes the evaluated weights, `model` then the student's. A damaged
-        ckpt.pt is one warning, and ckpt.prev.pt serves. Raises UserError if neither is whole, or if
-        the flags describe another model; says which other flags differ."""
+        `averaged` (EMA, teacher) takes the evaluated weights, `model` then the student's. Raises
+        UserError if the flags describe another model; says which other flags differ."""
         if not self.resuming:
             return None
-        path = self.dir / "ckpt.pt"
         content = self.processes.main_only(self._newest_whole)
-        ours, theirs = dataclasses.asdict(model_config), content["model_config"]
-        for name in {**ours, **theirs}:
-            if ours.get(name) != theirs.get(name):
-                raise UserError(f"cannot resume {self.dir}: its model has "
-                                f"{name}={theirs.get(name)}, the flags say {ours.get(name)}")
-        for name, was in content["run_config"].items():
-            # what the model's fields are was compared above, as the model has them
-            value = getattr(self.config, name, was)
-            if name not in _HARMLESS and name not in ours and was != value:
-                self.say(f"note: --{name} was {was}, is now {value}")
         student = content["extra"].get("student")
         if (averaged is None) != (student is None):
-            raise UserError(f"cannot resume {self.dir}: one run averages weights, the other does "
-                            "not")
-        with reading(path):
-            load_into(model if student is None else averaged, content["model"], path)
-            if student is not None:
-                load_into(model, student, path)
-            load_optimizer(optimizer, content["optimizer"], path)
+            raise UserError(f"cannot resume {self.dir}: one run averages weights, the other not")
+        with reading(self.dir):
+            ours, theirs = dataclasses.asdict(model_config), content["model_config"]
+            for name in {**ours, **theirs}:
+                if ours.get(name) != theirs.get(name):
+                    raise UserError(plain(f"cannot resume {self.dir}: its model has {name}="
+                                          f"{theirs.get(name)}, the flags say {ours.get(name)}"))
+            for name, was in content["run_config"].items():
+                now = getattr(self.config, name, was)
+                # a flag of the model may be auto, and what the model has was compared above
+                if now != was and name not in _HARMLESS and name not in ours:
+                    self.say(plain(f"note: --{name} was {was}, is now {now}"))
+            load_into(averaged or model, content["model"], self.dir)
+            if averaged is not None:
+                load_into(model, student, self.dir)
+            load_optimizer(optimizer, content["optimizer"])
             self.step, self.best = content["step"], content["best"]
             self.pending = content["extra"]["losses"].tolist()
         self.saved_best = self.best
         return content
 
     def _newest_whole(self):
-        """The content of ckpt.pt, or, if that is damaged, of ckpt.prev.pt."""
-        problems = []
-        for path in (self.dir / "ckpt.pt", self.dir / "ckpt.prev.pt"):
-            if not path.exists():
-                continue
-            try:
-                content = read_checkpoint(path, self.task)
-            except UserError as error:
-                problems.append(str(error))
-                continue
-            if problems:
-                print(f"warning: {problems[0]}; continuing from {path.name} at step "
-                      f"{content['step']}", file=sys.stderr, flush=True)
-            return content
-        raise UserError(problems[0] + ", and no whole checkpoint before it" * (len(problems) > 1))
-
-    # ---- clock
-
-    def _lap(self):
-        """Images or tokens a second since the last lap; adds to the run's sum."""
-        seconds, steps, self.lap_steps = time.perf_counter() - self.lap, self.lap_steps, 0
-        self.timed, self.timed_steps = self.timed + seconds, self.timed_steps + steps
-        self.lap += seconds
-        return self.per_step * steps / seconds if steps else 0.0
+        """The content of ckpt.pt or, with a warning if that is damaged, of the one before."""
+        try:
+            return read_checkpoint(self.dir / "ckpt.pt", self.task)
+        except UserError as error:
+            print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
+        return read_checkpoint(self.dir / "ckpt.prev.pt", self.task)
 
     @contextlib.contextmanager
     def untimed(self):
@@ -299,24 +278,7 @@ class Run:
         finally:
             self.lap += time.perf_counter() - began
 
-    def mfu(self, rate):
-        """The share of the GPUs' bf16 peak that the mathematics needs; None where unknown."""
-        peak = peak_flops(self.processes.device)
-        return rate * self.flops / (peak * self.processes.world) if peak and self.flops else None
-
     # ---- output
-
-    def _show(self, loss, lr, rate, mfu):
-        """The bar's postfix on a terminal, a plain line elsewhere."""
-        if not self.is_main:
-            return
-        text = f"loss {loss:.4f}, {rate:,.0f} {self.unit}/s" + (f", mfu {mfu:.1%}" if mfu else "")
-        if not self.bar.disable:
-            self.bar.set_postfix_str(text)
-            return
-        seconds = (self.total - self.step) * self.per_step / rate if rate else 0
-        left = f", {seconds:,.0f} s left" if rate else ""
-        self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}{left}")
 
     def say(self, text):
         """A line for the reader, from rank 0, that does not tear the bar. With stdout closed or on
@@ -329,10 +291,10 @@ class Run:
             else:
                 print(text, flush=True)
         except OSError as error:
-            with contextlib.suppress(OSError):              # as is stderr in `... 2>&1 | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with contextlib.suppress(OSError):              # stderr is closed too
                 print(f"warning: cannot write to stdout: {error.strerror}; the run goes on "
                       "without", file=sys.stderr, flush=True)
-            flush_or_mute()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
@@ -348,19 +310,18 @@ class Run:
         try:
             yield
         except OSError as error:
-            if name not in self._unwritable:
+            if name not in self.unwritable:
                 path = self.dir / name
                 self.say(f"warning: cannot write {path}: {error.strerror}; the run goes on without")
-            self._unwritable.add(name)
+            self.unwritable.add(name)
 
     def record_scores(self, key, value=None, **scores):
         """Writes a validation's scores; returns whether scores[key] (or `value`, if given) is the
         best so far: the lowest loss, the highest of anything else."""
         self.write(dict(step=self.step, split="val", **scores))
-        shown = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in scores.items()}
-        shown = [f"{k} {v}" for k, v in shown.items() if not isinstance(scores[k], str)]
+        shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
+                 for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        self.best_name = key if value is None else f"{key} on the windows of --eval_windows"
         value = scores[key] if value is None else value
         if not math.isfinite(value):
             return False
@@ -379,23 +340,12 @@ class Run:
         """The last line of metrics.jsonl and of the terminal, and run.png; returns the line.
 
         `then`: commands to try next, {ckpt} in them stands for the best checkpoint."""
-        if self.lap_steps:
-            self._lap()
-        rate = self.per_step * self.timed_steps / self.timed if self.timed_steps else None
         seconds = round(time.perf_counter() - self.began, 3)
-        first = self.first_step_s and round(self.first_step_s, 3)
-        line = dict(event="done", step=self.step, seconds=seconds, first_step_s=first,
-                    **{self.rate_name: rate}, best=self.best)
+        line = dict(event="done", step=self.step, seconds=seconds, best=self.best)
         self.write(line)
-        text = f"done: {self.step} steps"
-        text += f", {self.step - self.start} of them now," if 0 < self.start < self.step else ""
-        text += f" in {seconds:.0f} s" if first else ", nothing left to do"
-        if rate:
-            text += f", first step {first:.1f} s, then {rate:,.0f} {self.unit}/s"
-            text += f" (mfu {self.mfu(rate):.1%})" if self.mfu(rate) else ""
-        if self.best is not None:
-            text += f"; best validation {self.best_name}".rstrip() + f" {self.best:.4f}"
-        self.say(f"{text}; written to {self.dir}")
+        text = f"in {seconds:.0f} s" if self.step > self.start else "and nothing left to do"
+        text += f"; best validation {self.best:.4f}" if self.best is not None else ""
+        self.say(f"done: {self.step} steps {text}; written to {self.dir}")
         for command in then:
             self.say("  " + command.format(ckpt=self.dir / "best.pt"))
         if self.metrics is not None:
@@ -406,7 +356,7 @@ class Run:
 
     def close(self):
         """Ends the bar, the metrics and the signal handlers."""
-        for number, handler in self._handlers.items():
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
         if self.bar is not None:
             self.bar.close()
@@ -416,10 +366,6 @@ class Run:
         if self.is_main:
             self._lock.close()
 
-
-# -------------------------------------------------------------------------------------------------
-# Curves
-# -------------------------------------------------------------------------------------------------
 
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl; a kill may have torn the last one."""
@@ -431,33 +377,17 @@ def read_metrics(folder):
 
 
 def draw_curves(folders, path):
-    """Loss and, where there is one, accuracy over the steps of each run: training as a line,
-    validation as points."""
+    """Loss and accuracy over the steps of runs: training as a line, validation as points."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     for panel, name in zip(figure.subplots(1, 2), ("loss", "acc")):
         for i, folder in enumerate(folders):
             for split, style in (("train", "-"), ("val", "o--")):
-                rows = [line for line in read_metrics(folder) if line.get("split") == split]
-                rows = [line for line in rows if line.get(name) is not None]
-                panel.plot([line["step"] for line in rows], [line[name] for line in rows], style,
-                           color=f"C{i}", markersize=3, label=f"{Path(folder).name} {split}")
+                points = [(line["step"], line[name]) for line in read_metrics(folder)
+                          if line.get("split") == split and line.get(name) is not None]
+                if points:
+                    label = f"{Path(folder).name} {split}"
+                    panel.plot(*zip(*points), style, color=f"C{i}", markersize=3, label=label)
+                    panel.legend()
         panel.set(xlabel="step", ylabel=name)
-        panel.legend()
     figure.savefig(path)
-
-
-def main(argv):
-    """The command of the module's header."""
-    folders = [word for word in argv if not word.startswith("--")]
-    out = [word.removeprefix("--out=") for word in argv if word.startswith("--out=")]
-    if not folders or len(folders) + len(out) < len(argv) or len(out) != 1:
-        raise UserError("usage: python run.py FOLDER ... --out=curves.png")
-    for folder in folders:
-        if not read_metrics(folder):
-            raise UserError(f"{folder} holds no metrics.jsonl of a run")
-    draw_curves(folders, out[0])
-
-
-if __name__ == "__main__":
-    cli(main)

@@ -13,17 +13,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"      # no test waits for a network
 torch.cpu.get_capabilities = dict       # --dtype=auto is float32, whatever the CPU has
 
 
-def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true",
-                     help="test_survive.py with its full counts of kills, mutants and flags")
-
-
-@pytest.fixture(scope="session")
-def full(request):
-    """Whether the counts are the full ones."""
-    return request.config.getoption("--full")
-
-
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
@@ -57,10 +46,11 @@ def text_cache(tmp_path_factory):
 
 
 @pytest.fixture
-def train(cache, text_cache, tmp_path):
+def train(cache, text_cache, tmp_path, monkeypatch):
     """train(module, name, *flags): a tiny run of a training script in this process, into
-    tmp_path/name; returns its last line of metrics."""
+    tmp_path/name, without its picture; returns its last line of metrics."""
     from helpers import FLAGS
+    monkeypatch.setattr("run.draw_curves", lambda folders, path: None)
 
     def run(module, name, *flags):
         data_dir = text_cache if module.__name__ == "train_gpt" else cache

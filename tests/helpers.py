@@ -38,6 +38,7 @@ def weights(path):
     ckpt.pt."""
     content = checkpoint.read_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
     found = dict(content["model"])
+    content["extra"].pop("losses", None)        # of a line to come
     for part, state in content["extra"].items():
         state = state if isinstance(state, dict) else {"": state}
         found |= {f"{part}.{name}": tensor for name, tensor in state.items()}

@@ -4,7 +4,7 @@ import torch
 
 import checkpoint
 from flags import parse, UserError
-from parallel import Processes
+from parallel import derive_seed, Processes
 import evaluate
 import scores
 import train_mae
@@ -98,7 +98,9 @@ def test_layer_decay(train, tmp_path):
     train(train_vit, "a", "--layer_decay=0.7", "--optimizer=lion", "--lr=1e-3", "--layers=3",
           "--weight_decay=0", "--epochs=0.05", "--arch=transformer")
     content = checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")
-    before = dict(checkpoint.initial_model(content).named_parameters())
+    initial = checkpoint.load_model(tmp_path / "a" / "ckpt.pt",
+                                    untrained_seed=derive_seed(0, "weights")).model
+    before = dict(initial.named_parameters())
     powers = {"encoder.embed": 4, "encoder.class_token": 4, "encoder.positions": 4,
               "encoder.layers.0": 3, "encoder.layers.1": 2, "encoder.layers.2": 1,
               "encoder.norm": 0, "head": 0}
