@@ -60,16 +60,63 @@ class Lion(torch.optim.Optimizer):
         return loss
 
 
-class MuonAdamW:
-    """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer.
+def newton_schulz(G, dtype=torch.bfloat16):
+    """Nearly U V^* of each G = U S V^* in a stack (m, rows, columns): five quintic steps
 
-    Muon (Jordan et al. 2024), torch's own: m = 0.95 m + 0.05 g, then W = (1 - lr wd) W - lr s O,
-    where O is an approximate orthogonal factor of the Nesterov momentum (five Newton-Schulz steps
-    in bfloat16) and s = 0.2 sqrt(max(rows, columns)) gives the step AdamW's usual size, so that
-    both share one scale of rates (adjust_lr_fn="match_rms_adamw")."""
+        X = 3.4445 X + (-4.7750 A + 2.0315 A^2) X,   A = X X^*,
+
+    from X = G / ||G||_F, which bring every singular value to between 0.7 and 1.2. The coefficients
+    are Jordan's: steep at 0 rather than exact at 1. bfloat16 is enough for that."""
+    X = G.to(dtype)
+    tall = X.shape[-2] > X.shape[-1]
+    X = X.mT if tall else X                 # the smaller Gram matrix
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(5):
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=-4.7750, alpha=2.0315)
+        X = torch.baddbmm(X, B, X, beta=3.4445)
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (Jordan et al. 2024), for matrices of one shape together: torch's own takes one at a
+    time, with 33 launches each.
+
+        m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
+
+    s = 0.2 sqrt(max(rows, columns)) gives an entry the size of a step of AdamW, so that both share
+    one scale of rates."""
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every matrix that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            by_shape = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape.setdefault(p.shape, []).append(p)
+                    if "momentum_buffer" not in self.state[p]:
+                        self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            for shape, params in by_shape.items():
+                grads = [p.grad for p in params]
+                m = [self.state[p]["momentum_buffer"] for p in params]
+                torch._foreach_lerp_(m, grads, 0.05)
+                update = newton_schulz(torch.stack(torch._foreach_lerp(grads, m, 0.95)))
+                torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+                scale = group["lr"] * 0.2 * math.sqrt(max(shape))
+                torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
+        return loss
+
+
+class MuonAdamW:
+    """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer."""
 
     def __init__(self, muon_groups, adamw_groups, lr, betas):
-        muon = torch.optim.Muon(muon_groups, lr=lr, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        muon = Muon(muon_groups, lr=lr)
         adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, fused=True)
         self.parts = dict(muon=muon, adamw=adamw)
 
@@ -100,7 +147,8 @@ class MuonAdamW:
 # Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and
 # released CRATE decays every parameter, vectors too
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
-_HIDDEN = {"layers", "decoder", "projector", "predict"}     # Muon's: not embeddings, classifiers
+# What Muon takes, by the names that the models here have: not embeddings, classifiers, prototypes
+_HIDDEN = {"layers", "decoder", "projector", "predict"}
 
 
 def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
