@@ -103,7 +103,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]        # every U, W and D
     others = [p for p in model.parameters() if all(p is not q for q in matrices)]
     muon = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, weight_decay=decay)
+    adamw = torch.optim.AdamW(others, weight_decay=0)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # shift, mirror
@@ -122,13 +122,13 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 def look(model, x, y, val_x, val_y):
     """Each layer's R^c of what enters attention, and nonzeros and accuracy of its output.
 
-    R^c falls with the size of U, so U is scaled to that of orthonormal bases. Accuracy is that of
-    the nearest class mean, since the head knows the last layer alone."""
+    R^c falls with the size of U and of tokens, so both are scaled: U as orthonormal bases, tokens as
+    LN without gain. Accuracy is by the nearest class mean; the head knows the last layer alone."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U[:, 0].numel() ** 0.5 / U.norm())
-        Rc = sparse_rate_reduction(layer.norm1(Z), U)[1].mean()
+        Rc = sparse_rate_reduction(F.layer_norm(Z, Z.shape[-1:]), U)[1].mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
         near = torch.cdist(val_out.mean(1), means).argmin(1)
         rows.append((Rc, 100 * (val_out != 0).float().mean(), 100 * (near == val_y).float().mean()))
