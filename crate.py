@@ -1,0 +1,155 @@
+"""
+CRATE in one file: a transformer in which every layer is one step of an optimizer.
+
+    python crate.py         trains on drawn shapes for about a minute, then looks inside every layer
+
+Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
+sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. Each layer takes two steps on this objective.
+Attention compresses Z against the subspaces; ISTA makes it sparse in a dictionary D.
+
+    Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
+    Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
+
+Equations are those of arXiv 2311.13110, where Z is d x n, one token a column; here it is (B, n, d),
+one token a row. model.py has the same operators made fast, and their variants.
+"""
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from data.images import draw_shapes
+
+
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (15), and R^c alone, of Z (B, n, d), U (K, d, p)."""
+    def rate(Z):                                    # 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8)
+        n, d = Z.shape[-2:]
+        return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
+
+    Rc = rate(Z[:, None] @ U).sum(1)                # the rates of all U_k^* Z, Eq. (13)
+    return rate(Z) - Rc - lambd * (Z != 0).sum((1, 2)), Rc
+
+
+class MSSA(nn.Module):
+    """W [SSA(Z | U_1) .. SSA(Z | U_K)], SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: (35)-(37).
+    As in the released code, w^* w is divided by sqrt(p)."""
+
+    def __init__(self, d, K):
+        super().__init__()
+        self.K, self.p = K, d // K
+        self.U = nn.Linear(d, d, bias=False)                                # [U_1 .. U_K]^*
+        self.W = nn.Linear(d, d)
+
+    def forward(self, Z):
+        w = self.U(Z).unflatten(2, (self.K, self.p)).transpose(1, 2)        # (B, K, n, p)
+        attention = (w @ w.mT / self.p ** 0.5).softmax(-1)                  # (B, K, n, n)
+        return self.W((attention @ w).transpose(1, 2).flatten(2))
+
+
+class ISTA(nn.Module):
+    """ReLU(Z - eta D^*(D Z - Z) - eta lambda), Eq. (44): one proximal gradient step, from A = Z, on
+    1/2 ||Z - D A||^2 + lambda ||A||_1 with A >= 0."""
+
+    def __init__(self, d, eta=0.1, lambd=0.1):
+        super().__init__()
+        self.eta, self.lambd = eta, lambd
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
+
+    def forward(self, Z):
+        gradient = (Z @ self.D.mT - Z) @ self.D
+        return F.relu(Z - self.eta * gradient - self.eta * self.lambd)
+
+
+class Layer(nn.Module):
+    def __init__(self, d, K):
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(d), MSSA(d, K)
+        self.norm2, self.sparsification = nn.LayerNorm(d), ISTA(d)
+
+    def forward(self, Z):
+        Z = Z + self.attention(self.norm1(Z))                               # compress
+        return self.sparsification(self.norm2(Z))                           # sparsify
+
+
+class CRATE(nn.Module):
+    """Patches of P x P pixels become tokens; the mean of the last layer's, ten logits."""
+
+    def __init__(self, d=64, K=4, L=4, P=4, size=32, classes=10):
+        super().__init__()
+        self.P, pixels = P, 3 * P * P
+        self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))
+        self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
+        self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
+        self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
+
+    def tokens(self, x):
+        """Pictures (B, size, size, 3) to the list Z^1 .. Z^{L+1}, each (B, 1 + n, d)."""
+        patches = x.unfold(1, self.P, self.P).unfold(2, self.P, self.P)     # (B, h, w, 3, P, P)
+        patches = patches.permute(0, 1, 2, 4, 5, 3).flatten(3).flatten(1, 2)
+        Z = torch.cat([self.class_token.expand(len(x), -1, -1), self.embed(patches)], 1)
+        Zs = [Z + self.positions]
+        for layer in self.layers:
+            Zs.append(layer(Zs[-1]))
+        return Zs
+
+    def forward(self, x):
+        return self.head(self.tokens(x)[-1][:, 1:].mean(1))
+
+
+def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]        # every U, W and D
+    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
+    muon = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(others, weight_decay=0)
+    for step in range(steps):
+        rows = torch.randint(len(x), (batch,))
+        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # shift, mirror
+        loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
+        loss.backward()
+        rate = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for optimizer in muon, adamw:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % 200 == 199:
+            print(f"step {step + 1} of {steps}: loss {loss:.3f}", flush=True)
+
+
+@torch.no_grad()
+def look(model, x, y, val_x, val_y):
+    """Each layer's R^c of what enters attention, and nonzeros and accuracy of its output.
+
+    R^c falls with the size of U and of tokens, so both are scaled: U as orthonormal bases, tokens as
+    LN without gain. Accuracy is by the nearest class mean; the head knows the last layer alone."""
+    rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
+    for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
+        U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
+        U = U * (U[:, 0].numel() ** 0.5 / U.norm())
+        Rc = sparse_rate_reduction(F.layer_norm(Z, Z.shape[-1:]), U)[1].mean()
+        means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
+        near = torch.cdist(val_out.mean(1), means).argmin(1)
+        rows.append((Rc, 100 * (val_out != 0).float().mean(), 100 * (near == val_y).float().mean()))
+    return rows
+
+
+def shapes(n, seed):
+    """Ten kinds of shape, drawn: pictures (n, 32, 32, 3), about in [-2, 2], and labels (n,)."""
+    pictures, labels, _ = draw_shapes(n, seed)
+    return torch.from_numpy(pictures) / 64 - 2, torch.from_numpy(labels)
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    (x, y), (val_x, val_y) = shapes(10_000, seed=0), shapes(2_000, seed=1)
+    model = CRATE()
+    before = look(model, x[:2000], y[:2000], val_x, val_y)
+    train(model, x, y)
+    after = look(model, x[:2000], y[:2000], val_x, val_y)
+    print("untrained -> trained   R^c, nats        nonzeros, %      accuracy, %")
+    for l, (old, new) in enumerate(zip(before, after)):
+        print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))
+    with torch.no_grad():
+        print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")
