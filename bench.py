@@ -6,8 +6,7 @@ Speed and memory: the fast paths beside the literal form of the same function an
 
 Literal is what the released code computes, with the same parameters. The variants of a table take
 turns in one process, so that a disturbance meets all of them; times are medians. GFLOP/s counts the
-operations that the mathematics needs (`train_flops`); the first row has what a large matmul
-reaches. MB is what a call adds to the memory in use at its peak.
+operations that the mathematics needs (`train_flops`); the first row is a large matmul's.
 """
 import copy
 import ctypes
@@ -31,11 +30,11 @@ from torch.nn import functional as F
 import train_gpt
 import train_mae
 import train_vit
-from data import images, text
+from cross_entropy import linear_cross_entropy
+from data.prepare import prepare
 from flags import cli, DeviceFlags, option, parse_command, ROOT, set_fields
 from model import (ARCHS, attention_map, ImageClassifier, ImageConfig, ISTA, LanguageModel,
-                   linear_cross_entropy, MAEConfig, MaskedAutoencoder, MHSA, MSSA, run_layers,
-                   TextConfig, TSSA)
+                   MAEConfig, MaskedAutoencoder, MHSA, MSSA, run_layers, sizes_of, TextConfig, TSSA)
 from parallel import device_name, Processes, wants_compile
 
 
@@ -133,8 +132,7 @@ def peak_memory(call, device):
 
 
 def row(c, title, variant, **values):
-    """Prints a row of a table and adds it to the file of --json. The names of the values are their
-    units; None is what cannot be measured here."""
+    """Prints a row and adds it to the file of --json. A value's name is its unit; None: unknown."""
     if c.json:
         with open(c.json, "a") as file:
             print(json.dumps(dict(title=title, variant=variant) | values), file=file)
@@ -153,7 +151,7 @@ def compare(c, processes, title, items, unit, variants):
     torch._dynamo.reset()       # it compiles one function only so many times
     steps, memory = {}, {}
     for name, (forward, leaves, _) in variants.items():
-        if wants_compile(c, processes.device):
+        if wants_compile(c, processes, 0):
             forward = torch.compile(forward)
         steps[name] = partial(forward_backward, c, processes, forward, leaves)
         steps[name]()           # compiles
@@ -200,8 +198,8 @@ def compare_models(c, processes, title, batch, build, fields, vit_fields):
     for name, model in dict(fast=fast, literal=literal(fast), transformer=transformer).items():
         leaves = list(model.to(device).parameters())
         variants[name] = loss_function(model, batch, device), leaves, model.train_flops()
-    text = isinstance(fast, LanguageModel)
-    items, unit = (batch * fast.config.context, "tokens") if text else (batch, "images")
+    is_text = isinstance(fast, LanguageModel)
+    items, unit = (batch * fast.config.context, "tokens") if is_text else (batch, "images")
     compare(c, processes, f"{title}, batch {batch}", items, unit, variants)
 
 
@@ -215,8 +213,7 @@ def halved(fields):
     return fields | dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
 
 
-# title, fields of the config, batch
-IMAGE_MODELS = [("CRATE-Tiny, 224 px", ARCHS["crate"].image_sizes["tiny"], 16),
+IMAGE_MODELS = [("CRATE-Tiny, 224 px", sizes_of("image", "crate")["tiny"], 16),     # batch
                 ("cifar10, 32 px", preset(train_vit, "cifar10", ImageConfig), 64)]
 # B, n, d, K: CRATE-Tiny and CRATE-Base at 224 px, the cifar10 preset
 SHAPES = [(16, 197, 384, 6), (16, 197, 768, 12), (64, 65, 384, 6)]
@@ -243,7 +240,7 @@ def bench_gpt(c, processes):
     transformer of that width."""
     fields, batch = preset(train_gpt, "pydoc", TextConfig) | dict(vocab_size=96), 32
     if processes.device.type == "cuda":
-        fields, batch = ARCHS["crate"].text_sizes["base"], 16
+        fields, batch = sizes_of("text", "crate")["base"], 16
     compare_models(c, processes, f"width {fields['width']}", batch,
                    lambda f: LanguageModel(TextConfig(**f)), fields, fields)
 
@@ -273,8 +270,8 @@ def bench_attention(c, processes):
 
 def bench_head(c, processes):
     """The cross-entropy over a vocabulary, in blocks of two sizes and of all logits at once."""
-    tokens, width, vocab_size = HEAD
-    tokens, device = larger(tokens, processes.device), processes.device
+    (tokens, width, vocab_size), device = HEAD, processes.device
+    tokens = larger(tokens, device)
     Z = torch.randn(tokens, width, device=device, requires_grad=True)
     W = torch.randn(vocab_size, width, device=device).mul_(0.02).requires_grad_()
     targets = torch.randint(vocab_size, (tokens,), device=device)
@@ -349,10 +346,9 @@ SHORT = dict(vit="train_vit.py shapes --epochs=1", gpt="train_gpt.py pydoc --ste
              masked="train_gpt.py pydoc --steps=8 --objective=masked")
 READ = ["evaluate.py accuracy --ckpt={}/vit/best.pt", "evaluate.py linear --ckpt={}/mae/best.pt",
         "evaluate.py knn --ckpt={}/simdino/best.pt", "evaluate.py lm --ckpt={}/gpt/best.pt",
-        "analyze.py layers --ckpt={}/vit/best.pt --samples=20 --out={}/layers",
+        "analyze.py layers --ckpt={}/vit/best.pt --samples=20 --out={}/a.png",
         "sample.py --ckpt={}/gpt/best.pt", "sample.py --ckpt={}/masked/best.pt --fill=a___b"]
 TIMED = ["train_vit.py imagenet --data=shapes --crop=resized --batch_size=256 --epochs=2",
-         "train_mae.py cifar10 --data=shapes --epochs=10",
          "train_gpt.py openwebtext --data=pydoc --batch_size=48 --steps=40",
          "train_gpt.py openwebtext --data=pydoc --batch_size=48 --steps=40 --arch=transformer"]
 
@@ -390,8 +386,8 @@ def bench_gpu(c, processes):
     What fails is listed, the rest goes on, and the exit status is 1."""
     failed = []
     with tempfile.TemporaryDirectory() as folder:
-        images.prepare_shapes(folder, 2000, 100)
-        text.load("pydoc", folder)
+        prepare("shapes", cache=folder, drawn=(2000, 100))
+        prepare("pydoc", cache=folder)
         stages = short_commands(processes.device.type == "cuda")
         for commands, jobs in zip(stages, (c.jobs, c.jobs, 1)):
             with ThreadPool(jobs) as pool:
@@ -411,11 +407,12 @@ def main(argv):
              for name, (config, function) in COMMANDS.items()}
     command, c = parse_command(flags, argv, __doc__)
     processes = Processes(c.device)
-    a, b = torch.randn(2, 4096, 4096, device=processes.device)
+    n = larger(1024, processes.device)
+    a, b = torch.randn(2, n, n, device=processes.device)
     with processes.autocast(c.dtype):
         seconds = alternate({"matmul": lambda: a @ b}, processes.device, 5)["matmul"]
     row(c, device_name(processes.device), f"torch {torch.__version__}",
-        GFLOP_per_s_of_a_large_matmul=2e-9 * 4096 ** 3 / seconds)
+        GFLOP_per_s_of_a_large_matmul=2e-9 * n ** 3 / seconds)
     COMMANDS[command][1](c, processes)
 
 

@@ -112,7 +112,7 @@ class SequenceClassifier(LanguageModel):
 
 def main(argv):
     """Trains every model on the same batches, in turn; returns {arch: its share of right}."""
-    c, _ = parse(Flags, {"long_range": {}}, argv, __doc__, default="long_range")
+    c, _ = parse(Flags, {}, argv, __doc__)
     processes, runs, results = Processes(c.device), {}, {}
     device = processes.device
     x, y, x_test, y_test, vocab_size = load_task(c)

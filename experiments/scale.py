@@ -125,7 +125,7 @@ def check():
 
 
 def main(argv):
-    c, _ = parse(Flags, {"scale": {}}, argv, __doc__, default="scale")
+    c, _ = parse(Flags, {}, argv, __doc__)
     print("preset                    GPUs  MB sent  ms computing  ms waiting  efficiency")
     for preset, (flops, parameters) in papers_settings().items():
         for nodes, gpus in ((1, 1), (1, 8), (8, 8)):
