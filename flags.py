@@ -89,6 +89,8 @@ def _explain(error):
                    "or --batch_size, or a smaller model")
     if isinstance(error, OSError):                      # a full disk, a name too long
         return 2, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, UnicodeDecodeError):           # of stdin
+        return 2, f"not UTF-8: {error}"
     return None, None
 
 
@@ -157,13 +159,6 @@ class ModelFlags:
     lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, or the size's", low=0)
     step_size: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
     layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
-
-    def refuse(self, given):
-        """Raises UserError for a flag that was given and does nothing in this arch."""
-        operator = ARCHS[self.arch or "crate"].sparsification
-        for name in {"lambd", "eta"} & set(given):
-            if operator is None or operator is MLP:
-                raise UserError(f"--{name}: {self.arch} has no sparse coding step")
 
 
 def set_fields(cls, config, **given):
@@ -268,8 +263,9 @@ def parse(config_class, presets, argv, doc, default=None):
     displaced = {name for f in fields(config_class) if f.name in given
                  for name in f.metadata["displaces"]}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
-    if hasattr(config, "refuse"):
-        config.refuse(given)
+    sparse = {"lambd", "eta"} & given.keys()
+    if sparse and ARCHS[config.arch or "crate"].sparsification in (None, MLP):
+        raise UserError(f"--lambd and --eta are of sparse coding, which {config.arch} does not do")
     return config, preset
 
 

@@ -11,7 +11,6 @@ import re
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -31,7 +30,6 @@ class Sample(DeviceFlags):
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
     prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, empty is a new "
                          "document")
-    prompt_file: str | None = option(None, "a file with the beginning")
     fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
@@ -41,16 +39,6 @@ class Sample(DeviceFlags):
                                  above=0, high=1)
     stop: bool = option(True, "end at end-of-text, where the tokenizer has one")
     seed: int = option(0, "the same seed gives the same text", low=0)
-
-
-def read_prompt(c):
-    """The prompt from the flag, stdin or a file."""
-    try:
-        if c.prompt_file is not None:
-            return Path(c.prompt_file).read_text(encoding="utf-8")
-        return sys.stdin.read() if c.prompt == "-" else c.prompt
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompt: {error}") from None
 
 
 def decode(tokenizer, ids):
@@ -113,7 +101,7 @@ def main(argv):
         raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill) and does not continue "
                         "a text")
 
-    prompt = read_prompt(c)
+    prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     ids = tokenizer.encode(prompt).tolist()
     if not ids:
         ids = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()

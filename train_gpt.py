@@ -83,7 +83,7 @@ PRESETS = {
 
 
 # -------------------------------------------------------------------------------------------------
-# Model
+# Model and evaluation
 # -------------------------------------------------------------------------------------------------
 
 def build_model(c, tokenizer):
@@ -99,10 +99,6 @@ def build_model(c, tokenizer):
         checkpoint.load_into(model, loaded.model.state_dict(), c.init_from)
     return model
 
-
-# -------------------------------------------------------------------------------------------------
-# Evaluation
-# -------------------------------------------------------------------------------------------------
 
 def validate(model, tokens, c, tokenizer, processes, all_tokens):
     """Loss per predicted token (and, masked, accuracy) over the validation text, or over the first
@@ -136,11 +132,10 @@ def main(argv):
 
     # ---- data
     data = text.load(c.data, cache=c.data_dir)
+    tokenizer = data.tokenizer
     if data.train is None or data.val is None:
         raise UserError(f"{c.data} has no training or no validation part: it is for evaluate.py")
-    # too short a text is an error before the run begins
-    text.batch(data.train, 0, 1, c.context, c.seed)
-    tokenizer = data.tokenizer
+    text.batch(data.train, 0, 1, c.context, c.seed)     # too short a text is an error here
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))

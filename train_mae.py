@@ -97,17 +97,13 @@ def augmented(pixels, rng, c, data):
 
 
 # -------------------------------------------------------------------------------------------------
-# Model and masks
+# Model and evaluation
 # -------------------------------------------------------------------------------------------------
 
 def build_model(c):
     """The masked autoencoder that the flags describe."""
     return MaskedAutoencoder(mae_config(c.size, **set_fields(MAEConfig, c)))
 
-
-# -------------------------------------------------------------------------------------------------
-# Evaluation
-# -------------------------------------------------------------------------------------------------
 
 @torch.no_grad()
 def validate(model, val, data, c, processes, batch_size=256):
@@ -169,17 +165,14 @@ def main(argv):
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
+    draw = partial(augment.BatchRandom, batch=c.batch_size, rows=rows, device=device)
     for step in range(run.step, total):
         model.train()
 
         # batch
         pixels, _ = next(batches)
-        seed = derive_seed(c.seed, step, "augment")
-        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
-        x = augmentation(pixels, rng)
-        seed = derive_seed(c.seed, step, "mask")
-        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
-        noise = rng.uniform(model.config.patches())         # the largest are hidden
+        x = augmentation(pixels, draw(derive_seed(c.seed, step, "augment")))
+        noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches())
 
         # forward and backward
         loss, at_once = 0.0, c.micro_batch or len(x)
@@ -207,10 +200,9 @@ def main(argv):
             with run.untimed():
                 best = run.record_scores("loss", **validate(model, val, data, c, processes))
                 if run.is_main:
+                    pixels, _ = val.batch(torch.arange(min(8, len(val))))
                     with run.optional(f"step{run.step}.png"):
-                        pixels, _ = val.batch(torch.arange(min(8, len(val))))
-                        path = run.dir / f"step{run.step}.png"
-                        write_reconstructions(path, model, pixels, data)
+                        write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
             run.save(content, best)
         run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",

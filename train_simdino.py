@@ -339,7 +339,7 @@ def main(argv):
         return dict(model=teacher.state_dict(), model_config=asdict(config),
                     extra=extra, optimizer=optimizer.state_dict(), data_meta=data.meta())
 
-    if run.step == 0:
+    if run.step == 0:                       # what a score is to be compared with
         with run.untimed():
             scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")

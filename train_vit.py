@@ -35,9 +35,9 @@ class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "only the first so many training images", low=1)
-    val: int = option(0, "hold out so many of the last training images, to validate on and choose "
-                      "best.pt by; 0: the test images, so that only the last weights, ckpt.pt, give "
-                      "a test accuracy to report", low=0)
+    val: int = option(0, "hold out so many of the last training images to choose best.pt by; 0: "
+                      "the test images choose it, and only ckpt.pt, the last weights, gives a test "
+                      "accuracy to report", low=0)
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     stem: str | None = option(None, "patch embedding; auto is the arch's",
@@ -161,11 +161,9 @@ def build_model(c, classes, loaded=None):
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = set_fields(ImageConfig, loaded.encoder.config)
-    asked = {f.name for f in fields(ModelFlags)} - {"size"} | {"patch_size", "stem"}
-    for name in sorted(asked):
-        wanted = getattr(c, name)
-        if wanted is not None and wanted != theirs[name]:
-            raise UserError(f"--{name}={wanted} contradicts {c.init_from}, which has "
+    for name in ["patch_size", "stem", *(f.name for f in fields(ModelFlags) if f.name != "size")]:
+        if getattr(c, name) not in (None, theirs[name]):
+            raise UserError(f"--{name}={getattr(c, name)} contradicts {c.init_from}, which has "
                             f"{theirs[name]}")
     ours = dict(classes=classes, image_size=c.image_size, dropout=c.dropout, drop_path=c.drop_path,
                 pool=c.pool or pooling(loaded))
@@ -177,12 +175,9 @@ def build_model(c, classes, loaded=None):
 def rate_scale(name, L, decay):
     """decay^(L + 1 - l), the share of the rate that a parameter has: l = 0 for patch embedding,
     class token and positions, l for layer l = 1 .. L, L + 1 for what follows (BEiT, MAE)."""
-    words = name.split(".")
-    l = L + 1
-    if words[1] in ("embed", "class_token", "positions"):
-        l = 0
-    elif words[1] == "layers":
-        l = 1 + int(words[2])
+    _, part, *rest = name.split(".")
+    first = part in ("embed", "class_token", "positions")
+    l = 0 if first else 1 + int(rest[0]) if part == "layers" else L + 1
     return decay ** (L + 1 - l)
 
 
@@ -221,8 +216,8 @@ def subspace_rate_loss(model, outputs, chosen, eps):
     """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l.
 
     [S] adds 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l) to the loss and stops the gradient
-    through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0; only the cross-entropy,
-    which would then have no attention, keeps U away from it, so the weight has to be small."""
+    through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only the
+    cross-entropy keeps U away from it, so the weight has to be small."""
     rates = []
     for l in chosen:
         Z = outputs[l].detach()                                 # (B, n, d)
@@ -299,8 +294,7 @@ def main(argv):
         # batch
         pixels, labels = next(batches)
         seed = derive_seed(c.seed, step, "augment")
-        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
-        x = augmentation(pixels, rng)
+        x = augmentation(pixels, augment.BatchRandom(seed, c.batch_size, rows, device))
 
         # forward and backward
         loss, at_once = 0.0, c.micro_batch or len(x)
@@ -339,11 +333,8 @@ def main(argv):
                 best = run.record_scores("acc", **scores)
             run.save(content, best)
         run.end_step(content)
-    then = ["python analyze.py layers --ckpt={ckpt} --untrained",
-            "python evaluate.py predict --ckpt={ckpt} PICTURE ..."]
-    if model.config.pool == "class":        # the maps of a mean-pooled model are diffuse
-        then.append("python analyze.py saliency --ckpt={ckpt}")
-    return run.done(*then)
+    return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
+                    "python evaluate.py predict --ckpt={ckpt} PICTURE ...")
 
 
 if __name__ == "__main__":
