@@ -36,11 +36,11 @@ from flags import cli, DeviceFlags, option, parse_command, ROOT, set_fields
 from model import (ARCHS, attention_map, ImageClassifier, ImageConfig, ISTA, LanguageModel,
                    MAEConfig, MaskedAutoencoder, MHSA, MSSA, run_layers, sizes_of, TextConfig, TSSA)
 from parallel import device_name, Processes, wants_compile
+from run import read_metrics
 
 
 @dataclass(kw_only=True)
 class Flags(DeviceFlags):
-    """The flags of every command."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
     json: str | None = option(None, "add the rows to this file, one JSON object a line")
@@ -115,8 +115,8 @@ def alternate(calls, device, repeats):
 
 def peak_memory(call, device):
     """MB by which a call raises the memory in use at its peak; None where that is not known."""
-    def resident(key):
-        return int(re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
+    def mb(key):
+        return 1024e-6 * int(re.search(key + r"\s+(\d+)", Path("/proc/self/status").read_text())[1])
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -126,9 +126,9 @@ def peak_memory(call, device):
         return None
     ctypes.CDLL(None).malloc_trim(0)                # else memory freed earlier serves unseen
     Path("/proc/self/clear_refs").write_text("5")   # VmHWM, the peak, becomes what is resident
-    before = resident("VmRSS")
+    before = mb("VmRSS:")
     call()
-    return (resident("VmHWM") - before) * 1024 / 1e6
+    return mb("VmHWM:") - before
 
 
 def row(c, title, variant, **values):
@@ -166,8 +166,8 @@ def compare(c, processes, title, items, unit, variants):
 def forward_backward(c, processes, forward, leaves):
     """forward() and the gradient of its sum; none is left in the leaves."""
     with processes.autocast(c.dtype):
-        out = forward()
-    out.sum().backward()
+        total = forward().sum()
+    total.backward()
     for leaf in leaves:
         leaf.grad = None
 
@@ -348,7 +348,7 @@ READ = ["evaluate.py accuracy --ckpt={}/vit/best.pt", "evaluate.py linear --ckpt
         "evaluate.py knn --ckpt={}/simdino/best.pt", "evaluate.py lm --ckpt={}/gpt/best.pt",
         "analyze.py layers --ckpt={}/vit/best.pt --samples=20 --out={}/a.png",
         "sample.py --ckpt={}/gpt/best.pt", "sample.py --ckpt={}/masked/best.pt --fill=a___b"]
-TIMED = ["train_vit.py imagenet --data=shapes --crop=resized --batch_size=256 --epochs=2",
+TIMED = ["train_vit.py imagenet --data=shapes --crop=resized --batch_size=256 --epochs=4",
          "train_gpt.py openwebtext --data=pydoc --batch_size=48 --steps=40",
          "train_gpt.py openwebtext --data=pydoc --batch_size=48 --steps=40 --arch=transformer"]
 
@@ -367,17 +367,18 @@ def short_commands(cuda):
 
 
 def attempt(c, device, folder, command):
-    """Runs a command in a process of its own and prints its row: how long it took and how it ended,
-    which for a run is its last line, with rate and MFU. Returns whether it failed."""
-    (script, *words), start = command.format(folder, folder).split(), time.perf_counter()
+    """Runs a command and prints how it ended, with a run's last rate. Returns whether it failed."""
+    command, start = command.format(folder, folder), time.perf_counter()
+    script, *words = command.split()
     done = subprocess.run(
         [sys.executable, script, *words, f"--device={device.type}", f"--data_dir={folder}"],
         cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT)
-    printed = done.stdout.strip().splitlines() or ["no output"]
-    ends = [line for line in printed if line.startswith("done: ")] or ["ok"]
-    outcome = f"FAILED ({done.returncode}) {printed[-1]}" if done.returncode else ends[-1]
-    row(c, script, " ".join(words), s=time.perf_counter() - start, outcome=outcome)
+    logged = read_metrics(command.partition("--out_dir=")[2].partition(" ")[0])
+    rates = {k: v for line in logged for k, v in line.items() if k.endswith("_per_s") or k == "mfu"}
+    last = done.stdout.strip().rpartition("\n")[2]
+    outcome = f"FAILED ({done.returncode}) {last}" if done.returncode else "ok"
+    row(c, script, " ".join(words), s=time.perf_counter() - start, outcome=outcome, **rates)
     return done.returncode != 0
 
 
@@ -402,7 +403,6 @@ COMMANDS = {function.__name__.removeprefix("bench_"): (Flags, function) for func
 
 
 def main(argv):
-    """Prints one table."""
     flags = {name: type(name, (config,), dict(__doc__=function.__doc__))
              for name, (config, function) in COMMANDS.items()}
     command, c = parse_command(flags, argv, __doc__)

@@ -71,9 +71,8 @@ def test_alternate_takes_medians_in_turn(monkeypatch):
 
 def test_peak_memory_sees_what_is_freed_again():
     use = lambda mb: lambda: torch.ones(mb * 250_000).sum()
-    if bench.peak_memory(use(1), CPU) is None:
+    if bench.peak_memory(use(200), CPU) is None:        # 200 MB must not hide the next calls
         pytest.skip("resident memory is unknown here")
-    use(200)()                                                      # must not hide the next call
     for mb in (100, 40):
         assert bench.peak_memory(use(mb), CPU) == pytest.approx(mb, abs=8)
 
@@ -111,12 +110,10 @@ def test_compared(run, command, unit, variants):
         assert min(row[key] for key in ("ms", "of_literal", "GFLOP_per_s", f"{unit}_per_s")) > 0
         assert row["of_literal"] == 1 or row["variant"] != "literal"
     if command == "vit":
-        flops = ImageClassifier(ImageConfig(**IMAGE)).train_flops()
-        assert rows[0]["images_per_s"] == pytest.approx(2e3 / rows[0]["ms"])
-        assert rows[0]["GFLOP_per_s"] == pytest.approx(rows[0]["images_per_s"] * flops / 1e9)
-    if command == "head" and rows[1]["MB"] is not None:
-        assert rows[1]["MB"] > 2 * 4 * 4096 ** 2 / 1e6          # the logits and their gradient
-        assert rows[2]["MB"] < 0.6 * rows[1]["MB"]
+        flops = 2 * ImageClassifier(ImageConfig(**IMAGE)).train_flops()
+        assert rows[0]["GFLOP_per_s"] == pytest.approx(1e-6 * flops / rows[0]["ms"])
+    if command == "head" and rows[1]["MB"] is not None:     # the logits and their gradient, or less
+        assert rows[1]["MB"] > 2 * 4 * 4096 ** 2 / 1e6 and rows[2]["MB"] < 0.6 * rows[1]["MB"]
 
 
 def test_length_finds_the_power(run, monkeypatch):
@@ -164,17 +161,17 @@ def test_short_commands_parse(cuda):
             _, c = parse_command(flags, argv, "")
         assert script in training or c.ckpt.removesuffix("/best.pt") in written
     assert len(written) == len(train) + len(timed)
-    wanted = ARCHS if cuda else ["tost"]
-    assert {(f"train_{name}.py", arch) for name in ("vit", "gpt") for arch in wanted} <= archs
+    assert not cuda or archs >= {(f"train_{x}.py", arch) for x in ("vit", "gpt") for arch in ARCHS}
 
 
 def test_gpu_goes_on_after_failures(run, monkeypatch, capsys):
-    short = "train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=4"
-    stages = [f"{short} --out_dir={{}}/a", "missing.py"], ["-c open('{}/a/best.pt')"], ["-c 1/0"]
+    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=4 "
+             "--log_every=2 --out_dir={}/a")
+    stages = [train, "missing.py"], ["-c open('{}/a/best.pt')"], ["-c 1/0"]
     monkeypatch.setattr(bench, "short_commands", lambda cuda: stages)
     with pytest.raises(SystemExit, match="2 of 4 failed"):      # a message: status 1
         run("gpu")
     printed = capsys.readouterr().out.splitlines()[1:]
-    fails, missing, done, fine = sorted(re.split(r" {2,}\S+ s ", line)[-1] for line in printed)
+    fails, missing, fine, done = sorted(re.split(r" {2,}\S+ s ", line)[-1] for line in printed)
     assert fails.startswith("FAILED (1) ZeroDivisionError") and "missing.py" in missing
-    assert done.startswith("done: 4 steps") and "images/s" in done and fine == "ok"
+    assert fine == "ok" and done.startswith("ok") and done.endswith(" examples/s")
