@@ -4,6 +4,7 @@ Flags: a dataclass is a command line and a field is a flag; and how a command en
 import argparse
 import difflib
 import inspect
+import math
 import operator
 import os
 import re
@@ -203,8 +204,8 @@ def _convert(text, name, kind, optional, limits):
         value = _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise UserError(f"--{name}={text} is not {_TYPES[kind]}") from None
-    if kind is not str and not abs(value) < 2 ** 31:        # so written, it refuses NaN too
-        raise UserError(f"--{name}={text} is not a finite number below 2^31")
+    if kind in (int, float) and not abs(value) < (2 ** 31 if kind is int else math.inf):
+        raise UserError(f"--{name}={text} is too large or not finite")
     if limits["choices"] and value not in limits["choices"]:
         raise UserError(f"--{name}: {not_one_of(text, limits['choices'])}")
     for limit, (words, holds) in _LIMITS.items():

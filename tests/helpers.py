@@ -17,8 +17,8 @@ VIEWS = [*IMAGES, "--local_views=2", "--hidden=32", "--output=16", "--prototypes
 TEXT = ["pydoc", "--data=tiny", *_MODEL, "--context=16", "--batch_size=8", "--micro_batch=8",
         "--steps=12", "--warmup=2", "--eval_every=100", "--eval_windows=7", "--sample=0"]
 ADAMW = ["--optimizer=adamw", "--lr=2e-3"]      # the presets' Muon, in bfloat16, amplifies rounding
-FLAGS = dict(train_vit=IMAGES + ADAMW, train_mae=IMAGES, train_simdino=VIEWS,
-             train_gpt=TEXT + ADAMW)
+FLAGS = dict(train_vit=IMAGES + ADAMW, train_mae=[*IMAGES, "--lr=1.25e-3"],
+             train_simdino=[*VIEWS, "--lr=3e-4"], train_gpt=TEXT + ADAMW)
 
 
 def metrics(folder, split="train"):

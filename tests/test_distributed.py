@@ -27,9 +27,9 @@ ROOT = Path(optim.__file__).parent
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
-    "vit": ("train_vit", "--crop=resized", "--randaugment=1", "--accumulate=2"),
-    "mae-before": ("train_mae", "--epochs=0.5", "--accumulate=2", "--mask_tokens=before"),
-    "mae-after": ("train_mae", "--epochs=0.5", "--accumulate=2", "--mask_tokens=after"),
+    "vit": ("train_vit", "--crop=resized", "--randaugment=1", "--micro_batch=5"),
+    "mae-before": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=before"),
+    "mae-after": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=after"),
     "simdino": (*SIMDINO, "--method=simdino"), "dino": (*SIMDINO, "--method=dino"),
     "gpt": (*GPT, "--arch=crate-alpha", "--optimizer=adamw", "--lr=1e-3"),
     "gpt-muon": (*GPT, "--optimizer=muon", "--lr=3e-3"),

@@ -49,9 +49,9 @@ def test_flags_take_their_fields_types():
 @pytest.mark.parametrize("argv, says", [
     (["larg"], "did you mean large"), (["--widht=3"], "did you mean --width"),
     (["--model=tost"], "did you mean --arch"), (["--rat=1"], "unknown flag --rat"),
-    (["--width=3.5"], "whole number"), (["--width=99999999999"], "below 2^31"),
+    (["--width=3.5"], "whole number"), (["--width=99999999999"], "too large"),
     (["--width=0"], "at least 1"), (["--rate=0"], "more than 0"), (["--rate=2"], "at most 1"),
-    (["--rate=nan"], "finite"), (["--rate=x"], "a number"), (["--arch=crat"], "did you mean crate"),
+    (["--rate=nan"], "not finite"), (["--rate=x"], "a number"), (["--arch=crat"], "did you mean crate"),
     (["--flip=maybe"], "true or false"), (["--width"], "--width: expected one argument"),
     (["tiny", "extra"], "unknown argument"), (["-w3"], "unknown argument"),
 ])

@@ -5,20 +5,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import analyze
 import checkpoint
-from flags import Diverged, parse, Stopped, UserError
-from parallel import count, Processes
+import evaluate
+from flags import cli, Diverged, parse, Stopped, UserError
+from parallel import count
 from run import Run
+import sample
 import train_gpt
 import train_mae
 import train_simdino
 import train_vit
 from helpers import Launches, interrupt, losses, metrics, same, weights
-from model import ConfigError
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--accumulate=2",
+KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--micro_batch=10",
             "--randaugment=1", "--crop=resized", "--optimizer=lion", "--lr=1e-4"]
 
 
@@ -45,49 +47,27 @@ def test_presets_build(script, preset):
         assert model.count() == PUBLISHED[preset] and model.config.vocab_size == 50304
         assert model.config.causal == (preset != "bert")
     if not preset.endswith(("shapes", "cifar10-small")):        # these are for one machine
-        shares = [c.batch_size % (gpus * getattr(c, "accumulate", 1)) for gpus in (1, 2, 4, 8)]
-        assert shares == [0, 0, 0, 0]
+        assert [c.batch_size % gpus for gpus in (1, 2, 4, 8)] == [0, 0, 0, 0]
 
 
-def defaults(script):
-    """The preset that a script takes without argument, as torchrun starts it."""
-    return parse(script.Config, script.PRESETS, [], "", default="openwebtext"
-                        if script is train_gpt else "imagenet")[0]
+DEFAULTS = {        # of a script without arguments, as torchrun starts it
+    train_gpt: dict(data="openwebtext", arch=None, size="base", context=1024, batch_size=384,
+                    steps=600_000, warmup=2000, optimizer="adamw", lr=6e-4, min_lr=6e-5, beta1=0.9,
+                    beta2=0.95, weight_decay=0.1, clip=1.0),
+    train_vit: dict(data="imagenet", size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
+                    batch_size=2048, epochs=155, warmup_epochs=5, label_smoothing=0.1,
+                    crop="resized", crop_area=0.08, flip=True, image_size=224),
+    train_mae: dict(size="base", batch_size=4096, mask_ratio=0.75, lr=3e-5 * 16, weight_decay=0.1),
+    train_simdino: dict(method="simdino", eps=0.05 ** 0.5, lr=5e-4 * 4, momentum=0.996, gamma=None,
+                        batch_size=1024, local_views=10, local_size=96, rate_of="mean"),
+}
 
 
-def test_the_defaults_are_the_papers_settings():
-    c = defaults(train_gpt)
-    assert (c.data, c.arch or "crate", c.size, c.context) == ("openwebtext", "crate", "base", 1024)
-    assert (c.batch_size, c.steps, c.warmup, c.optimizer) == (384, 600_000, 2000, "adamw")
-    assert (c.lr, c.min_lr, c.beta1, c.beta2) == (6e-4, 6e-5, 0.9, 0.95)
-    assert (c.weight_decay, c.clip) == (0.1, 1.0)
-    c = defaults(train_vit)
-    assert (c.data, c.size, c.optimizer) == ("imagenet", "base", "lion")
-    assert (c.lr, c.weight_decay) == (2.4e-4, 0.5)
-    assert (c.batch_size, c.epochs, c.warmup_epochs, c.label_smoothing) == (2048, 155, 5, 0.1)
-    assert (c.crop, c.crop_area, c.flip, c.image_size) == ("resized", 0.08, True, 224)
-    c, _ = parse(train_vit.Config, train_vit.PRESETS, ["finetune-cifar10"], "")
-    assert (c.optimizer, c.lr, c.weight_decay, c.beta2) == ("adamw", 5e-5, 0.01, 0.999)
-    assert (c.batch_size, c.warmup_epochs, c.label_smoothing) == (512, 0, 0)
-    assert (c.image_size, c.crop, c.randaugment, c.magnitude) == (224, "resized", 2, 14)
-    c = defaults(train_mae)
-    assert (c.size, c.batch_size, c.mask_ratio) == ("base", 4096, 0.75)
-    assert (c.base_lr, c.weight_decay) == (3e-5, 0.1)
-    c = defaults(train_simdino)
-    assert (c.method, c.eps, c.base_lr, c.momentum) == ("simdino", 0.05 ** 0.5, 5e-4, 0.996)
-    assert (c.batch_size, c.local_views, c.local_size, c.gamma) == (1024, 10, 96, None)
-    assert c.rate_of == "mean"
-
-
-def test_evaluating_takes_a_fiftieth_of_a_long_run():
-    """In forward passes of an image of CIFAR-10; of a training step three, of SimDINO's 11: two
-    global views and four local ones, a quarter of their tokens, and the teacher's two."""
-    for script, name, evaluated, trained in (
-            (train_vit, "cifar10", 10_000, 3), (train_vit, "finetune-cifar10", 10_000, 3),
-            (train_mae, "cifar10", 10_000, 3), (train_simdino, "cifar10", 60_000, 11)):
-        c, _ = parse(script.Config, script.PRESETS, [name], "")
-        steps = c.eval_every or 50_000 // c.batch_size
-        assert 0.01 < evaluated / (trained * steps * c.batch_size) < 0.025, (script, name)
+@each_script
+def test_the_defaults_are_the_papers_settings(script):
+    default = "openwebtext" if script is train_gpt else "imagenet"
+    c, _ = parse(script.Config, script.PRESETS, [], "", default=default)
+    assert {name: getattr(c, name) for name in DEFAULTS[script]} == DEFAULTS[script]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -147,7 +127,7 @@ RESUMED = {
     "vit-lion": (train_vit, *KEEP_ALL),
     "vit-adamw": (train_vit, "--save_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
-    "mae-before": (train_mae, "--accumulate=2", "--clip=1"),
+    "mae-before": (train_mae, "--micro_batch=10", "--clip=1"),
     "mae-after": (train_mae, "--mask_tokens=after", "--normalize_targets=true"),
     # step 8 has frozen prototypes
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
@@ -176,9 +156,10 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, nam
 
 
 ACCUMULATED = {
-    "vit": (train_vit, "--accumulate=4"), "srr": (train_vit, "--accumulate=4", "--srr_weight=0.1"),
-    "mae": (train_mae, "--accumulate=4"),
-    "mae-after": (train_mae, "--accumulate=2", "--mask_tokens=after"),
+    "vit": (train_vit, "--micro_batch=5"),
+    "srr": (train_vit, "--micro_batch=7", "--srr_weight=0.1"),
+    "mae": (train_mae, "--micro_batch=7"),
+    "mae-after": (train_mae, "--micro_batch=10", "--mask_tokens=after"),
     "gpt": (train_gpt, "--micro_batch=3"), "gpt-one": (train_gpt, "--micro_batch=1"),
     "bert": (train_gpt, "--micro_batch=3", "--objective=masked"),
 }
@@ -196,8 +177,8 @@ def test_micro_batches_change_nothing(train, tmp_path, name):
 
 
 HOT = {train_vit: ["--lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weight_decay=0"],
-       train_mae: ["--base_lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weight_decay=0"],
-       train_simdino: ["--base_lr=1e30", "--warmup_epochs=0", "--weight_decay=0",
+       train_mae: ["--lr=1e30", "--optimizer=lion", "--warmup_epochs=0", "--weight_decay=0"],
+       train_simdino: ["--lr=1e30", "--warmup_epochs=0", "--weight_decay=0",
                        "--weight_decay_end=0"],
        # it would sample from what is not finite
        train_gpt: ["--lr=1e30", "--warmup=0", "--optimizer=lion", "--clip=0", "--sample=5",
@@ -217,43 +198,50 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 # Mistakes
 # -------------------------------------------------------------------------------------------------
 
-EVERYWHERE = {"--layers=1000000000": "--layers=1000000000 must be 10000 or less",
-              "--heads=3": "does not divide width", "--size=huge": "size=huge is not one of",
-              "--arch=crat": "did you mean crate", "--step_size=2": "step_size"}
-MISTAKES = [(script, flags.split(), says) for flags, says in EVERYWHERE.items()
-            for script in SCRIPTS] + [
-    (train_vit, ["--device=mps"], "this machine has none"),
-    (train_vit, ["--accumulate=3"], "--accumulate=3"),
-    (train_vit, ["--batch_size=500"], "batch_size=500 is more than the 400"),
-    (train_vit, ["--data=cifar10"], "--source DIR"),
-    (train_vit, ["--init_from=nowhere.pt"], "nowhere.pt"),
-    (train_vit, ["--size=tiny", "--init_from=x"], "exclude"),
-    (train_vit, ["--srr_weight=0.1", "--srr_layers=0"], "from 1 to 2"),
-    (train_vit, ["--srr_weight=0.1", "--srr_layers=1,"], "1,"),
-    (train_vit, ["--srr_weight=0.1", "--arch=transformer"], "transformer"),
-    (train_vit, ["--srr_layers=2"], "do nothing without --srr_weight"),
-    (train_vit, ["--srr_eps=0.1"], "do nothing without --srr_weight"),
-    (train_mae, ["--decoder_layers=1000000000"], "--decoder_layers=1000000000 must be 10000"),
-    (train_mae, ["--mask_ratio=0.95"], "mask_ratio=0.95 masks 16 of 16"),
-    (train_mae, ["--accumulate=3"], "--accumulate=3"),
-    (train_simdino, ["--local_size=12"], "--patch_size=8 does not divide --local_size=12"),
-    (train_simdino, ["--local_area=0.5"], "--local_area=0.5 is more than --global_area=0.4"),
-    (train_simdino, ["--batch_size=500"], "--batch_size=500"),
-    (train_gpt, ["--context=50000"], "use a smaller context"),
-    (train_gpt, ["--data=openwebtext"], "python data/prepare.py openwebtext"),
-    (train_gpt, ["--data=exam"], "no training or no validation part"),
-    (train_gpt, ["--init_from=nowhere.pt"], "nowhere.pt"),
-]
+MISTAKES = {
+    train_vit: {
+        "--heads=3": "does not divide width", "--size=huge": "is not one of",
+        "--arch=crat": "did you mean crate", "--step_size=2": "step_size", "--layers=0": "at least 1",
+        "--widht=3": "did you mean --width", "shape": "did you mean shapes", "--lr": "--lr",
+        "--lambd=0.2 --arch=transformer": "--lambd", "--device=mps": "this machine has none",
+        "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "batch_size=20",
+        "--data=cifar10": "--source DIR", "--init_from=nowhere.pt": "nowhere.pt",
+        "--size=tiny --init_from=nowhere.pt": "nowhere.pt",
+        "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",
+        "--srr_weight=0.1 --arch=transformer": "transformer"},
+    train_mae: {"--decoder_layers=1000000000": "at most 10000",
+                "--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
+    train_simdino: {"--local_area=0.5": "--local_area=0.5 is more than --global_area=0.4",
+                    "--local_size=12": "patch_size=8 does not divide", "--lambd=nan": "finite"},
+    train_gpt: {"--context=50000": "use a smaller context", "--data=exam": "no training or no",
+                "--data=openwebtext": "python data/prepare.py openwebtext"},
+    sample: {"--start=a": "did you mean --prompt", "--ckpt=nowhere.pt": "nowhere.pt",
+             "": "--ckpt is needed", "--top_p=2": "at most 1"},
+    evaluate: {"acuracy": "did you mean accuracy", "accuracy": "--ckpt is needed",
+               "accuracy --ckpt=pretrained:shapes": "did you mean shapes-"},
+    analyze: {"layer": "did you mean layers", "layers x": "unknown argument"},
+}
+MISTAKES = [(script, line, says)
+            for script, rows in MISTAKES.items() for line, says in rows.items()]
 
 
-@pytest.mark.parametrize("script, flags, says", MISTAKES,
-                         ids=[f"{s.__name__}{' '.join(flags)}" for s, flags, _ in MISTAKES])
-def test_mistakes_are_one_line(train, tmp_path, monkeypatch, script, flags, says):
+@pytest.mark.parametrize("script, line, says", MISTAKES,
+                         ids=[f"{script.__name__} {line}" for script, line, _ in MISTAKES])
+def test_any_mistake_is_one_line(train, tmp_path, monkeypatch, capsys, script, line, says):
+    """And ends with status 2."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")     # nothing answers there
-    with pytest.raises((UserError, ConfigError)) as error:
-        train(script, "a", *flags)
-    assert says in str(error.value) and "\n" not in str(error.value)
-    assert not list((tmp_path / "a").glob("*.pt"))
+    monkeypatch.setattr("sys.argv", ["script.py", *line.split()])
+    preset = line and not line.startswith("--")
+    main = script.main
+    if script in SCRIPTS and not preset:
+        def main(argv):
+            train(script, "a", *argv)
+    with pytest.raises(SystemExit) as exit:
+        cli(main)
+    err = capsys.readouterr().err
+    assert exit.value.code == 2 and err.startswith("script.py: ")
+    assert says in err and err.count("\n") == 1
+    assert not list(tmp_path.glob("a/*.pt"))
 
 
 OTHER = {train_vit: {"--width=32": "width=16, the flags say 32", "--ema=0.9": "averages weights"},
@@ -273,15 +261,3 @@ def test_resuming_another_model_is_refused(train, tmp_path, script):
     with pytest.raises(UserError, match="is not empty"):
         train(script, "a")
     assert same(before, weights(tmp_path / "a"))
-
-
-@each_script
-def test_a_batch_that_the_processes_cannot_share(train, monkeypatch, script):
-    start = Processes.__init__
-
-    def three(self, device):
-        start(self, device)
-        self.world = 3
-    monkeypatch.setattr(Processes, "__init__", three)
-    with pytest.raises(UserError, match="^(20|8) samples do not divide among 3 processes$"):
-        train(script, "a")

@@ -2,8 +2,8 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
+from checkpoint import load_model
 from flags import parse
 from parallel import derive_seed, Processes
 import evaluate
@@ -17,7 +17,7 @@ from helpers import losses, metrics, weights
     [], ["--mask_tokens=after"],
     ["--arch=transformer", "--mask_tokens=after", "--decoder_width=12", "--decoder_heads=2"]])
 def test_it_learns_more_than_the_mean(train, tmp_path, flags):
-    train(train_mae, "a", "--epochs=8", "--base_lr=0.05", "--eval_every=1000", "--log_every=20",
+    train(train_mae, "a", "--epochs=8", "--lr=4e-3", "--eval_every=1000", "--log_every=20",
           "--warmup_epochs=2", *flags)
     first, *_, last = losses(tmp_path / "a")
     assert last < 0.85 * first and metrics(tmp_path / "a", "val")[-1]["loss"] < 0.88  # variance: 1
@@ -83,7 +83,7 @@ def test_the_encoder_is_handed_on(train, tmp_path, cache):
     path = tmp_path / "a" / "ckpt.pt"
     c, _ = parse(train_vit.Config, train_vit.PRESETS,
                         ["cifar10", f"--init_from={path}", "--width=16"], "")
-    classifier, theirs = train_vit.build_model(c, 10, train_vit.load_start(c)), weights(path)
+    classifier, theirs = train_vit.build_model(c, 10, load_model(path)), weights(path)
     assert c.pool is None and classifier.config.pool == "mean"      # no loss on the class token
     for name, value in classifier.encoder.state_dict().items():
         assert torch.equal(value, theirs["encoder." + name]), name

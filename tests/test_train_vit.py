@@ -1,18 +1,16 @@
-"""Image classification: learning, stopping at a loss, fine-tuning, other sets, and SRR."""
+"""Image classification: learning, fine-tuning, held-out images, and SRR."""
 import pytest
 import torch
 
 import checkpoint
 from flags import parse, UserError
-from parallel import derive_seed, Processes
+from parallel import derive_seed
 import evaluate
-import scores
 import train_mae
 import train_vit
-from data import augment, images, prepare
-from helpers import losses, metrics, same, weights, write_model
+from data import augment, images
+from helpers import losses, metrics, write_model
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
-from test_prepare import noise, write_parquet
 from test_published import official
 
 
@@ -29,28 +27,10 @@ def test_it_learns(train, tmp_path, arch):
     assert last < 0.9 * first < 2.4             # ln 10 = 2.30; 400 images are learnt by heart
 
 
-def test_it_stops_at_a_training_loss(train, tmp_path, cache):
-    """The loss of the images it trains on, as they are; a resumed run stops there again."""
-    flags = ["--train_images=40", "--epochs=200", "--lr=1e-2", "--label_smoothing=0", "--layers=1",
-             "--crop=none", "--flip=false", "--eval_every=10", "--stop_loss=1.2", "--pool=mean"]
-    done = train(train_vit, "a", *flags)
-    path = tmp_path / "a" / "ckpt.pt"
-    assert checkpoint.read_checkpoint(path)["step"] == done["step"] < 400
-    assert done["step"] % 10 == 0 and len(metrics(tmp_path / "a", "val")) == done["step"] // 10
-    c = evaluate.Accuracy(ckpt=str(path), split="train", data_dir=str(cache), device="cpu")
-    whole = evaluate.accuracy(c)
-    data = images.load("shapes", cache=cache)
-    first = images.Images(data.train_images[:40], data.train_labels[:40], "cpu")
-    model = checkpoint.load_model(path).model
-    fit = scores.classify(model, first, data, c, Processes("cpu"))
-    assert fit["loss"] < 1.2 < whole["loss"] and fit["n"] == 40
-    assert train(train_vit, "a", "--resume", *flags)["step"] == done["step"]
-
-
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     train(train_vit, "a")
     c = config(f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16")
-    start = train_vit.load_start(c)
+    start = checkpoint.load_model(c.init_from)
     ours = train_vit.build_model(c, 5, start)
     theirs = checkpoint.load_model(tmp_path / "a" / "ckpt.pt").encoder
     old = theirs.state_dict()
@@ -123,73 +103,46 @@ def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset):
     assert losses(tmp_path / "a")[-1] < 1.6
 
 
-def test_fine_tuning_on_another_set(train, tmp_path):
-    """From Parquet files to a fine-tuned checkpoint: every class, any shape."""
-    for split, n in (("train", 74), ("test", 37)):
-        pictures = [noise(24, 20 + i % 7, i) for i in range(n)]
-        write_parquet(tmp_path / f"{split}.parquet", pictures, label=[i % 37 for i in range(n)])
-    prepare.prepare("pets", tmp_path, tmp_path)
-    flags = ["--data=pets", f"--data_dir={tmp_path}", "--batch_size=37"]
-    train(train_vit, "first", *flags, "--randaugment=2", "--crop=resized")
-    content = checkpoint.read_checkpoint(tmp_path / "first" / "best.pt")
-    meta = content["data_meta"]
-    assert content["model"]["head.1.weight"].shape[0] == 37 == len(meta["classes"])
-    assert meta["image_size"] == 256 and metrics(tmp_path / "first", "val")[-1]["n"] == 37
-    train_vit.main(["finetune-cifar10", *flags, "--epochs=1", "--lr=1e-9", "--image_size=64",
-                    f"--init_from={tmp_path / 'first' / 'best.pt'}", "--device=cpu",
-                    f"--out_dir={tmp_path / 'second'}"])
-    tuned, name = weights(tmp_path / "second"), "encoder.layers.0.sparsification.D"
-    torch.testing.assert_close(tuned[name], content["model"][name], atol=1e-6, rtol=0)
-    assert tuned["encoder.positions"].shape[1] == 65
-
-
 # -------------------------------------------------------------------------------------------------
 # Sparse rate reduction as a regularizer
 # -------------------------------------------------------------------------------------------------
 
-def srr_setup():
-    fields = dict(width=16, heads=4, layers=3, image_size=32, patch_size=8, classes=10)
-    return ImageClassifier(ImageConfig(**fields)), torch.randn(4, 3, 32, 32)
-
-
 def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
-    model, x = srr_setup()
-    logits, outputs = train_vit.LogitsAndLayers(model)(x)
+    """Its gradient reaches the bases of the chosen layers, and nothing else."""
+    fields = dict(width=16, heads=4, layers=3, image_size=32, patch_size=8, classes=10)
+    model, x = ImageClassifier(ImageConfig(**fields)), torch.randn(4, 3, 32, 32)
+    logits, *outputs = train_vit.LogitsAndLayers(model)(x)
     torch.testing.assert_close(logits, model(x))
-    trace = model.encoder.trace(x)
-    expected = 0
+    trace, expected = model.encoder.trace(x), 0
     for l in (0, 2):
         U = model.encoder.layers[l].attention.U.weight.view(4, 4, 16).mT.double()
         expected += subspace_coding_rate(trace[l].out.double(), U, eps=0.3).mean().item() / 2
     found = train_vit.subspace_rate_loss(model, outputs, [0, 2], eps=0.3)
     assert found.item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_srr_gradient_reaches_the_chosen_U_only():
-    model, x = srr_setup()
-    _, outputs = train_vit.LogitsAndLayers(model)(x)
-    train_vit.subspace_rate_loss(model, outputs, [1], eps=0.5).backward()
+    found.backward()
     reached = [name for name, p in model.named_parameters() if p.grad is not None]
-    U = model.encoder.layers[1].attention.U.weight
-    assert reached == ["encoder.layers.1.attention.U.weight"] and U.grad.norm() > 0
-
-
-def test_srr_in_a_run(train, tmp_path):
-    train(train_vit, "none")
-    train(train_vit, "zero", "--srr_weight=0")
-    train(train_vit, "some", "--srr_weight=0.1", "--srr_layers=random")
-    none, zero, some = (tmp_path / name for name in ("none", "zero", "some"))
-    assert same(weights(none), weights(zero)) and not same(weights(none), weights(some))
-    assert losses(some)[0] > losses(none)[0]
+    assert reached == [f"encoder.layers.{l}.attention.U.weight" for l in (0, 2)]
 
 
 def test_srr_layers_are_counted_from_one_and_drawn_evenly():
-    model, _ = srr_setup()
-    c = train_vit.Config(srr_layers="1,3")
-    assert train_vit.srr_layers(c, model, 0) == [0, 2]
+    c = train_vit.Config(srr_layers="3")
+    assert train_vit.srr_layers(c, 3, 0) == [2]
     c.srr_layers = "all"
-    assert list(train_vit.srr_layers(c, model, 0)) == [0, 1, 2]
+    assert list(train_vit.srr_layers(c, 3, 0)) == [0, 1, 2]
     c.srr_layers = "random"
-    drawn = [train_vit.srr_layers(c, model, step)[0] for step in range(300)]
+    drawn = [train_vit.srr_layers(c, 3, step)[0] for step in range(300)]
     assert all(70 < drawn.count(l) < 130 for l in range(3))
-    assert drawn == [train_vit.srr_layers(c, model, step)[0] for step in range(300)]
+    assert drawn == [train_vit.srr_layers(c, 3, step)[0] for step in range(300)]
+
+
+def test_held_out_images_choose_the_best_checkpoint(train, tmp_path, cache, monkeypatch):
+    """--val: the last training images are for validation, and the others alone are trained on."""
+    splits, Images = [], images.Images
+    monkeypatch.setattr(train_vit.images, "Images", lambda x, y, device: (
+        splits.append((x, y)) or Images(x, y, device)))
+    train(train_vit, "a", "--val=90", "--epochs=0.1")
+    train(train_vit, "b", "--val=90", "--epochs=0.1", "--train_images=40")
+    data = images.load("shapes", cache=cache)
+    for (x, y), rows in zip(splits, (slice(310), slice(310, 400), slice(40), slice(310, 400))):
+        assert (x == data.train_images[rows]).all() and (y == data.train_labels[rows]).all()
+    assert metrics(tmp_path / "a", "val")[-1]["n"] == 90
