@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import flags
-import optim
 import parallel
 from checkpoint import read_checkpoint
 from data.prepare import prepare
 from helpers import FLAGS, losses, metrics, same, weights
 
-ROOT = Path(optim.__file__).parent
+ROOT = Path(parallel.__file__).parent
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
@@ -42,8 +40,6 @@ SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import flags
-import optim
-import parallel
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):

@@ -66,7 +66,8 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, 
     (_, sheet, columns, _), = sheets
     assert columns == ["input", "masked", "reconstruction", "pasted"]
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
-    torch.testing.assert_close(255 * given, torch.from_numpy(data.val_images[:3].astype(np.float32)))
+    pixels = torch.from_numpy(data.val_images[:3].astype(np.float32))
+    torch.testing.assert_close(255 * given, pixels)
     noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
     hidden = model.draw_mask(noise).masked.view(3, 4, 4)
     hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)

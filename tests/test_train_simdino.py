@@ -147,33 +147,6 @@ def test_views_depend_on_seed_and_step(shapes):
     assert len(views_of(shapes, config("--local_views=0"))) == 1
 
 
-def test_the_recipe_of_each_view(shapes, monkeypatch):
-    """Jitter with p 0.8, grey with 0.2; which views are blurred and solarized. That the operations
-    do so is in test_augment.py."""
-    seen = []
-
-    def spy(name):
-        real = getattr(augment, name)
-
-        def call(x, rng, *args, **more):
-            seen.append((name, *args, *more.values()))
-            return real(x, rng, *args, **more)
-        monkeypatch.setattr(augment, name, call)
-    for name in ("color_jitter", "grayscale", "gaussian_blur", "solarize"):
-        spy(name)
-    views_of(shapes, config("--local_views=3", "--blur=2"))
-    each = [[row if not isinstance(row, torch.Tensor) else row.unflatten(0, (20, -1)).unique(dim=0)
-             .tolist() for row in call] for call in seen]
-    near = pytest.approx
-    assert each == [
-        ["color_jitter", 0.4, 0.4, 0.2, 0.1, 0.8], ["grayscale", 0.2],
-        ["gaussian_blur", [near([1.0, 0.1])], (0.1, 2.0)], ["solarize", [near([0.0, 0.2])]],
-        ["color_jitter", 0.4, 0.4, 0.2, 0.1, 0.8], ["grayscale", 0.2],
-        ["gaussian_blur", [near([0.5] * 3)], (0.1, 2.0)]]
-    monkeypatch.setattr(augment, "gaussian_blur", None)
-    views_of(shapes, config("--blur=0"))
-
-
 def test_branch():
     branch = train_simdino.build_model(config("--method=dino", "--local_views=3")).eval()
     views = [torch.randn(2, 5, 3, 32, 32), torch.randn(3, 5, 3, 16, 16)]
@@ -215,9 +188,6 @@ def test_what_a_collapse_shows_in():
     expected = dict(coding_rate=coding_rate(Z.double(), 0.3).item(), cosine=np.mean(cosines),
                     effective_rank=math.exp(-(share * share.log()).sum()))
     assert train_simdino.feature_statistics(Z, 0.3, ONE) == pytest.approx(expected, rel=1e-4)
-    total = torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)])
-    seen = train_simdino.feature_statistics(Z[:6], 0.3, Two(total))
-    assert seen == pytest.approx(expected, rel=1e-4)
 
 
 def test_without_the_coding_rate_the_features_collapse(train, tmp_path, capsys):
@@ -267,7 +237,8 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
 @pytest.mark.parametrize("method", ["simdino", "dino"])
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch, method):
     seen, optimizers, calls, norms = [], [], [], []
-    make, update, loss = train_simdino.make_optimizer, train_simdino.ema_update, train_simdino.dino_loss
+    make, update = train_simdino.make_optimizer, train_simdino.ema_update
+    loss = train_simdino.dino_loss
     forward = train_simdino.Branch.forward
 
     def gradient_norms(optimizer, *_):
