@@ -265,8 +265,9 @@ def parse(config_class, presets, argv, doc, default=None):
                  for name in f.metadata["displaces"]}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
     sparse = {"lambd", "eta"} & given.keys()
-    if sparse and ARCHS[config.arch or "crate"].sparsification in (None, MLP):
-        raise UserError(f"--lambd and --eta are of sparse coding, which {config.arch} does not do")
+    arch = getattr(config, "arch", None) or "crate"
+    if sparse and ARCHS[arch].sparsification in (None, MLP):
+        raise UserError(f"--lambd and --eta are of sparse coding, which {arch} does not do")
     return config, preset
 
 
