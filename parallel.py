@@ -77,12 +77,12 @@ class Processes:
         return int(flag)
 
     def main_only(self, function):
-        """function() on rank 0; its result, or its UserError, on every process."""
+        """function() on rank 0; its result, or its error as a UserError, on every process."""
         outcome = [None, None]
         if self.rank == 0:
             try:
                 outcome[0] = function()
-            except UserError as error:
+            except (UserError, OSError) as error:
                 outcome[1] = str(error)
         if self.world > 1:
             dist.broadcast_object_list(outcome, 0, group=self.control)

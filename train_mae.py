@@ -201,8 +201,7 @@ def main(argv):
                 best = run.record_scores("loss", **validate(model, val, data, c, processes))
                 if run.is_main:
                     pixels, _ = val.batch(torch.arange(min(8, len(val))))
-                    with run.optional(f"step{run.step}.png"):
-                        write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
+                    write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
             run.save(content, best)
         run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",

@@ -407,8 +407,7 @@ def main(argv):
                 scores = score_neighbours(teacher, train, val, data, c, processes)
                 best = run.record_scores("acc", **scores)
                 if run.is_main:
-                    with run.optional(f"step{run.step}.png"):
-                        write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
+                    write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
             run.save(content, best)
         run.end_step(content)
     return run.done("python evaluate.py knn --ckpt={ckpt}",

@@ -241,7 +241,7 @@ def test_any_mistake_is_one_line(train, tmp_path, monkeypatch, capsys, script, l
     assert not list(tmp_path.glob("a/*.pt"))
 
 
-OTHER = {train_vit: {"--width=32": "width=16, the flags say 32", "--ema=0.9": "averages weights"},
+OTHER = {train_vit: {"--width=32": "width=16, the flags say 32", "--ema=0.9": "ema=0.0, the flags say 0.9"},
          train_mae: {"--layers=1": "layers=2, the flags say 1"},
          train_simdino: {"--method=dino": "prototypes"},
          train_gpt: {"--width=32": "width=16, the flags say 32",
