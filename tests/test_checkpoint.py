@@ -53,80 +53,50 @@ def test_a_checkpoint_is_a_torch_file(tmp_path):
     assert steps == [5, 3] and len(list(tmp_path.iterdir())) == 2
 
 
-def forged(**fields):
-    """content() with other fields of its model_config."""
-    whole = content()
-    return whole | dict(model_config=whole["model_config"] | fields)
-
-
-def with_weight(change):
-    whole = content()
-    return whole | dict(model={name: change(t) for name, t in whole["model"].items()})
+def with_config(**fields):
+    return content(model_config=content()["model_config"] | fields)
 
 
 REFUSED = [
-    (dict(a=1), "no official checkpoint"), (content() | dict(format="crate-2"), "format crate-3"),
-    (content() | dict(task="poetry"), "task poetry"), (dict(format="crate-3"), "KeyError: 'task'"),
-    (content("gpt"), "task gpt, not vit"), (content("vit", model_config=7), "AttributeError"),
-    # a config may claim any size: layers are counted, the rest is built without memory
-    (forged(layers=10 ** 9), "layers=1000000000"), (forged(width=2 ** 30), "1073741824"),
-    (forged(image_size=8 * 10 ** 6), "1000000000001"), (forged(width=10 ** 30), "cannot be read"),
-    (forged(width="16"), "width=16"), (forged(heads=5), "(40, 16) here"),
-    (forged(stem="none"), "stem=none is not one of"), (forged(depth=3), "depth"),
-    (forged(layer_scale=7), "layers.0.scale1 is missing in it"),
-    (with_weight(lambda t: t.to(torch.float8_e4m3fn)), "no tensor of finite weights"),
-    (with_weight(lambda t: t / 0), "no tensor of finite weights"),
-    (with_weight(lambda t: t.new_ones(()).expand(t.shape)), "no tensor of finite weights"),
-    (content(model={"a\x1b[31m\nb": 7}), "a [31m b"),
-    (content(data_meta=dict(classes=["x"] * 4)), "names 4 classes of 3"),
-    (content(data_meta=dict(classes=["x", "y", "\x1b[2J"])), "classes"),
-    (content(data_meta=dict(classes=7)), "cannot be read"),
-    (content(model={"x" * 9999: 7}), "xxxx")]
+    (None, "No such file"), ("hello", "no torch file"), (dict(a=1), "an official checkpoint"),
+    (content() | dict(format="crate-2"), "format crate-3"), (content("gpt"), "task gpt, not vit"),
+    (with_config(heads=5), r"\(40, 16\) here"), (with_config(depth=3), "depth"),
+    (with_config(layer_scale=7), "layers.0.scale1 is missing in it"),
+    (with_config(width=2 ** 30), "1073741824")]         # built without memory
 
 
-@pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_whatever_is_wrong_is_one_line(tmp_path, number):
-    whole, says = REFUSED[number]
+@pytest.mark.parametrize("whole, says", REFUSED, ids=[says for _, says in REFUSED])
+def test_other_files_are_refused(tmp_path, whole, says):
     path = tmp_path / "x.pt"
-    torch.save(dict(format=checkpoint.FORMAT) | whole if "task" in whole else whole, path)
-    with pytest.raises(UserError) as error:
+    if isinstance(whole, str):
+        path.write_text(whole)
+    elif whole is not None:
+        torch.save(dict(format=checkpoint.FORMAT) | whole if "task" in whole else whole, path)
+    with pytest.raises(UserError, match=f"x.pt.*{says}"):
         checkpoint.load_model(path, ("vit",))
-    message = str(error.value)
-    assert says in message and str(path) in message and len(message) <= 300
-    assert message.isprintable()
 
 
-@pytest.mark.parametrize("write, says", [
-    (lambda path: None, "No such file"), (lambda path: path.mkdir(), "Is a directory"),
-    (lambda path: path.write_text("hello"), "no torch file"), (lambda path: path.touch(), "x.pt")])
-def test_other_files_are_one_line(tmp_path, write, says):
-    write(tmp_path / "x.pt")
-    with pytest.raises(UserError, match=says):
-        checkpoint.read_checkpoint(tmp_path / "x.pt")
-
-
-def test_a_tokenizer_without_characters(tmp_path):
-    meta = dict(name="none", n_vocab=1, tokenizer=dict(kind="char", characters=""))
-    checkpoint.write_checkpoint(tmp_path / "x.pt", content("gpt", data_meta=meta))
-    with pytest.raises(UserError, match="its tokenizer has no characters"):
-        checkpoint.load_model(tmp_path / "x.pt")
+def test_a_write_that_fails_keeps_the_file(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    checkpoint.write_checkpoint(path, content())
+    (tmp_path / "ckpt.pt.tmp").symlink_to("/dev/full")
+    with pytest.raises(UserError, match="cannot write .*ckpt.pt: .*No space left on device"):
+        checkpoint.write_checkpoint(path, content(step=4))
+    assert checkpoint.read_checkpoint(path)["step"] == 3 and len(list(tmp_path.iterdir())) == 1
 
 
 @pytest.mark.parametrize("task", KINDS)
 def test_one_loader_for_every_task(tmp_path, task):
     path, full = tmp_path / "a.pt", content(task)
     checkpoint.write_checkpoint(path, full)
-    loaded = checkpoint.load_model(path, ("other", task))
+    loaded = checkpoint.load_model(path, (task,))
     assert type(loaded.model) is KINDS[task] and not loaded.model.training
     assert loaded.task == task and loaded.meta == full["data_meta"]
     assert asdict(loaded.model.config) == full["model_config"]
     found = loaded.model.state_dict()
     if task == "simdino":
-        assert loaded.encoder is loaded.model
         found = {f"encoder.{k}": v for k, v in found.items()} \
             | {k: v for k, v in full["model"].items() if "projector" in k}
-    else:
-        assert loaded.encoder is getattr(loaded.model, "encoder", None)
     assert same(found, full["model"])
 
 
@@ -186,15 +156,13 @@ def test_an_optimizer_state_has_to_fit_its_parameters(name):
     used.step()
     whole = used.state_dict()
     checkpoint.load_optimizer(fresh, whole)
-    parts = getattr(fresh, "parts", {"": fresh})
-    for kind, part in parts.items():
-        theirs = whole[kind] if kind else whole
+    for kind, part in getattr(fresh, "parts", {"": fresh}).items():
+        theirs = (whole[kind] if kind else whole)["state"]
         assert part.param_groups[0]["lr"] == 1e-3
-        assert all(same(part.state_dict()["state"][i], theirs["state"][i]) for i in theirs["state"])
-        number, kept = list(theirs["state"].items())[1]
-        key, t = [(key, t) for key, t in kept.items() if t.ndim][0]
-        for bad in (t.flatten()[:1], t[None], t.to_sparse(), t.int(), t * float("nan"), None,
-                    t.new_ones(()).expand(t.shape)):
-            forged = theirs | dict(state=theirs["state"] | {number: kept | {key: bad}})
-            with pytest.raises(ValueError, match="is not like the parameter"):
-                checkpoint.load_optimizer(fresh, whole | {kind: forged} if kind else forged)
+        assert all(same(part.state_dict()["state"][i], theirs[i]) for i in theirs)
+        kept, right = theirs[1], dict(theirs[1])
+        key = next(key for key in kept if key != "step")
+        kept[key] = kept[key].flatten()[:1]
+        with pytest.raises(ValueError, match=f"{key} of parameter 1 is not like the parameter"):
+            checkpoint.load_optimizer(fresh, whole)
+        kept.update(right)
