@@ -120,17 +120,16 @@ class Run:
         self.check_finite()
         mean, rate = sum(self.pending) / len(self.pending), self._rate(self.lap)
         self.pending, self.lap = [], self._mark()
-        shares = dict(mfu=rate * self.mfu) if self.mfu else {}
         line = {"step": self.step, "split": "train", "loss": mean, "lr": lr, self.rate_name: rate}
-        self.write(line | values | shares)
+        self.write(line | values | (dict(mfu=rate * self.mfu) if self.mfu else {}))
         text = f"loss {mean:.4f}, {rate:,.0f} {self.unit}/s"
         text += f", mfu {rate * self.mfu:.1%}" if self.mfu else ""
-        if not self.bar.disable:
-            self.bar.set_postfix_str(text)
+        if self.bar.disable:
+            per_step = (time.perf_counter() - self.began) / (self.step - self.start)
+            left = (self.total - self.step) * per_step
+            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
         else:
-            left = (self.total - self.step) * self.per_step / max(rate, 1e-9)
-            text += f", lr {lr:.2e}" + (f", {left:,.0f} s left" if rate else "")
-            self.say(f"step {self.step}/{self.total}: {text}")
+            self.bar.set_postfix_str(text)
 
     def _mark(self):
         """(steps done, seconds on a clock that stands still in evaluation and saving)."""

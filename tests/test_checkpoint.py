@@ -91,14 +91,6 @@ def test_one_loader_for_every_task(tmp_path, task):
     assert same(found, full["model"])
 
 
-def test_an_untrained_model_is_drawn_from_its_seed(tmp_path):
-    checkpoint.write_checkpoint(tmp_path / "a.pt", content("mae"))
-    first, again, other = (checkpoint.load_model(tmp_path / "a.pt", untrained_seed=seed).encoder
-                           for seed in (4, 4, 5))
-    assert same(first.state_dict(), again.state_dict())
-    assert not same(first.state_dict(), other.state_dict())
-
-
 def test_positions_are_interpolated_to_another_image_size(tmp_path):
     checkpoint.write_checkpoint(tmp_path / "a.pt", content())
     loaded = checkpoint.load_model(tmp_path / "a.pt")
