@@ -161,7 +161,7 @@ def load_tokens(name, split, meta, cache):
                         f"({data.tokenizer.n_vocab} tokens) than the checkpoint's "
                         f"({meta['n_vocab']} tokens)")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
-    split = split or existing[0]
+    split = split or next(iter(existing), "test")       # CBT has passages alone
     if split not in existing:
         raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
     return data, split, getattr(data, split)
