@@ -1,11 +1,11 @@
 """Image augmentation in batch, on whatever device the images are on.
 
-Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
-parameters. Nothing loops over samples, copies to a GPU or waits for it: `compiled` makes one graph
-of a whole augmentation. Each operation is the one that torchvision and Pillow define, so that
-published recipes carry over. Call these outside autocast, which would round pixels to 8 bits.
+Every function takes square images x (B, 3, S, S) float32 in [0, 1], as prepare.py stores them, and
+gives each sample its own random parameters. Nothing loops over samples, copies to a GPU or waits
+for it: `compiled` makes one graph of a whole augmentation. Each operation is the one that
+torchvision and Pillow define, so that published recipes carry over. Call these outside autocast,
+which would round pixels to 8 bits.
 """
-
 import functools
 import math
 
@@ -187,14 +187,14 @@ def _resample(x, rows, columns):
 
 
 def resize(x, size):
-    """The shorter side to `size` pixels, the longer one in proportion; bicubic, antialiased."""
-    zero, sides = torch.zeros(1, device=x.device), x.shape[2:]
-    rows, columns = (_resampling(zero, zero + n, n, size * n // min(sides))[0] for n in sides)
-    return (rows @ (x @ columns.mT)).clamp_(0, 1)  # bicubic overshoots
+    """To size x size; bicubic, antialiased."""
+    zero, side = torch.zeros(1, device=x.device), x.shape[-1]
+    rows = _resampling(zero, zero + side, side, size)[0]
+    return (rows @ (x @ rows.mT)).clamp_(0, 1)  # bicubic overshoots
 
 
 def at_size(x, size):
-    """Square images at a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
+    """At a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
     if x.shape[-1] > size:
         return center_crop(x, size)
     return resize(x, size) if x.shape[-1] < size else x
@@ -204,40 +204,35 @@ def resized_crop(x, boxes, size):
     """Resamples a box of each sample to size x size, antialiased; nothing outside the box is seen.
 
     boxes (B, 4) float: top, left, height, width in pixels."""
-    height, width = x.shape[2:]
-    rows = _resampling(boxes[:, 0], boxes[:, 2], height, size)  # (B, size, H)
-    columns = _resampling(boxes[:, 1], boxes[:, 3], width, size)  # (B, size, W)
+    rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
+    columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
     return _resample(x, rows, columns).clamp_(0, 1)  # bicubic overshoots
 
 
-def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """(b, 4) boxes (top, left, height, width) of whole pixels.
+def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
+    """(b, 4) boxes (top, left, height, width) of whole pixels in images of size x size.
 
     The area is uniform in `scale` (of the image's), width over height log-uniform in `ratio`: the
-    first of ten attempts that fits, else the largest central box within `ratio`."""
-    area = rng.uniform(10, low=scale[0], high=scale[1]) * (height * width)
+    first of ten attempts that fits, else the whole image."""
+    area = rng.uniform(10, low=scale[0], high=scale[1]) * size ** 2
     aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
-    fits = (h > 0) & (h <= height) & (w > 0) & (w <= width)
+    fits = (h > 0) & (h <= size) & (w > 0) & (w <= size)
     first = fits.float().argmax(1, keepdim=True)  # of equals, argmax takes the first
-    central_h = height if width / height >= ratio[0] else round(width / ratio[0])
-    central_w = width if width / height <= ratio[1] else round(height * ratio[1])
-    found = fits.any(1)
-    h = torch.where(found, h.gather(1, first)[:, 0], central_h)
-    w = torch.where(found, w.gather(1, first)[:, 0], central_w)
-    room = torch.stack([height - h, width - w], 1)
+    sides = torch.cat([h.gather(1, first), w.gather(1, first)], 1)
+    sides = torch.where(fits.any(1, keepdim=True), sides, size)
+    room = size - sides
     place = (rng.uniform(2) * (room + 1)).floor().minimum(room)     # may be rounded to room + 1
-    place = torch.where(found[:, None], place, room // 2)
-    return torch.cat([place, torch.stack([h, w], 1)], 1)
+    return torch.cat([place, sides], 1)
 
 
-def random_resized_crop(x, size, rng, scale=(0.08, 1.0)):
-    return resized_crop(x, random_boxes(rng, *x.shape[2:], scale), size)
+def random_resized_crop(x, size, rng, scale):
+    return resized_crop(x, random_boxes(rng, x.shape[-1], scale), size)
 
 
-def flip(x, rng, p=0.5):
-    """Left and right exchanged with probability p."""
-    return torch.where(_column(rng.bernoulli(p)), x.flip(3), x)
+def flip(x, rng):
+    """Left and right exchanged with probability 1/2."""
+    return torch.where(_column(rng.bernoulli(0.5)), x.flip(3), x)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -306,7 +301,7 @@ def _blur_matrix(sigma, size, reach):
 
 def gaussian_blur(x, rng, p, sigma):
     """With probability p, a number or one a sample, a Gaussian of standard deviation uniform in
-    `sigma` pixels, of square images, edges replicated. Pillow approximates it by three boxes."""
+    `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
     reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
