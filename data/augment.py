@@ -96,8 +96,7 @@ def _through(ops, choice, x, *params):
 
 def _by_groups(ops, choice, x, *params):
     """Each operation on its own samples: in all about one pass over x. Reads their counts."""
-    counts = choice.bincount(minlength=len(ops)).tolist()
-    order = choice.argsort()
+    counts, order = choice.bincount(minlength=len(ops)).tolist(), choice.argsort()
     groups = zip(*(t[order].split(counts) for t in (x, *params)))
     done = [op(*group) for op, group, count in zip(ops, groups, counts) if count]
     return torch.empty_like(x).index_copy_(0, order, torch.cat(done))

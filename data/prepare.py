@@ -11,8 +11,8 @@
 
 The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with meta.json and
 
-    {train,val}_images.npy, _labels.npy     uint8 (N, H, W, 3), int64 (N,)
-    {train,val}_masks.npy                   uint8 (N, H, W), 1 on the object (drawn sets only)
+    {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
+    {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
     {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
 
 GPT-2's end-of-text token follows each document. A picture's shorter side is resized, and the middle
@@ -28,7 +28,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,11 +117,11 @@ def read_rows(row, source, draft, **how):
 
     if source is None:
         return load_dataset(**{**how, **row.hub})
-    # an incomplete download: train-00000-of-00002.parquet without the other
-    shards = Counter(re.sub(r"-\d+-of-", "-*-of-", str(path)) for path in source.rglob("*-of-*"))
-    for pattern, count in shards.items():
-        if (of := re.search(r"-\*-of-(\d+)", pattern)) and count != int(of[1]):
-            raise UserError(f"incomplete: there are {count} of {pattern}")
+    for path in source.rglob("*-of-*.parquet"):         # such as train-00000-of-00002.parquet
+        part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
+        there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
+        if there != int(count):
+            raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
     how["cache_dir"] = str(draft / "scratch")
     suffixes = {path.suffix for path in source.rglob("*")}
     if ".txt" in suffixes and not suffixes & {".parquet", ".jsonl"}:

@@ -1,5 +1,4 @@
 """Augmentation: operations and random draws against Pillow or their definitions."""
-
 import colorsys
 import math
 from functools import partial
@@ -51,47 +50,21 @@ def test_rows_of_a_global_batch(name):
     """What a sample becomes depends on its own row only: any cut sees what one process sees."""
     x = augment.to_float(pictures(16, 37, 37))
     whole = RANDOM[name](x, BatchRandom(3, 16))
-    for cuts in ([slice(0, 8), slice(8, 16)], [slice(0, None, 2), slice(1, None, 2)]):
-        for rows in cuts:
-            part = RANDOM[name](x[rows], BatchRandom(3, 16, rows))
-            torch.testing.assert_close(part, whole[rows], rtol=0, atol=1e-6)
+    for rows in (slice(0, 8), slice(8, 16)):
+        part = RANDOM[name](x[rows], BatchRandom(3, 16, rows))
+        torch.testing.assert_close(part, whole[rows], rtol=0, atol=1e-6)
     assert torch.equal(whole, RANDOM[name](x, BatchRandom(3, 16)))
     assert not torch.equal(whole, RANDOM[name](x, BatchRandom(4, 16)))
 
 
-def test_draws_have_their_distributions():
-    rng = BatchRandom(0, 20000)
-    u = rng.uniform(low=2.0, high=5.0)
-    assert u.min() >= 2 and u.max() < 5 and abs(u.mean() - 3.5) < 0.03
-    draw = rng.integers(3, 7)
-    assert ((draw[:, None] == torch.arange(3, 7)).float().mean(0) - 0.25).abs().max() < 0.015
-    draw = rng.bernoulli(0.3)
-    assert draw.dtype == torch.bool and abs(draw.float().mean() - 0.3) < 0.015
-    order = rng.permutations(4)
-    assert torch.equal(order.sort(1).values, torch.arange(4).expand(20000, 4))
-    assert len(order.unique(dim=0)) == math.factorial(4)
-    assert (order.float().mean(0) - 1.5).abs().max() < 0.03
-
-
 # ---- On a GPU: every operation on all samples, in one graph
-
-@pytest.mark.parametrize("name", augment.RAND_AUGMENT)
-def test_masks_select_what_groups_do(name):
-    """Bit for bit, with one operation that half of the samples go through."""
-    x, rng = augment.to_float(pictures(8)) * 255, BatchRandom(0, 8)
-    sign, choice = 1 - 2 * rng.integers(0, 2, 1, 1, 1), torch.arange(8) % 2
-    ops = [lambda x, s: -x, partial(augment.RAND_AUGMENT[name], m=14)]
-    by_groups = augment._by_groups(ops, choice, x, sign)
-    assert torch.equal(by_groups[0], -x[0]) and (by_groups[1] >= 0).all()
-    assert torch.equal(augment._by_masks(ops, choice, x, sign), by_groups)
-
 
 @pytest.mark.parametrize("name", ["pad_crop", "rand_augment", "views"])
 def test_one_graph_with_the_same_numbers(name, monkeypatch):
-    """What a GPU runs, compiled without Inductor, has the bits of what a CPU runs; each call draws
-    anew. Grouping would break the graph."""
-    x, rngs = augment.to_float(pictures(16, 37, 37)), partial(BatchRandom, batch=20,
-                                                              rows=slice(3, 19))
+    """What a GPU runs, compiled without Inductor and with masks in place of groups, has the bits of
+    what a CPU runs; each call draws anew. Grouping would break the graph."""
+    x, rngs = augment.to_float(pictures(64, 37, 37)), partial(BatchRandom, batch=70,
+                                                              rows=slice(3, 67))
     expected = [RANDOM[name](x, rngs(seed)) for seed in (0, 1)]
     monkeypatch.setattr(augment, "_by_groups", augment._by_masks)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -105,11 +78,9 @@ def test_one_graph_with_the_same_numbers(name, monkeypatch):
 
 def test_pad_crop_takes_every_window():
     x = augment.to_float(pictures(600, 8, 6)) + 0.01  # above the zeros of the padding
-    size, padding = 6, 2
-    padded = torch.nn.functional.pad(x, [padding] * 4)
-    windows = torch.stack([padded[:, :, i:i + size, j:j + size]
-                           for i in range(7) for j in range(5)])
-    found = (windows == augment.pad_crop(x, size, padding, BatchRandom(0, 600))).flatten(2).all(2)
+    padded = torch.nn.functional.pad(x, [2] * 4)
+    windows = torch.stack([padded[:, :, i:i + 6, j:j + 6] for i in range(7) for j in range(5)])
+    found = (windows == augment.pad_crop(x, 6, 2, BatchRandom(0, 600))).flatten(2).all(2)
     assert (found.sum(0) == 1).all() and (found.sum(1) > 0).all()
 
 
@@ -121,7 +92,6 @@ def test_pixels_crops_and_flips():
     y = augment.normalize(x, mean.flatten().tolist(), std.flatten().tolist())
     torch.testing.assert_close(y * std + mean, x)
     assert torch.equal(augment.center_crop(x, 4), x[:, :, 0:4, 2:6])  # round() rounds 0.5 to even
-    assert torch.equal(augment.center_crop(x, 5), x[:, :, :, 2:7])
     square = x[:2, :, :5, :5]
     assert torch.equal(augment.at_size(square, 3), square[:, :, 1:4, 1:4])
     assert augment.at_size(square, 5) is square
@@ -210,12 +180,14 @@ def test_jitter_turns_the_hue():
 def test_jitter_orders_and_rate():
     x = augment.to_float(pictures(1, 4, 4)).expand(400, -1, -1, -1)
     jittered = augment.color_jitter(x, BatchRandom(0, 400), 0.4, 0.4, 0.2, 0.1, p=0.8)
-    same = (jittered == x).flatten(1).all(1)
-    assert abs(same.float().mean() - 0.2) < 0.06
-    rng = BatchRandom(0, 400)  # one factor for all, so that only the order can make a difference
+    assert abs((jittered == x).flatten(1).all(1).float().mean() - 0.2) < 0.06
+    rng = BatchRandom(0, 4000)      # one factor for all: only the order can make a difference
     order = rng.permutations(4)
-    rng.permutations, rng.uniform = lambda k: order, lambda *shape: torch.full((400, *shape), 0.9)
-    jittered = augment.color_jitter(x, rng, 0.9, 0.9, 0.9, 0.3)
+    assert torch.equal(order.sort(1).values, torch.arange(4).expand(4000, 4))
+    _, counts = order.unique(dim=0, return_counts=True)
+    assert len(counts) == 24 and counts.min() > 100
+    rng.permutations, rng.uniform = lambda k: order, lambda *shape: torch.full((4000, *shape), 0.9)
+    jittered = augment.color_jitter(x[:1].expand(4000, -1, -1, -1), rng, 0.9, 0.9, 0.9, 0.3)
     assert len(jittered.flatten(1).unique(dim=0)) > 12
 
 

@@ -1,5 +1,4 @@
 """data/text.py: tokenizers, batches and masks."""
-
 import numpy as np
 import pytest
 import requests
@@ -37,7 +36,6 @@ def sentences(n, seed=0):
 
 # ---- tokenizers
 
-
 def test_round_trips(bpe):
     for line in sentences(50):
         assert bpe.decode(bpe.encode(line)) == line
@@ -69,7 +67,6 @@ def test_missing_bpe_files_name_the_variable(monkeypatch):
 
 
 # ---- batches
-
 
 def test_batches_depend_on_seed_and_step_only():
     tokens = np.arange(5000, dtype=np.uint16)
