@@ -366,7 +366,7 @@ def cbt(c):
     start = [] if tokenizer.eot is None else [tokenizer.eot]
     right, result = {}, dict(data="cbt")
     for passage in tqdm(text.load("cbt", cache=c.data_dir).passages, disable=None):
-        before = start + tokenizer.encode(passage["context"]).tolist()
+        before = start + tokenizer.encode(" ".join(passage["sentences"])).tolist()
         filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]
         candidates = [before + tokenizer.encode(words).tolist() for words in filled]
         chosen = passage["options"][likeliest(loaded.model, candidates, c, processes)]

@@ -161,7 +161,7 @@ def load_tokens(name, split, meta, cache):
                         f"({data.tokenizer.n_vocab} tokens) than the checkpoint's "
                         f"({meta['n_vocab']} tokens)")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
-    split = split or existing[0]
+    split = split or next(iter(existing), "test")       # CBT has passages alone
     if split not in existing:
         raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
     return data, split, getattr(data, split)
@@ -175,7 +175,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
 
     Of a masked model, the loss of the masked tokens and their top-1 accuracy "acc". The mask of a
     window is a function of its number: the same at every evaluation, on any number of processes.
-    `n_vocab` is the tokenizer's. `stride` as in text.eval_windows."""
+    `n_vocab` is the tokenizer's. `stride` as in text.eval_batches."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,

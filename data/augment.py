@@ -1,28 +1,24 @@
 """Image augmentation in batch, on whatever device the images are on.
 
-Every function takes x (B, 3, H, W) float32 in [0, 1] and gives each sample its own random
-parameters. Nothing loops over samples, copies to a GPU or waits for it: `compiled` makes one graph
-of a whole augmentation. Each operation is the one that torchvision and Pillow define, so that
-published recipes carry over. Call these outside autocast, which would round pixels to 8 bits.
+Every function takes square images x (B, 3, S, S) float32 in [0, 1], as prepare.py stores them, and
+gives each sample its own random parameters. Nothing loops over samples, copies to a GPU or waits
+for it: `compiled` makes one graph of a whole augmentation. Each operation is the one that
+torchvision and Pillow define, so that published recipes carry over. Call these outside autocast,
+which would round pixels to 8 bits.
 """
-
 import functools
 import math
 
 import torch
 import torch.nn.functional as F
 
-from flags import UserError
-
-LUMA = (19595 / 65536, 38470 / 65536, 7471 / 65536)  # ITU-R 601-2: .299, .587, .114, as in Pillow
-
 
 class BatchRandom:
     """Random numbers for a global batch, of which this process keeps its own rows.
 
-    Each request is drawn for all `batch` samples and then cut to `rows`, so that N processes with
-    the same seed see the images that one would. b is the number of rows kept. On a CPU only the low
-    32 bits of `seed` count."""
+    Each draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes
+    with the same seed see the images that one would. On a CPU only the low 32 bits of `seed`
+    count."""
 
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
         self.batch, self.rows, self.device = batch, rows, torch.device(device)
@@ -30,7 +26,7 @@ class BatchRandom:
         self.drawn = []     # (function, shape) of each draw so far
 
     def draw(self, function, shape):
-        """(b, *shape): torch.rand, or torch.randint with its bounds, for the batch, cut to rows."""
+        """(b, *shape): torch.rand, or torch.randint with its bounds."""
         self.drawn.append((function, shape))
         shape = (self.batch, *shape)
         return function(shape, generator=self.generator, device=self.device)[self.rows]
@@ -43,9 +39,9 @@ class BatchRandom:
         """(b, *shape) int64, uniform in {low, ..., high - 1}."""
         return self.draw(functools.partial(torch.randint, low, high), shape)
 
-    def bernoulli(self, p, *shape):
-        """(b, *shape) bool, true with probability p, a number or one for each of the b."""
-        return self.uniform(*shape) < p
+    def bernoulli(self, p):
+        """(b,) bool, true with probability p, a number or one for each of the b."""
+        return self.uniform() < p
 
     def permutations(self, k):
         """(b, k) int64, each row a permutation of 0 ... k - 1."""
@@ -53,7 +49,7 @@ class BatchRandom:
 
 
 class DrawnNumbers(BatchRandom):
-    """Numbers that were drawn before: all that a graph, which holds no generator, can take."""
+    """Numbers that were drawn before: a graph can take these, but holds no generator."""
 
     def __init__(self, numbers):
         self.numbers = iter(numbers)
@@ -63,10 +59,9 @@ class DrawnNumbers(BatchRandom):
 
 
 def compiled(function, device):
-    """function(pixels, *rngs) as one graph of pixels and drawn numbers, the same numbers.
+    """function(pixels, *rngs) as one graph of pixels and drawn numbers, which a trial run finds.
 
-    A trial run shows what the function draws from each rng. On a CPU this is the function itself:
-    a graph gains little there."""
+    On a CPU this is the function itself: a graph gains little there."""
     if device.type == "cpu":
         return function
     exact = {"eager_numerics.division_rounding": True}  # else floor() may see 254.99998 for 255
@@ -101,8 +96,7 @@ def _through(ops, choice, x, *params):
 
 def _by_groups(ops, choice, x, *params):
     """Each operation on its own samples: in all about one pass over x. Reads their counts."""
-    counts = choice.bincount(minlength=len(ops)).tolist()
-    order = choice.argsort()
+    counts, order = choice.bincount(minlength=len(ops)).tolist(), choice.argsort()
     groups = zip(*(t[order].split(counts) for t in (x, *params)))
     done = [op(*group) for op, group, count in zip(ops, groups, counts) if count]
     return torch.empty_like(x).index_copy_(0, order, torch.cat(done))
@@ -131,14 +125,15 @@ def to_float(images):
 
 
 def normalize(x, mean, std):
-    """(x - mean) / std, mean and std a number per channel."""
+    """mean and std: a number per channel."""
     mean, std = (_constant(v, x.device).view(3, 1, 1) for v in (mean, std))
     return (x - mean).div_(std)
 
 
 def luma(x):
-    """(B, 3, H, W) -> (B, 1, H, W), ITU-R 601-2."""
-    return LUMA[0] * x[:, 0:1] + LUMA[1] * x[:, 1:2] + LUMA[2] * x[:, 2:3]
+    """(B, 1, H, W) of ITU-R 601-2: .299, .587, .114, in 16 bits as in Pillow."""
+    red, green, blue = x.split(1, 1)
+    return 19595 / 65536 * red + 38470 / 65536 * green + 7471 / 65536 * blue
 
 
 # -------------------------------------------------------------------------------------------------
@@ -146,11 +141,9 @@ def luma(x):
 # -------------------------------------------------------------------------------------------------
 
 def pad_crop(x, size, padding, rng):
-    """Zeros around, then a size x size window at random. UserError if the window is larger."""
+    """Zeros around, then a size x size window anywhere."""
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
-    if size > min(height, width):
-        raise UserError(f"a crop of {size} px does not fit {height} x {width} px, padded")
     window = torch.arange(size, device=x.device)
     row = rng.integers(0, height - size + 1, 1) + window  # (B, size)
     column = rng.integers(0, width - size + 1, 1) + window
@@ -159,11 +152,7 @@ def pad_crop(x, size, padding, rng):
 
 
 def center_crop(x, size):
-    """The size x size window in the middle. UserError if it is larger than the image."""
-    height, width = x.shape[2:]
-    if size > min(height, width):
-        raise UserError(f"a crop of {size} px does not fit {height} x {width} px: resize first")
-    top, left = round((height - size) / 2), round((width - size) / 2)
+    top, left = (round((side - size) / 2) for side in x.shape[2:])
     return x[:, :, top:top + size, left:left + size]
 
 
@@ -197,14 +186,14 @@ def _resample(x, rows, columns):
 
 
 def resize(x, size):
-    """The shorter side to `size` pixels, the longer one in proportion; bicubic, antialiased."""
-    zero, sides = torch.zeros(1, device=x.device), x.shape[2:]
-    rows, columns = (_resampling(zero, zero + n, n, size * n // min(sides))[0] for n in sides)
-    return (rows @ (x @ columns.mT)).clamp_(0, 1)  # bicubic overshoots
+    """To size x size; bicubic, antialiased."""
+    zero, side = torch.zeros(1, device=x.device), x.shape[-1]
+    rows = _resampling(zero, zero + side, side, size)[0]
+    return (rows @ (x @ rows.mT)).clamp_(0, 1)  # bicubic overshoots
 
 
 def at_size(x, size):
-    """Square images at a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
+    """At a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
     if x.shape[-1] > size:
         return center_crop(x, size)
     return resize(x, size) if x.shape[-1] < size else x
@@ -214,53 +203,35 @@ def resized_crop(x, boxes, size):
     """Resamples a box of each sample to size x size, antialiased; nothing outside the box is seen.
 
     boxes (B, 4) float: top, left, height, width in pixels."""
-    height, width = x.shape[2:]
-    rows = _resampling(boxes[:, 0], boxes[:, 2], height, size)  # (B, size, H)
-    columns = _resampling(boxes[:, 1], boxes[:, 3], width, size)  # (B, size, W)
+    rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
+    columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
     return _resample(x, rows, columns).clamp_(0, 1)  # bicubic overshoots
 
 
-def random_boxes(rng, height, width, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3)):
-    """(b, 4) boxes (top, left, height, width) of whole pixels.
+def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
+    """(b, 4) boxes (top, left, height, width) of whole pixels in images of size x size.
 
     The area is uniform in `scale` (of the image's), width over height log-uniform in `ratio`: the
-    first of ten attempts that fits, else the largest central box within `ratio`."""
-    area = rng.uniform(10, low=scale[0], high=scale[1]) * (height * width)
+    first of ten attempts that fits, else the whole image."""
+    area = rng.uniform(10, low=scale[0], high=scale[1]) * size ** 2
     aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
-    fits = (h > 0) & (h <= height) & (w > 0) & (w <= width)
+    fits = (h > 0) & (h <= size) & (w > 0) & (w <= size)
     first = fits.float().argmax(1, keepdim=True)  # of equals, argmax takes the first
-    central_h = height if width / height >= ratio[0] else round(width / ratio[0])
-    central_w = width if width / height <= ratio[1] else round(height * ratio[1])
-    found = fits.any(1)
-    h = torch.where(found, h.gather(1, first)[:, 0], central_h)
-    w = torch.where(found, w.gather(1, first)[:, 0], central_w)
-    place = rng.uniform(2)
-
-    def start(u, room):
-        random = torch.minimum((u * (room + 1)).floor(), room)  # float32 can round up to room + 1
-        return torch.where(found, random, room // 2)
-
-    return torch.stack([start(place[:, 0], height - h), start(place[:, 1], width - w), h, w], 1)
+    sides = torch.cat([h.gather(1, first), w.gather(1, first)], 1)
+    sides = torch.where(fits.any(1, keepdim=True), sides, size)
+    room = size - sides
+    place = (rng.uniform(2) * (room + 1)).floor().minimum(room)     # may be rounded to room + 1
+    return torch.cat([place, sides], 1)
 
 
-def random_resized_crop(x, size, rng, scale=(0.08, 1.0)):
-    return resized_crop(x, random_boxes(rng, *x.shape[2:], scale), size)
+def random_resized_crop(x, size, rng, scale):
+    return resized_crop(x, random_boxes(rng, x.shape[-1], scale), size)
 
 
-def cutout(x, size, rng, fill=0.0):
-    """A size x size square around any pixel becomes `fill`, a number or (3, 1, 1); what of it lies
-    outside the image is lost.  arXiv:1708.04552"""
-    def inside(n):
-        return (torch.arange(n, device=x.device) - rng.integers(0, n, 1) + size // 2) // size == 0
-
-    rows, columns = inside(x.shape[2]), inside(x.shape[3])      # (B, H), (B, W)
-    return torch.where(rows[:, None, :, None] & columns[:, None, None], fill, x)
-
-
-def flip(x, rng, p=0.5):
-    """Left and right exchanged with probability p."""
-    return torch.where(_column(rng.bernoulli(p)), x.flip(3), x)
+def flip(x, rng):
+    """Left and right exchanged with probability 1/2."""
+    return torch.where(_column(rng.bernoulli(0.5)), x.flip(3), x)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -296,15 +267,14 @@ def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
     low = _constant((*(max(0.0, 1 - s) for s in strengths[:3]), -hue), x.device)
     high = _constant((*(1.0 + s for s in strengths[:3]), hue), x.device)
     factors = low + (high - low) * rng.uniform(4)
-    changes = (
-        lambda x, f: (f * x).clamp_(0, 1),
-        lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f).clamp_(0, 1),
-        lambda x, f: _blend(x, luma(x), f).clamp_(0, 1),
-        _hue)
+    changes = (lambda x, f: (f * x).clamp_(0, 1),
+               lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f).clamp_(0, 1),
+               lambda x, f: _blend(x, luma(x), f).clamp_(0, 1),
+               _hue)
     ops = [(lambda x, f, i=i: changes[i](x, _column(f[:, i]))) if strengths[i] else _keep
            for i in range(4)]
-    ops.append(_keep)  # operation 4 is for the samples that stay as they are
-    order = rng.permutations(4).masked_fill(~rng.bernoulli(p, 1), 4)
+    ops.append(_keep)       # the samples that stay as they are
+    order = rng.permutations(4).masked_fill(~rng.bernoulli(p)[:, None], 4)
     for i in range(4):
         x = _through(ops, order[:, i], x, factors)
     return x
@@ -328,15 +298,14 @@ def _blur_matrix(sigma, size, reach):
     return inside / inside.sum(2, keepdim=True)
 
 
-def gaussian_blur(x, rng, p, sigma=(0.1, 2.0)):
+def gaussian_blur(x, rng, p, sigma):
     """With probability p, a number or one a sample, a Gaussian of standard deviation uniform in
     `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
     reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
-        height, width = x.shape[2:]
-        rows = _blur_matrix(sigma, height, reach)
-        return _resample(x, rows, rows if width == height else _blur_matrix(sigma, width, reach))
+        rows = _blur_matrix(sigma, x.shape[-1], reach)
+        return _resample(x, rows, rows)
 
     choice = rng.bernoulli(p).long()
     return _through([_keep, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
@@ -348,12 +317,11 @@ def solarize(x, rng, p):
     return torch.where(_column(rng.bernoulli(p)) & bright, 1 - x, x)
 
 
-def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
+def views(x, count, size, rng, scale, blur, solar, sigma):
     """`count` views of each image by DINO's recipe: (B, 3, H, W) -> (count, B, 3, size, size).
 
-    Random resized crop of area `scale`, flip, colour jitter (0.4, 0.4, 0.2, 0.1) with p 0.8, grey
-    with p 0.2, blur of 0.1 to `sigma` pixels, solarize: `blur` and `solar` hold the probability for
-    each view in turn, repeated if there are more views. `rng` draws for count samples an image."""
+    `blur` (of up to `sigma` pixels) and `solar` hold the probability for each view in turn,
+    repeated if there are more views. `rng` draws for count samples an image."""
     def chance(p):
         return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(len(x))
 
@@ -370,8 +338,8 @@ def views(x, count, size, rng, scale, blur=(0.5,), solar=(0.0,), sigma=2.0):
 # RandAugment: x in 8-bit levels 0 ... 255 (float32), s (B, 1, 1, 1) = +1 or -1, m the magnitude
 # -------------------------------------------------------------------------------------------------
 
-def _affine(x, a, b, c, d, e, f, fill):
-    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, `fill` outside.
+def _affine(x, a, b, c, d, e, f):
+    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside.
 
     In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
     pixels, where floats would be rounded either way."""
@@ -390,17 +358,17 @@ def _affine(x, a, b, c, d, e, f, fill):
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
     moved = x.flatten(2).gather(2, index.flatten(2).expand(-1, 3, -1)).view_as(x)
-    return torch.where(inside, moved, fill)
+    return moved * inside
 
 
 def _shift(size, m):
     return int(150 / 331 * size * m / 30)  # 150 of 331 pixels at magnitude 30, whole pixels
 
 
-def _rotate(x, s, m, fill):
+def _rotate(x, s, m):
     cos, sin = math.cos(math.radians(m)), math.sin(math.radians(m)) * s
     v, u = (n / 2 for n in x.shape[2:])
-    return _affine(x, cos, -sin, u - cos * u + sin * v, sin, cos, v - sin * u - cos * v, fill)
+    return _affine(x, cos, -sin, u - cos * u + sin * v, sin, cos, v - sin * u - cos * v)
 
 
 def _enhance(x, base, s, m):
@@ -411,28 +379,19 @@ def _gray_levels(x):
     return (luma(x) + 0.5).floor()
 
 
-def _enhance_contrast(x, s, m, fill):
-    return _enhance(x, (_gray_levels(x).mean((1, 2, 3), keepdim=True) + 0.5).floor(), s, m)
-
-
-def _sharpness(x, s, m, fill):
+def _sharpness(x, s, m):
     # 1/13 of the 3 x 3 neighbourhood and 4/13 more of the pixel itself; the border is as it was
     smooth = x.clone()
     smooth[:, :, 1:-1, 1:-1] = ((9 * F.avg_pool2d(x, 3, 1) + 4 * x[:, :, 1:-1, 1:-1]) / 13).round()
     return _enhance(x, smooth, s, m)
 
 
-def _posterize(x, s, m, fill):
-    step = 2 ** round(m / 7.5)  # 8 bits at magnitude 0, 4 at 30
-    return x // step * step
-
-
-def _autocontrast(x, s, m, fill):
+def _autocontrast(x, s, m):
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
     return torch.where(high > low, ((x - low) * 255 / (high - low).clamp(min=1)).floor(), x)
 
 
-def _equalize(x, s, m, fill):
+def _equalize(x, s, m):
     """Level i -> (step // 2 + pixels below i) // step, where 255 steps are all pixels but those of
     the brightest level."""
     levels = x.flatten(2).long()  # (B, 3, HW)
@@ -446,32 +405,31 @@ def _equalize(x, s, m, fill):
 
 RAND_AUGMENT = {
     "Identity": _keep,
-    "ShearX": lambda x, s, m, fill: _affine(x, 1, 0.01 * m * s, 0, 0, 1, 0, fill),
-    "ShearY": lambda x, s, m, fill: _affine(x, 1, 0, 0, 0.01 * m * s, 1, 0, fill),
-    "TranslateX": lambda x, s, m, fill: _affine(x, 1, 0, -s * _shift(x.shape[3], m), 0, 1, 0, fill),
-    "TranslateY": lambda x, s, m, fill: _affine(x, 1, 0, 0, 0, 1, -s * _shift(x.shape[2], m), fill),
+    "ShearX": lambda x, s, m: _affine(x, 1, 0.01 * m * s, 0, 0, 1, 0),
+    "ShearY": lambda x, s, m: _affine(x, 1, 0, 0, 0.01 * m * s, 1, 0),
+    "TranslateX": lambda x, s, m: _affine(x, 1, 0, -s * _shift(x.shape[3], m), 0, 1, 0),
+    "TranslateY": lambda x, s, m: _affine(x, 1, 0, 0, 0, 1, -s * _shift(x.shape[2], m)),
     "Rotate": _rotate,
-    "Brightness": lambda x, s, m, fill: _enhance(x, 0, s, m),
-    "Color": lambda x, s, m, fill: _enhance(x, _gray_levels(x), s, m),
-    "Contrast": _enhance_contrast,
+    "Brightness": lambda x, s, m: _enhance(x, 0, s, m),
+    "Color": lambda x, s, m: _enhance(x, _gray_levels(x), s, m),
+    "Contrast": lambda x, s, m: _enhance(
+        x, (_gray_levels(x).mean((1, 2, 3), keepdim=True) + 0.5).floor(), s, m),
     "Sharpness": _sharpness,
-    "Posterize": _posterize,
-    "Solarize": lambda x, s, m, fill: torch.where(x >= 255 - 8.5 * m, 255 - x, x),
+    "Posterize": lambda x, s, m: x - x % 2 ** round(m / 7.5),   # 8 bits at magnitude 0, 4 at 30
+    "Solarize": lambda x, s, m: torch.where(x >= 255 - 8.5 * m, 255 - x, x),
     "AutoContrast": _autocontrast,
     "Equalize": _equalize,
 }
 
 
-def rand_augment(x, rng, n=2, m=9, fill=0.0):
+def rand_augment(x, rng, n=2, m=9):
     """n operations in turn, each any of the fourteen of torchvision's RandAugment.
 
     m is on torchvision's scale of 0 to 30, as the m = 14 of CRATE's fine-tuning is (timm's goes to
-    10). Nearest neighbour, `fill` in [0, 1] outside. Works on 8-bit levels as the original does: x
-    is rounded to multiples of 1/255. UserError if m is out of range."""
-    if not 0 <= m <= 30:
-        raise UserError(f"RandAugment magnitude {m} is out of range; use 0 to 30")
+    10). Nearest neighbour, black outside. Works on 8-bit levels as the original does: x is rounded
+    to multiples of 1/255."""
     levels = (x * 255).round_()
-    ops = [functools.partial(op, m=m, fill=255 * fill) for op in RAND_AUGMENT.values()]
+    ops = [functools.partial(op, m=m) for op in RAND_AUGMENT.values()]
     for _ in range(n):
         sign = _column(1 - 2 * rng.integers(0, 2))
         levels = _through(ops, rng.integers(0, len(ops)), levels, sign)

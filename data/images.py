@@ -17,15 +17,9 @@ from flags import ROOT, UserError
 
 CACHE = ROOT / "data" / "cache"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RESIDENT_BYTES = 4 * 2**30  # flowers102's test split has 1.2 GB and fits on any device
-
 SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "crescent", "heart",
           "arrow")
 
-
-# -------------------------------------------------------------------------------------------------
-# Prepared sets
-# -------------------------------------------------------------------------------------------------
 
 @dataclass
 class ImageData:
@@ -53,51 +47,41 @@ def load(name, cache=CACHE):
     from data import prepare
 
     with prepare.opened(name, "images", cache) as (folder, meta):
-        data = ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"])
-        for split in ("train", "val"):
-            setattr(data, f"{split}_images", np.load(folder / f"{split}_images.npy", "r"))
-            setattr(data, f"{split}_labels", np.load(folder / f"{split}_labels.npy"))
-            if (folder / f"{split}_masks.npy").exists():
-                setattr(data, f"{split}_masks", np.load(folder / f"{split}_masks.npy", "r"))
-    return data
+        arrays = {path.stem: np.load(path, None if "labels" in path.stem else "r")
+                  for path in folder.glob("*.npy")}
+        return ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"],
+                         **arrays)
 
 
 # -------------------------------------------------------------------------------------------------
 # Batches
 # -------------------------------------------------------------------------------------------------
 
-def order(n, epoch, seed):
-    """The order of `n` images in an epoch: a permutation, int64 (n,), drawn from (seed, epoch)."""
-    return np.random.default_rng([seed, epoch]).permutation(n)
-
-
 def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
     """Endless generator: the indices of this rank's `rows` of the global batch, from start_step on.
 
-    Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size):
-    order(n, e, seed)[k B : (k + 1) B]. What is left of an epoch and does not fill a batch is
-    skipped. Any step can be the first, at the cost of one permutation. UserError if n < batch_size.
-    """
+    Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size), of a permutation drawn
+    from (seed, e). What is left of an epoch and fills no batch is skipped."""
     if n < batch_size:
         raise UserError(f"batch size {batch_size} exceeds the {n} training images; use {n} or less")
     epoch, batch = divmod(start_step, n // batch_size)
     while True:
-        permutation = order(n, epoch, seed)
+        permutation = np.random.default_rng([seed, epoch]).permutation(n)
         for start in range(batch * batch_size, n - batch_size + 1, batch_size):
             yield permutation[start : start + batch_size][rows]
         epoch, batch = epoch + 1, 0
 
 
 class Images:
-    """Batches of one split on `device`.
+    """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,).
 
-    `images` uint8 (N, H, W, 3) and `labels` int64 (N,) as in ImageData. A resident split (by
-    default one below 4 GiB) is one tensor on the device, and a batch is a gather there; any other
-    is read from the memory map batch by batch."""
+    A resident split is one tensor on the device, and a batch is a gather there; any other is read
+    from the memory map batch by batch. By default one below 4 GiB is resident: flowers102's test
+    split has 1.2 GB and fits on any device."""
 
     def __init__(self, images, labels, device, resident=None):
         self.device = torch.device(device)
-        self.resident = images.nbytes < RESIDENT_BYTES if resident is None else resident
+        self.resident = images.nbytes < 4 * 2**30 if resident is None else resident
         self.images, self.labels = images, torch.from_numpy(np.array(labels))
         if self.resident:
             self.images = torch.from_numpy(np.array(images)).to(self.device)
@@ -107,7 +91,7 @@ class Images:
         return len(self.labels)
 
     def batch(self, index):
-        """Images `index` (int64, array or tensor), uint8 (b, H, W, 3), and their labels (b,)."""
+        """Images and labels of `index`, int64 (b,), array or tensor."""
         if self.resident:
             index = self._to_device(torch.as_tensor(index))
             return self.images[index], self.labels[index]
@@ -130,6 +114,7 @@ class Images:
         loader = torch.utils.data.DataLoader(
             _Gather(self.images, self.labels), batch_size=None, sampler=index_batches,
             num_workers=workers, prefetch_factor=4, pin_memory=self.device.type == "cuda",
+            multiprocessing_context="fork",     # a spawned worker would get a copy of the images
             worker_init_fn=_leave_signals_to_parent,
             generator=torch.Generator())  # else the global one's state would depend on `workers`
         for images, labels in loader:
@@ -145,16 +130,6 @@ class _Gather(torch.utils.data.Dataset):
     def __getitem__(self, index):
         index = np.asarray(index)
         return torch.from_numpy(self.images[index]), self.labels[index]
-
-    def __reduce__(self):
-        """A spawned worker opens the file itself: pickled, a memory map would be all its data."""
-        if isinstance(self.images, np.memmap):
-            return _open_gather, (self.images.filename, self.labels)
-        return _Gather, (self.images, self.labels)
-
-
-def _open_gather(file, labels):
-    return _Gather(np.load(file, "r"), labels)
 
 
 def _leave_signals_to_parent(worker):
@@ -224,13 +199,11 @@ def _inside(shape, x, y):
 
 
 def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
-    """Smooth random colours around 0, float32 (n, size, size, 3): interpolated coarse noise, of
-    (cells a side, strength) each."""
+    """float32 (n, size, size, 3) around 0: interpolated noise of (cells a side, strength) each."""
     out = np.zeros((n, size * size, 3), np.float32)
     for cells, strength in scales:
         at = np.linspace(0, cells - 1, size)
-        weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells)))  # (size, cells)
-        weights = weights.astype(np.float32)
+        weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells))).astype(np.float32)
         grid = rng.standard_normal((n, cells * cells, 3), np.float32)
         out += strength * (np.kron(weights, weights) @ grid)
     return out.reshape(n, size, size, 3)
@@ -241,19 +214,16 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
 
     One whole object an image, of random place, tilt, colour and scale (about half its height, in
     heights of the image). Its colours and texture come from the background's distribution, so that
-    only the outline tells the class. Every class is as frequent, in random order.
-
-    With `contrast` (low, high) the two colours are that far apart, at most, since they are clipped,
-    under a texture whose grains of two pixels are 0.23 from their colour on average."""
+    only the outline tells the class. Every class is as frequent. With `contrast` (low, high) the
+    colours are that far apart, under a texture of two pixels a grain, 0.23 from its colour."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)
-    masks = np.empty((n, size, size), np.uint8)
+    masks = np.empty(images.shape[:3], np.uint8)
     grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4  # 4 x 4 points in each pixel
     for label, shape in enumerate(SHAPES):
         for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
             m = len(rows)
-
             # the share of each pixel that the object covers
             radius = rng.uniform(*scale, m).astype(np.float32) * size
             reach = 1.07 * radius
@@ -266,7 +236,6 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
             y = (cos[:, None] * dy)[:, :, None] - (sin[:, None] * dx)[:, None]
             inside = _inside(shape, x, y).reshape(m, size, 4, size, 4)
             cover = inside.mean((2, 4), dtype=np.float32)
-
             if contrast:
                 colour = rng.uniform(0.3, 0.7, (m, 1, 1, 3)).astype(np.float32)
                 apart = rng.standard_normal((m, 1, 1, 3), np.float32)
@@ -281,7 +250,6 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
                 choice = 1 + np.argmax(np.where(distance > 0.6, 2, distance), 1)
                 back = colours[:, 0][:, None, None] + _texture(rng, m, size)
                 front = colours[np.arange(m), choice][:, None, None] + _texture(rng, m, size)
-
             image = back + cover[..., None] * (front - back)
             image += 0.04 * rng.standard_normal(image.shape, np.float32)
             images[rows] = (255 * image.clip(0, 1)).round()

@@ -256,7 +256,7 @@ def test_cbt_passage_by_passage(tmp_path, run, monkeypatch, bpe, context):
     for i in range(40):
         options = [word() for _ in range(4)]
         before, question = " ".join(word() for _ in range(8)), f"{word()} XXXXX {word()} ."
-        passages.append(dict(task=("CN", "NE")[i % 2], context=before, question=question,
+        passages.append(dict(task=("CN", "NE")[i % 2], sentences=before.split(), question=question,
                              options=options, answer=options[rng.integers(4)]))
         ids = [[bpe.eot, *bpe.encode(before), *bpe.encode(" " + question.replace("XXXXX", option))]
                for option in options]
