@@ -131,11 +131,8 @@ class Attention(nn.Module):
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
-    def values(self, Z):
-        """The projections whose rate is R^c: (B, K, n, p)."""
-
-    def keys(self, Z):
-        """What tokens are compared by: (B, K, n, p)."""
+    def project(self, Z):
+        """What tokens are compared by, (B, K, n, p): U_k^* Z; of MHSA (queries, keys, values)."""
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i has the weights that average to token i."""
@@ -209,10 +206,7 @@ class MSSA(Attention):
         return self.U.weight.view(self.heads, self.p, -1).mT
 
     def project(self, Z):
-        """w = U_k^* Z for every head."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-
-    keys = values = project
 
     def map(self, Z):
         w = self.project(Z)
@@ -439,12 +433,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
     [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
     Z, U = at_least_float32(Z, U)
     with torch.autocast(Z.device.type, enabled=False):
-        return projected_coding_rate(project(Z, U), eps)
-
-
-def projected_coding_rate(w, eps=0.5):
-    """R^c from the projections w = U_k^* Z (..., K, n, p): the sum of R(w_k)."""
-    return coding_rate(w, eps).sum(-1)
+        return coding_rate(project(Z, U), eps).sum(-1)          # the sum of R(U_k^* Z)
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
@@ -516,16 +505,8 @@ class MHSA(Attention):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
 
     def project(self, Z):
-        """Queries, keys and values, (B, K, n, p) each."""
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
-
-    def keys(self, Z):
-        return self.project(Z)[1]
-
-    def values(self, Z):
-        """With their bias, if they have one."""
-        return self.project(Z)[2]
 
     def map(self, Z):
         q, k, _ = self.project(Z)
@@ -569,12 +550,6 @@ class TSSA(Attention):
     def project(self, Z):
         """w = U_k^* Z (+ bias) for every head, in float32 or better."""
         return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))[0]
-
-    keys = project
-
-    def values(self, Z):
-        """Without the bias."""
-        return project(Z, self.bases())
 
     def statistics(self, w, state):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
