@@ -255,8 +255,8 @@ def test_sparsification_is_inverted_up_to_lambda():
     (lambda: config(mask_ratio=0), "mask_ratio=0 masks 0 of 16"),
     (lambda: config(mask_ratio=0.99), "mask_ratio=0.99 masks 16 of 16"),
     (lambda: config(decoder_width=8), "decoder_width=8.*mask_tokens=after"),
-    (lambda: config(mask_tokens="after", decoder_width=12, heads=8), "decoder_heads=8.*12"),
-    (lambda: config(**VIT | dict(decoder_width=6)), "sincos.*decoder_width.*6"),
+    (lambda: MaskedAutoencoder(config(**VIT | dict(decoder_heads=3))), "decoder: heads=3.*8"),
+    (lambda: MaskedAutoencoder(config(**VIT | dict(decoder_width=6))), "sincos.*6"),
     (lambda: mae_config("large"), "large.*small, base")])
 def test_config_errors(build, message):
     with pytest.raises(ConfigError, match=message) as error:

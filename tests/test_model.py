@@ -674,7 +674,7 @@ def test_position_interpolation():
     (lambda: config(patch_size=3), "patch_size=3.*image_size=8"),
     (lambda: config(step_size=0.5), "step_size=0.5.*crate-c.*crate learns"),
     (lambda: config("crate-t", head_dim=3), "crate-t.*4 x 3 and 16"),
-    (lambda: config(positions="sincos", width=6, heads=1), "sincos.*6")])
+    (lambda: ImageEncoder(config(positions="sincos", width=6, heads=1)), "sincos.*6")])
 def test_config_errors(build, message):
     with pytest.raises(ConfigError, match=message) as error:
         build()
