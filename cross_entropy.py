@@ -24,11 +24,10 @@ def _summed_cross_entropy(Z, W, targets, needs_grad):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """linear_cross_entropy and its gradients in one pass."""
+    """The loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed, in one pass."""
 
     @staticmethod
     def forward(ctx, Z, W, targets, block, needs_grad):
-        """Z (N, d), W (V, d), targets (N,) -> the loss. Gradients, if needed, wait for backward."""
         wide = torch.promote_types(Z.dtype, torch.float32)
         total = Z.new_zeros((), dtype=wide)
         dZ = dW = None

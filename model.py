@@ -19,13 +19,11 @@ What differs from a plain transformer:
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
 Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024); [S] An In-depth
 Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
-Practice of Deep Representation Learning, Chapter 7. "Released code" means the authors'
-repositories.
+Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
 
-Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token a row:
-U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT with
-w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces), each of dimension p; d is the
-width.
+Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token a row, of
+width d: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
+w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) have dimension p each.
 """
 import difflib
 import math
@@ -219,8 +217,7 @@ class ISTA(Sparsification):
     def __init__(self, d, eta=0.1, lambd=0.1):
         super().__init__()
         self.eta, self.lambd = eta, lambd
-        self.D = nn.Parameter(torch.empty(d, d))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
 
     @classmethod
     def build(cls, c, context):
@@ -563,8 +560,7 @@ class MMProx(Sparsification):
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
         super().__init__()
         self.lambd, self.eps, self.context = lambd, eps, context
-        self.D = nn.Parameter(torch.empty(d, d))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
 
     @classmethod
     def build(cls, c, context):
@@ -857,8 +853,7 @@ def sincos_positions(d, side):
     angle = torch.arange(side, dtype=torch.float64)[:, None] * omega        # (side, d / 4)
     code = torch.cat([angle.sin(), angle.cos()], 1)                         # (side, d / 2)
     column, row = code.repeat(side, 1), code.repeat_interleave(side, 0)     # (side^2, d / 2)
-    table = torch.cat([column, row], 1)
-    return torch.cat([torch.zeros(1, d, dtype=torch.float64), table]).float()[None]
+    return F.pad(torch.cat([column, row], 1), (0, 0, 1, 0)).float()[None]
 
 
 def saliency(attention, query="class"):
@@ -924,8 +919,7 @@ class ImageEncoder(nn.Module):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        Z = self.embed(patchify(x, P))
-        Z = torch.cat([self.class_token.expand(B, -1, -1), Z], 1)
+        Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
@@ -1030,8 +1024,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.D = nn.Parameter(torch.empty(c.width, c.width))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
         self.attention = ARCHS[c.arch].attention.build(c, causal=False, context=None)
 
