@@ -21,8 +21,8 @@ Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024)
 Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
 Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
 
-Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token a row, of
-width d: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
+Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token of width
+d a row: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
 w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) have dimension p each.
 """
 import difflib

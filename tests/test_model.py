@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
 import model
@@ -59,8 +58,6 @@ def test_coding_rate(n, d):
     Z, eps = torch.randn(2, n, d), 0.3
     rate = model.coding_rate(Z, eps)
     assert_near(rate, torch.stack([R(z.T, eps) for z in Z]))
-    spectrum = d / (n * eps ** 2) * torch.linalg.svdvals(Z) ** 2
-    assert_near(rate, 0.5 * torch.log1p(spectrum).sum(-1))
     assert_near(rate, model.coding_rate(orthonormal(n, n) @ Z @ orthonormal(d, d), eps))
     assert (model.coding_rate(0 * Z, eps) == 0).all()
 
@@ -70,13 +67,11 @@ def test_subspace_coding_rate(n, d, K, p):
     Z, U, eps = torch.randn(2, n, d), torch.randn(K, d, p), 0.7
     rate = model.subspace_coding_rate(Z, U, eps)
     assert_near(rate, torch.stack([Rc(z.T, U, eps) for z in Z]))
-
-    projections = torch.stack([torch.stack([z @ Uk for Uk in U]) for z in Z])
     one_subspace = orthonormal(1, d, d)
     assert_near(model.subspace_coding_rate(Z, one_subspace, eps), model.coding_rate(Z, eps))
 
     # [S]'s lower bound
-    spectrum = torch.linalg.svdvals(projections) ** 2 * p / (n * eps ** 2)
+    spectrum = torch.linalg.svdvals(Z[:, None] @ U) ** 2 * p / (n * eps ** 2)
     assert (rate >= (spectrum / 2 - spectrum ** 2 / 4).sum((1, 2))).all()
 
 
@@ -86,8 +81,6 @@ def test_sparse_rate_reduction(norm):
     size = Z.count_nonzero((1, 2)) if norm == "l0" else Z.abs().sum((1, 2))
     expected = torch.stack([R(z.T, 0.5) - Rc(z.T, U, 0.5) for z in Z]) - 0.2 * size
     assert_near(model.sparse_rate_reduction(Z, U, lambd=0.2, norm=norm), expected)
-    with pytest.raises(ConfigError, match="l2.*l0, l1"):
-        model.sparse_rate_reduction(Z, U, norm="l2")
 
 
 RATES = {
@@ -161,27 +154,6 @@ def test_gaussian_mixture_denoise():
         assert_near(found, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
 
 
-def test_denoiser_is_near_the_posterior_mean():
-    """[J] Eq. (47) is O(sigma^2) off E[z_clean | z], here by Tweedie's formula ([J] Eq. (46))."""
-    d, K, p, n = 9, 4, 2, 200
-    U, spectrum = orthonormal(K, d, p), torch.tensor([1.0, 2.5])
-    covariance = U * spectrum @ U.mT
-    clean = torch.einsum("idp,ip->id", U[torch.arange(n) % K], spectrum.sqrt() * torch.randn(n, p))
-    noise, errors = torch.randn(n, d), []
-
-    for sigma in (0.2, 0.1, 0.05, 0.025):
-        z = (clean + sigma * noise).requires_grad_()
-        noisy = covariance + sigma ** 2 * torch.eye(d)
-        density = torch.stack([MultivariateNormal(torch.zeros(d), C).log_prob(z) for C in noisy], 1)
-        score, = torch.autograd.grad(density.logsumexp(1).sum(), z)
-        mean = z + sigma ** 2 * score
-        errors.append((model.gaussian_mixture_denoise(z, U, sigma) - mean).norm().item())
-
-    assert errors[-1] < 1e-3 * mean.norm()
-    for coarse, fine in zip(errors, errors[1:]):
-        assert coarse / fine == pytest.approx(4, rel=0.1)
-
-
 # -------------------------------------------------------------------------------------------------
 # Compression operators
 # -------------------------------------------------------------------------------------------------
@@ -232,24 +204,13 @@ def test_mssa_module(output, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_bfloat16_on_the_cpu(causal):
-    """As close to the equation in float64 as PyTorch's fused kernel in bfloat16 is."""
-    op, probe = MSSA(48, 3, causal=causal), torch.randn(2, 40, 48)
-    w = torch.randn(2, 3, 40, 16).bfloat16()
-
-    def fused(q, k, v):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=op.scale)
-        return out.transpose(1, 2).flatten(-2)
-
-    def run(attend, w):
-        w = w.detach().clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = attend(w, w, w)
-        (out * probe).sum().backward()
-        return out, w.grad
-    exact = run(op.attend, w.double())
-    for ours, theirs, truth in zip(run(op.attend, w), run(fused, w), exact):
-        assert ours.dtype == torch.bfloat16
-        assert (ours - truth).norm() < 1.5 * (theirs - truth).norm() + 2 ** -9 * truth.norm()
+    """With the map formed: as close to float64 as PyTorch's fused kernel is."""
+    op, w = MSSA(48, 3, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
+    fused = F.scaled_dot_product_attention(w, w, w, is_causal=causal, scale=op.scale)
+    exact, found = op.attend(*[w.double()] * 3), op.attend(w, w, w)
+    assert found.dtype == torch.bfloat16
+    error = (fused.transpose(1, 2).flatten(2) - exact).norm()
+    assert (found - exact).norm() < 1.5 * error + 2 ** -9 * exact.norm()
 
 
 def test_mssa_with_one_head_of_full_width_has_no_W():
@@ -309,23 +270,19 @@ def test_tssa(causal):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@torch.no_grad()
 def test_tssa_drops_its_statistics(causal):
     """1 / (1 + s), as the released code: for all tokens at once where they share s."""
     op, Z, rate = randomize(TSSA(12, 3, causal=causal, context=200)), torch.randn(4, 200, 12), 0.3
-    seen = []
-    op.W.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    op(Z)
-    op.dropout = rate
-    op(Z)
-    op.eval()(Z)
-    whole, dropped, evaluated = seen
-    assert_near(evaluated, whole)
-    zero = dropped == 0
-    assert_near(dropped, torch.where(zero, 0.0, whole / (1 - rate)))
-    if causal:
-        assert abs(zero.double().mean() - rate) < 0.02
-    else:
-        assert (zero == zero[:, :1]).all() and 0 < zero[:, 0].double().mean() < 2 * rate
+    op.W = torch.nn.Identity()
+    whole, op.dropout = op(Z), rate
+    damping = op(Z) * (1 - rate) ** 2 / whole       # 0 or 1; the output is dropped as well
+    zero = damping.abs() < 0.5
+    assert_near(damping, torch.where(zero, 0.0, 1.0), 1e-6)
+    assert_near(op.eval()(Z), whole)
+    shared = zero.all(1)                            # by sample and feature
+    expected = (0, 0.01) if causal else (rate - 0.2, rate + 0.2)
+    assert expected[0] <= shared.double().mean() <= expected[1]
 
 
 @pytest.mark.parametrize("causal, guard", [(False, 1e-12), (True, 1e-6)])
@@ -350,20 +307,12 @@ def test_a_first_token_has_a_constant_ratio_to_itself(size):
                 torch.autograd.grad(by_column(literal, Z).square().sum(), inputs), 1e-8)
 
 
-ATTENTION = {
-    "mssa": lambda causal: MSSA(12, 3, causal=causal),
-    "crate-n": lambda causal: MSSA(12, 3, output="negative", causal=causal),
-    "mhsa": lambda causal: MHSA(12, 3, causal=causal),
-    "tssa": lambda causal: TSSA(12, 3, causal=causal, context=7),
-}
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["mssa", "mhsa"])
+@pytest.mark.parametrize("kind", [MSSA, MHSA])
 @torch.no_grad()
 def test_attention_maps(kind, causal):
-    op, Z = randomize(ATTENTION[kind](causal)), torch.randn(2, 7, 12)
-    A, values = op.map(Z), op.project(Z)[2] if kind == "mhsa" else op.project(Z)
+    op, Z = randomize(kind(12, 3, causal=causal)), torch.randn(2, 7, 12)
+    A, values = op.map(Z), op.project(Z)[2] if kind is MHSA else op.project(Z)
     assert (A >= 0).all() and (A.triu(1) == 0).all() == causal
     assert_near(A.sum(-1), torch.ones(2, 3, 7))
     assert_near(op.W((A @ values).transpose(1, 2).flatten(2)), op(Z))
@@ -374,18 +323,6 @@ def test_saliency():
     assert torch.equal(model.saliency(A), A[:, :, 0, 1:])
     assert_near(model.saliency(A, "mean"), sum(A[:, :, i, 1:] for i in range(1, 5)) / 4)
     assert torch.equal(model.saliency(Pi), Pi[:, :, 1:])
-
-
-@pytest.mark.parametrize("chunks", [(1,) * 7, (4, 1, 1, 1), (3, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", ATTENTION)
-@torch.no_grad()
-def test_cache(kind, chunks):
-    """The same output piece by piece; one tensor is kept, two for MHSA, running sums for TSSA."""
-    op, Z, state = randomize(ATTENTION[kind](True)), torch.randn(2, 7, 12), {"room": 7}
-    assert_near(torch.cat([op(z, state) for z in Z.split(chunks, 1)], 1), op(Z))
-    held = sum(t.numel() for t in state.values() if isinstance(t, torch.Tensor))
-    assert held == {"mhsa": 2 * 2 * 7 * 12, "tssa": 2 * (12 + 12 + 3)}.get(kind, 2 * 7 * 12)
-    assert state["n"] == 7
 
 
 # -------------------------------------------------------------------------------------------------
@@ -482,24 +419,19 @@ def test_layer(arch):
         assert max(p.numel() for p in nonlinear.parameters()) == 16 * 32
 
 
-def test_layer_scale_of_tost():
-    for layers, value in ((12, 1.0), (24, 1e-5)):
-        assert (Layer(config("tost", layers=layers)).scale1 == value).all()
-    assert Layer(config("crate")).scale1 is None
-
-
 @torch.no_grad()
 def test_initialization():
     """The released codes' distributions, on matrices large enough to see bound or deviation."""
+    for layers, scale in ((12, 1.0), (24, 1e-5)):
+        assert (Layer(config("tost", layers=layers)).scale1 == scale).all()
     big = dict(width=128, image_size=32)
     crate, alpha, vit = (ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
-    other_stem = ImageEncoder(config("crate-alpha", stem="norm", **big))
     mssa, ista = crate.layers[0].attention, crate.layers[0].sparsification
     odl, mhsa = alpha.layers[0].sparsification, vit.layers[0].attention
     uniform = {ista.D: (6 / 128) ** 0.5, odl.D: (6 / 128) ** 0.5, odl.D_hat: (6 / 128) ** 0.5,
-               alpha.embed[0].weight: (6 / 48) ** 0.5, other_stem.embed[1].weight: (6 / 48) ** 0.5,
-               mssa.U.weight: 128 ** -0.5, mssa.W.weight: 128 ** -0.5}
+               alpha.embed[0].weight: (6 / 48) ** 0.5, mssa.U.weight: 128 ** -0.5,
+               mssa.W.weight: 128 ** -0.5}
     for weight, bound in uniform.items():
         assert 0.98 * bound < weight.abs().max() <= bound
         assert float(weight.std()) == pytest.approx(bound / 3 ** 0.5, rel=0.03)
@@ -667,15 +599,10 @@ def test_position_interpolation():
 
 
 @pytest.mark.parametrize("build, message", [
-    (lambda: config("crat"), "arch=crat is.*did you mean crate"),
-    (lambda: image_config("tinny"), "tinny.*tiny, small, base, large.*did you mean tiny"),
     (lambda: image_config("tiny", wdth=3), "wdth.*did you mean width"),
-    (lambda: config(heads=5), r"heads=5.*width=16.*\[1, 2, 4, 8, 16\]"),
     (lambda: config(patch_size=3), "patch_size=3.*image_size=8"),
-    (lambda: config(step_size=0.5), "step_size=0.5.*crate-c.*crate learns"),
     (lambda: config("crate-t", head_dim=3), "crate-t.*4 x 3 and 16"),
     (lambda: ImageEncoder(config(positions="sincos", width=6, heads=1)), "sincos.*6")])
 def test_config_errors(build, message):
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(ConfigError, match=message):
         build()
-    assert "\n" not in str(error.value)
