@@ -1,7 +1,4 @@
-"""
-model.py against the papers' equations, written here once more with tokens as columns (Z is d x n),
-in float64.
-"""
+"""model.py against the papers' equations, written once more with tokens as columns, in float64."""
 import math
 from functools import partial
 
@@ -59,7 +56,6 @@ def test_coding_rate(n, d):
     rate = model.coding_rate(Z, eps)
     assert_near(rate, torch.stack([R(z.T, eps) for z in Z]))
     assert_near(rate, model.coding_rate(orthonormal(n, n) @ Z @ orthonormal(d, d), eps))
-    assert (model.coding_rate(0 * Z, eps) == 0).all()
 
 
 @pytest.mark.parametrize("n, d, K, p", [(3, 10, 2, 5), (12, 10, 3, 4)])
@@ -69,10 +65,6 @@ def test_subspace_coding_rate(n, d, K, p):
     assert_near(rate, torch.stack([Rc(z.T, U, eps) for z in Z]))
     one_subspace = orthonormal(1, d, d)
     assert_near(model.subspace_coding_rate(Z, one_subspace, eps), model.coding_rate(Z, eps))
-
-    # [S]'s lower bound
-    spectrum = torch.linalg.svdvals(Z[:, None] @ U) ** 2 * p / (n * eps ** 2)
-    assert (rate >= (spectrum / 2 - spectrum ** 2 / 4).sum((1, 2))).all()
 
 
 @pytest.mark.parametrize("norm", ["l0", "l1"])
@@ -129,15 +121,6 @@ def test_gradient_of_subspace_rate(n, p):
         return sum(beta * Uk @ Uk.T @ z - beta ** 2 * Uk @ Uk.T @ z @ (Uk.T @ z).T @ (Uk.T @ z)
                    for Uk in U)
     assert_near(model.subspace_coding_rate_grad(Z, U, eps, neumann=True), by_column(two_terms, Z))
-
-
-def test_neumann_limit():
-    """The first term left out is beta^3 w (w^*w)^2: for small tokens the error falls as t^5."""
-    Z, U = torch.randn(6, 8), torch.randn(2, 8, 3)
-    error = [(model.subspace_coding_rate_grad(t * Z, U, 1.0)
-              - model.subspace_coding_rate_grad(t * Z, U, 1.0, neumann=True)).norm()
-             for t in (0.004, 0.002)]
-    assert error[0] / error[1] == pytest.approx(2 ** 5, rel=0.01)
 
 
 def test_gaussian_mixture_denoise():
@@ -230,8 +213,6 @@ def test_mhsa(causal):
         return op.W.weight @ heads.flatten(0, 1) + op.W.bias[:, None]
 
     assert_near(op(Z), by_column(literal, Z))
-    values = Z[:, None] @ op.bases() + op.QKV.bias[2 * K * p:].view(K, 1, p)
-    assert_near(op.project(Z)[2], values)
 
 
 def tssa(Z, op, constant=False):
@@ -241,32 +222,33 @@ def tssa(Z, op, constant=False):
     bias = 0 if op.U.bias is None else op.U.bias[:, None]
     w = (op.U.weight @ Z + bias).view(K, p, n)
     seen = [slice(0, i + 1 if op.causal else n) for i in range(n)]
-    b = op.b[:, :n, 0] if op.causal else torch.zeros(K, n)
-
-    energy = torch.zeros(K, n)
-    for k in range(K):
-        for i in range(n):
-            norm = w[k, :, seen[i]].norm(dim=1).clamp_min(1e-6 if op.causal else 1e-12)
-            ratio = (w[k, :, i] / norm) ** 2
-            if constant and i == 0:
-                ratio = ratio.detach()
-            energy[k, i] = op.eta[k] * (ratio + b[k, i]).sum()
-    Pi, out = energy.softmax(0), torch.zeros(K, p, n)
-    for k in range(K):
-        for i in range(n):
-            member = Pi[k, seen[i]]
-            s = (member * w[k, :, seen[i]] ** 2).sum(1) / (member.sum() + 1e-8)
-            out[k, :, i] = -Pi[k, i] * w[k, :, i] / (1 + s)
-    return op.W.weight @ out.flatten(0, 1) + op.W.bias[:, None]
+    energy, out = [], []
+    for i in range(n):
+        norm = w[:, :, seen[i]].norm(dim=2).clamp_min(1e-6 if op.causal else 1e-12)     # (K, p)
+        ratio = (w[:, :, i] / norm) ** 2
+        if constant and i == 0:
+            ratio = ratio.detach()
+        b = op.b[:, i] if op.causal else 0                                              # (K, 1)
+        energy.append(op.eta * (ratio + b).sum(1))
+    Pi = torch.stack(energy, 1).softmax(0)                                              # (K, n)
+    for i in range(n):
+        member = Pi[:, None, seen[i]]
+        s = (member * w[:, :, seen[i]] ** 2).sum(2) / (member.sum(2) + 1e-8)
+        out.append(-Pi[:, i, None] * w[:, :, i] / (1 + s))
+    return op.W.weight @ torch.stack(out, 2).flatten(0, 1) + op.W.bias[:, None]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal, size", [(False, 1), (True, 1), (False, 1e-12), (True, 1e-6)])
 @torch.no_grad()
-def test_tssa(causal):
-    op, Z = randomize(TSSA(12, 3, p=5, causal=causal, context=9)), torch.randn(2, 7, 12)
-    assert_near(op(Z), by_column(lambda z: tssa(z, op), Z))
+def test_tssa(causal, size):
+    """Also of tokens as small as the released guard under the norm, and of zero."""
+    op = randomize(TSSA(12, 3, p=5, causal=causal, context=9, bias=size == 1))
+    op.W.bias *= size
+    Z = size * torch.randn(2, 7, 12)
+    literal = by_column(partial(tssa, op=op), Z)
+    assert_near(op(Z) / size, literal / size, 1e-10 if size == 1 else 1e-6)
     assert_near(op.map(Z).sum(1), torch.ones(2, 7))         # memberships: a softmax over heads
-    assert_near(op.project(Z), model.project(Z, op.bases()) + op.U.bias.view(3, 1, 5))
+    assert size == 1 or (op(0 * Z) == op.W.bias).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -283,17 +265,6 @@ def test_tssa_drops_its_statistics(causal):
     shared = zero.all(1)                            # by sample and feature
     expected = (0, 0.01) if causal else (rate - 0.2, rate + 0.2)
     assert expected[0] <= shared.double().mean() <= expected[1]
-
-
-@pytest.mark.parametrize("causal, guard", [(False, 1e-12), (True, 1e-6)])
-@torch.no_grad()
-def test_tssa_of_vanishing_tokens(causal, guard):
-    """As small as the released guard under the norm, and zero."""
-    op, Z = randomize(TSSA(12, 3, causal=causal, context=7, bias=False)), torch.randn(2, 7, 12)
-    op.W.bias.zero_()
-    literal = by_column(lambda z: tssa(z, op), guard * Z)
-    assert_near(op(guard * Z) / guard, literal / guard, 1e-6)
-    assert not op(0 * Z).any()
 
 
 @pytest.mark.parametrize("size", [1.0, 7e-7])
@@ -375,8 +346,7 @@ def test_odl_and_mlp():
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
 
     mlp = MLP(d, 8)
-    assert_near(mlp.code(Z), F.gelu(Z @ mlp.up.weight.T + mlp.up.bias))
-    assert_near(mlp(Z), mlp.down(mlp.code(Z)))
+    assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -396,12 +366,11 @@ def test_layer(arch):
     row, fields = ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
     norm_eps = 1e-5 if row.family == "crate" else 1e-6
     step = 1.0 if row.output == "learned" else 0.6
-    layer = Layer(config(arch, layer_scale=0.5, expansion=2, step_size=step, **fields))
+    layer = Layer(config(arch, layer_scale=0.5, step_size=step, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
     def ln(Z, norm):
-        variance = Z.var(-1, unbiased=False, keepdim=True)
-        return (Z - Z.mean(-1, True)) / (variance + norm_eps).sqrt() * norm.weight + norm.bias
+        return F.layer_norm(Z, (16,), norm.weight, norm.bias, norm_eps)
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
@@ -415,8 +384,6 @@ def test_layer(arch):
     assert type(op) is row.attention and type(nonlinear) is (row.sparsification or type(None))
     assert type(op) is not MSSA or (op.output, op.step_size) == (row.output, step)
     assert all(getattr(nonlinear, name, value) == value for name, value in fields.items())
-    if type(nonlinear) in (ODL, MLP):                       # expansion
-        assert max(p.numel() for p in nonlinear.parameters()) == 16 * 32
 
 
 @torch.no_grad()
@@ -438,8 +405,8 @@ def test_initialization():
 
     normal = {crate.positions: 1, crate.class_token: 1, alpha.class_token: 1e-6}
     normal |= {weight: 0.02 for weight in (
-        alpha.positions, alpha.layers[0].attention.U.weight, alpha.layers[0].attention.W.weight,
-        vit.positions, mhsa.QKV.weight, mhsa.W.weight, vit.layers[0].sparsification.up.weight)}
+        alpha.positions, alpha.layers[0].attention.U.weight, vit.positions, mhsa.QKV.weight,
+        vit.layers[0].sparsification.up.weight)}
     for weight, std in normal.items():
         rel = 0.2 if weight.numel() == 128 else 0.05
         assert float(weight.std()) == pytest.approx(std, rel=rel)
@@ -485,35 +452,20 @@ def test_train_flops(arch):
     assert ImageClassifier(config(arch)).train_flops() == mean.train_flops() - left_out
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_last_layer_computes_the_class_token_alone(arch):
-    """The same logits and gradients, through a last layer that returns one token."""
-    net = randomize(ImageClassifier(config(arch)), 0.2).double()
-    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-    shapes = []
-    net.encoder.layers[-1].register_forward_hook(lambda layer, _, Z: shapes.append(Z.shape[1]))
-    alone = net(x)
-    gradient = torch.autograd.grad(alone.square().sum(), net.parameters())
-    full = net.head(net.pool(net.encoder(x)))
-    assert shapes == [1, 5]
-    assert_near(alone, full)
-    for ours, theirs in zip(gradient, torch.autograd.grad(full.square().sum(), net.parameters())):
-        assert_near(ours, theirs)
-
-
 # -------------------------------------------------------------------------------------------------
 # Image models
 # -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
-    """Every parameter has a gradient; the trace holds what the layers compute."""
-    net, x = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8)
+    """Every parameter has a gradient; the trace holds what the layers compute; the last layer
+    computes the class token alone, if that is what the head reads."""
+    net, x, computed = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8), []
+    encoder = net.encoder
+    encoder.layers[-1].register_forward_hook(lambda layer, _, Z: computed.append(Z.shape[1]))
     logits = net(x)
     logits.square().sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
-
-    encoder = net.encoder
     Z = encoder.tokens(x)
     for layer, traced in zip(encoder.layers, encoder.trace(x), strict=True):
         half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
@@ -525,6 +477,7 @@ def test_classifier(arch):
     assert_near(logits, net.head(Z[:, 0]))
     net.config.pool = "mean"
     assert_near(net(x), net.head(sum(Z[:, i] for i in range(1, 5)) / 4))
+    assert (computed[0], computed[-1]) == (1, 5)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-mm", "crate-alpha", "tost", "transformer"])
@@ -538,8 +491,8 @@ def test_compiled_equals_eager(arch):
     assert_near(torch.autograd.grad(compiled(x).square().sum(), parameters),
                 torch.autograd.grad(net(x).square().sum(), parameters), 1e-9)
     if arch == "crate":                                     # positions are interpolated
-        larger = torch.randn(2, 3, 16, 16)
-        assert_near(compiled(larger), net(larger), 1e-6)
+        x = torch.randn(2, 3, 16, 16)
+        assert_near(compiled(x), net(x), 1e-6)
 
 
 @pytest.mark.parametrize("size, arch, count", [
@@ -576,8 +529,6 @@ def test_sincos_positions():
             for row in range(side) for column in range(side)]
     expected = torch.tensor([[0.0] * d] + code)[None]
     assert_near(model.sincos_positions(d, side).double(), expected, 1e-6)
-    buffers = dict(ImageEncoder(config(positions="sincos")).named_buffers())
-    assert torch.equal(buffers["positions"], model.sincos_positions(16, 2))
 
 
 @torch.no_grad()
