@@ -47,8 +47,8 @@ def test_published_parameter_counts(arch, size, millions, count):
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
 @torch.no_grad()
 def test_initialization(arch):
-    """N(0, 0.02), 0.02 / sqrt(2 L) at the end of a residual branch, no biases; a first loss of ln V,
-    at a width where a tied head shows what is wrong."""
+    """N(0, 0.02), 0.02 / sqrt(2 L) at the end of a residual branch, no biases; and a first loss of
+    ln V, at a width where a tied head shows what is wrong."""
     c = TextConfig(arch=arch, width=768, heads=12, layers=6, vocab_size=4096, context=32)
     net, ids = LanguageModel(c).eval().float(), torch.randint(4096, (4, 33))
     assert float(net(ids[:, :-1], ids[:, 1:])) == pytest.approx(math.log(4096), rel=0.05)
