@@ -20,7 +20,7 @@ from checkpoint import load_model
 from flags import cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images
-from model import coding_rate, projected_coding_rate, saliency, sparse_rate_reduction
+from model import coding_rate, saliency, sparse_rate_reduction
 from scores import load_images, load_tokens, model_input, on_device, write_overlays
 
 
@@ -174,7 +174,7 @@ def layer_numbers(layer, Z, step, c):
         w = in_float64(step.half).unsqueeze(1) @ U                          # (B, K, n, p)
     else:                                               # each token to norm 1 in each head
         w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)
-    found = dict(rate_of_subspaces=projected_coding_rate(w, c.eps),
+    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1),
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:

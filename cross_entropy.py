@@ -1,9 +1,8 @@
-"""
-The cross-entropy of a tied head, block by block: the logits are never all in memory.
-"""
+"""The cross-entropy of a tied head, block by block: the logits are never all in memory."""
 import math
 
 import torch
+from torch.autograd.function import once_differentiable
 
 
 def _summed_cross_entropy(Z, W, targets, needs_grad):
@@ -25,11 +24,10 @@ def _summed_cross_entropy(Z, W, targets, needs_grad):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """linear_cross_entropy and its gradients in one pass."""
+    """The loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed, in one pass."""
 
     @staticmethod
     def forward(ctx, Z, W, targets, block, needs_grad):
-        """Z (N, d), W (V, d), targets (N,) -> the loss. Gradients, if needed, wait for backward."""
         wide = torch.promote_types(Z.dtype, torch.float32)
         total = Z.new_zeros((), dtype=wide)
         dZ = dW = None
@@ -50,9 +48,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
+    @once_differentiable                        # the saved gradients have no history
     def backward(ctx, grad):
-        if torch.is_grad_enabled():             # create_graph=True; the saved gradients have none
-            raise RuntimeError("linear_cross_entropy has no second derivative")
         dZ, dW, count = ctx.saved_tensors
         scale = grad / count
         scaled = scale * dZ.to(scale.dtype)     # a product in bf16 would round the scale

@@ -19,13 +19,11 @@ What differs from a plain transformer:
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
 Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024); [S] An In-depth
 Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
-Practice of Deep Representation Learning, Chapter 7. "Released code" means the authors'
-repositories.
+Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
 
-Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token a row:
-U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT with
-w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces), each of dimension p; d is the
-width.
+Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token of width
+d a row: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
+w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) have dimension p each.
 """
 import difflib
 import math
@@ -40,20 +38,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cross_entropy import linear_cross_entropy
 
 
-class ConfigError(ValueError):
-    """A model that cannot be built; the message is one line."""
-
-
-def not_one_of(word, words):
-    """"X is not one of a, b, c, did you mean b?", for messages about names."""
-    words = [str(w) for w in words]
-    close = difflib.get_close_matches(str(word), words, 1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"{word} is not one of {', '.join(words)}{hint}"
-
-
 # -------------------------------------------------------------------------------------------------
-# The CRATE layer's operators: MSSA compresses, ISTA sparsifies
+# The CRATE layer: MSSA compresses, ISTA sparsifies
 # -------------------------------------------------------------------------------------------------
 
 def project(Z, U):
@@ -90,31 +76,6 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     return out if bias is None else out + bias
 
 
-def ista(Z, D, eta=0.1, lambd=0.1):
-    """ISTA(Z | D) = ReLU(Z - eta D^*(D Z - Z) - eta lambda 1), as printed.
-
-    [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
-    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Z (..., n, d), D (d, d) -> (..., n, d).
-    [B] prints + eta lambda, which would not shrink."""
-    residual = Z @ D.mT - Z                                 # D Z - Z
-    return F.relu(Z - eta * residual @ D - eta * lambd)
-
-
-def weight_count(module):
-    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
-
-
-def softmax_attention(q, k, v, scale, mask, causal, dropout):
-    """softmax(scale q k^*) v, (B, K, m, p), by PyTorch's fused kernel.
-
-    In bfloat16 on a CPU that is slower than forming the map, up to about 512 tokens. The kernel
-    would keep the Gram matrix in float32, which is rounded here."""
-    on_cpu = q.device.type == "cpu" and q.dtype == torch.bfloat16
-    if on_cpu and mask is None and q.shape[2] <= 512:
-        return F.dropout(attention_map(q, k, scale, causal), dropout) @ v
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=scale)
-
-
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
     pairs = True                            # whether it multiplies each token by each
@@ -125,17 +86,14 @@ class Attention(nn.Module):
         self.scale = self.p ** -0.5         # keeps the Gram matrix's entries of order 1 for any p
 
     @classmethod
-    def build(cls, config, causal, context):
-        """The operator that a BackboneConfig describes, for sequences of up to `context` tokens."""
+    def build(cls, c, causal, context):
+        """The operator that BackboneConfig c describes, for sequences of up to `context` tokens."""
 
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
-    def values(self, Z):
-        """The projections whose rate is R^c: (B, K, n, p)."""
-
-    def keys(self, Z):
-        """What tokens are compared by: (B, K, n, p)."""
+    def project(self, Z):
+        """What tokens are compared by, (B, K, n, p): U_k^* Z; of MHSA (queries, keys, values)."""
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i has the weights that average to token i."""
@@ -146,13 +104,17 @@ class Attention(nn.Module):
         alone, (B, m, d); they attend to all n."""
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v, heads side by side: (B, n, K p)."""
-        n, mask = q.shape[2], None
-        past = k.shape[2] - n               # in generation, q are the last n tokens of k
+        """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
+        n, past = q.shape[2], k.shape[2] - q.shape[2]   # in generation, q are k's last n tokens
+        dropout = self.dropout if self.training else 0.0
+        causal, mask = self.causal and not past, None
         if self.causal and past and n > 1:
             mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
-        dropout = self.dropout if self.training else 0.0
-        out = softmax_attention(q, k, v, self.scale, mask, self.causal and not past, dropout)
+        # up to about 512 tokens in bfloat16, a CPU is faster with the map, rounded to bfloat16
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
+            out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
     def multiply_adds(self, n, read=None):
@@ -161,20 +123,6 @@ class Attention(nn.Module):
         out = weight_count(self.W)
         products = 2 * n * self.heads * self.p if self.pairs else 0
         return n * (weight_count(self) - out) + (read or n) * (out + products)
-
-
-def cached(state, new):
-    """The tokens `new` (B, K, m, p) behind the state["n"] before: (B, K, n + m, p). The first call
-    makes a buffer for state["room"] tokens."""
-    start = state.get("n", 0)
-    end = start + new.shape[2]
-    if end > state["room"]:
-        raise ConfigError(f"{end} tokens exceed the context of {state['room']}")
-    if not start:
-        state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])
-    state["past"][:, :, start:end] = new
-    state["n"] = end
-    return state["past"][:, :, :end]
 
 
 class MSSA(Attention):
@@ -200,8 +148,7 @@ class MSSA(Attention):
             self.W = nn.Linear(heads * self.p, d, bias=bias)
 
     @classmethod
-    def build(cls, config, causal, context):
-        c = config
+    def build(cls, c, causal, context):
         return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal=causal,
                    step_size=c.step_size, bias=c.out_bias, dropout=c.dropout)
 
@@ -209,10 +156,7 @@ class MSSA(Attention):
         return self.U.weight.view(self.heads, self.p, -1).mT
 
     def project(self, Z):
-        """w = U_k^* Z for every head."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-
-    keys = values = project
 
     def map(self, Z):
         w = self.project(Z)
@@ -234,16 +178,23 @@ class MSSA(Attention):
         return F.dropout(out, self.dropout, self.training)
 
 
+def ista(Z, D, eta=0.1, lambd=0.1):
+    """ISTA(Z | D) = ReLU(Z - eta D^*(D Z - Z) - eta lambda 1), as printed.
+
+    [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
+    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Z (..., n, d), D (d, d) -> (..., n, d).
+    [B] prints + eta lambda, which would not shrink."""
+    residual = Z @ D.mT - Z                                 # D Z - Z
+    return F.relu(Z - eta * residual @ D - eta * lambd)
+
+
 class Sparsification(nn.Module):
-    """The interface of what stands in the MLP's place, and what ISTA, MMProx, ODL and MLP share."""
+    """The interface of what stands in the MLP's place. forward(Z): (B, n, d) -> (B, n, d)."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
 
     @classmethod
-    def build(cls, config, context):
-        """The operator that a BackboneConfig describes, for sequences of up to `context` tokens."""
-
-    def forward(self, Z):
-        """Z (B, n, d) -> (B, n, d)."""
+    def build(cls, c, context):
+        """The operator that BackboneConfig c describes, for sequences of `context` tokens."""
 
     def code(self, Z):
         """The sparse code of Z (B, n, d), (B, n, m): the output, if that is the code."""
@@ -266,12 +217,11 @@ class ISTA(Sparsification):
     def __init__(self, d, eta=0.1, lambd=0.1):
         super().__init__()
         self.eta, self.lambd = eta, lambd
-        self.D = nn.Parameter(torch.empty(d, d))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
 
     @classmethod
-    def build(cls, config, context):
-        return cls(config.width, config.eta, config.lambd)
+    def build(cls, c, context):
+        return cls(c.width, c.eta, c.lambd)
 
     def forward(self, Z):
         if Z.numel() < self.D.numel():      # fewer than d (generation, class tokens): G costs more
@@ -279,10 +229,6 @@ class ISTA(Sparsification):
         G = self.eta * (self.D - self.D.mT @ self.D)
         return F.relu(Z + Z @ G - self.eta * self.lambd)
 
-
-# -------------------------------------------------------------------------------------------------
-# The layer
-# -------------------------------------------------------------------------------------------------
 
 class LayerTrace(NamedTuple):
     """What one layer did."""
@@ -387,6 +333,10 @@ def trace_layers(layers, Z):
     return traces
 
 
+def weight_count(module):
+    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
+
+
 def train_flops(layers, n, read=None):
     """Operations of forward and backward over a sequence of n: for a transformer n (6 N + 12 L n d)
     with N weights in its layers, a causal map counted in full. `read` as in run_layers."""
@@ -404,9 +354,9 @@ def train_flops(layers, n, read=None):
 # compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
 # -------------------------------------------------------------------------------------------------
 
-def at_least_float32(*tensors):
-    """The tensors in float32 or better: a logdet in half precision is wrong in the first digit."""
-    return [t if t.dtype == torch.float64 else t.float() for t in tensors]
+def at_least_float32(t):
+    """float64 stays: a logdet in half precision is wrong in the first digit."""
+    return t if t.dtype == torch.float64 else t.float()
 
 
 def gram_coding_rate(G, a):
@@ -415,7 +365,7 @@ def gram_coding_rate(G, a):
     With I + a G = L L^* it is the sum of log diag(L). A matrix that Cholesky cannot factor (G not
     finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
     with torch.autocast(G.device.type, enabled=False):
-        G, = at_least_float32(G)
+        G = at_least_float32(G)
         eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
         L, failed = torch.linalg.cholesky_ex(eye + a * G)
         half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -426,7 +376,7 @@ def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
 
     The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
-    Z, = at_least_float32(Z)
+    Z = at_least_float32(Z)
     n, d = Z.shape[-2:]
     with torch.autocast(Z.device.type, enabled=False):
         # Z Z^* and Z^* Z have the same determinant: the smaller one
@@ -437,14 +387,9 @@ def subspace_coding_rate(Z, U, eps=0.5):
     """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
 
     [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
-    Z, U = at_least_float32(Z, U)
+    Z, U = at_least_float32(Z), at_least_float32(U)
     with torch.autocast(Z.device.type, enabled=False):
-        return projected_coding_rate(project(Z, U), eps)
-
-
-def projected_coding_rate(w, eps=0.5):
-    """R^c from the projections w = U_k^* Z (..., K, n, p): the sum of R(w_k)."""
-    return coding_rate(w, eps).sum(-1)
+        return coding_rate(project(Z, U), eps).sum(-1)          # the sum of R(U_k^* Z)
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
@@ -452,9 +397,8 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
 
     [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
     entries of Z (..., n, d); returns (...). The measure of [S] is its negative."""
-    if norm not in ("l0", "l1"):
-        raise ConfigError(f"norm={not_one_of(norm, ('l0', 'l1'))}")
-    Z, U = at_least_float32(Z, U)
+    check_word("norm", norm, ("l0", "l1"))
+    Z = at_least_float32(Z)
     size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
     return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * size
 
@@ -468,7 +412,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 
     The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For w = (U_k^*Z)^*,
     (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
-    Z, U = at_least_float32(Z, U)
+    Z, U = at_least_float32(Z), at_least_float32(U)
     with torch.autocast(Z.device.type, enabled=False):
         w = project(Z, U)                                               # (..., K, n, p)
         n, p = w.shape[-2:]
@@ -506,8 +450,7 @@ class MHSA(Attention):
         self.W = nn.Linear(heads * self.p, d, bias=out_bias)
 
     @classmethod
-    def build(cls, config, causal, context):
-        c = config
+    def build(cls, c, causal, context):
         return cls(c.width, c.heads, c.head_dim, causal, bias=c.qkv_bias, out_bias=c.out_bias,
                    dropout=c.dropout)
 
@@ -516,16 +459,8 @@ class MHSA(Attention):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
 
     def project(self, Z):
-        """Queries, keys and values, (B, K, n, p) each."""
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
-
-    def keys(self, Z):
-        return self.project(Z)[1]
-
-    def values(self, Z):
-        """With their bias, if they have one."""
-        return self.project(Z)[2]
 
     def map(self, Z):
         q, k, _ = self.project(Z)
@@ -559,8 +494,7 @@ class TSSA(Attention):
         self.W = nn.Linear(heads * self.p, d, bias=out_bias)
 
     @classmethod
-    def build(cls, config, causal, context):
-        c = config
+    def build(cls, c, causal, context):
         return cls(c.width, c.heads, c.head_dim, causal, context, bias=c.qkv_bias,
                    out_bias=c.out_bias, dropout=c.dropout)
 
@@ -568,18 +502,12 @@ class TSSA(Attention):
 
     def project(self, Z):
         """w = U_k^* Z (+ bias) for every head, in float32 or better."""
-        return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))[0]
-
-    keys = project
-
-    def values(self, Z):
-        """Without the bias."""
-        return project(Z, self.bases())
+        return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))
 
     def statistics(self, w, state):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
         square = w.square()
-        eta = at_least_float32(self.eta)[0][:, None]
+        eta = at_least_float32(self.eta)[:, None]
         if not self.causal:
             # the released guards: 1e-12 under the norm (1e-24 under its square), 1e-8 under the sum
             share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
@@ -587,8 +515,6 @@ class TSSA(Attention):
             return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
         start = 0 if state is None else state.get("n", 0)
         end = start + w.shape[-2]
-        if end > self.b.shape[1]:
-            raise ConfigError(f"{end} tokens exceed the context of {self.b.shape[1]}")
         energy = square.cumsum(-2) + (state["energy"] if start else 0)      # squared norm so far
         likeness = (square / energy.clamp_min(1e-12)).sum(-1)   # the released causal code's guard
         if not start:
@@ -634,12 +560,11 @@ class MMProx(Sparsification):
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
         super().__init__()
         self.lambd, self.eps, self.context = lambd, eps, context
-        self.D = nn.Parameter(torch.empty(d, d))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
 
     @classmethod
-    def build(cls, config, context):
-        return cls(config.width, config.lambd, config.mm_eps, context)
+    def build(cls, c, context):
+        return cls(c.width, c.lambd, c.mm_eps, context)
 
     def forward(self, Z):
         n, d = Z.shape[-2:]
@@ -665,8 +590,8 @@ class ODL(Sparsification):
             nn.init.uniform_(D, -(6 / d) ** 0.5, (6 / d) ** 0.5)    # the released training code's
 
     @classmethod
-    def build(cls, config, context):
-        return cls(config.width, config.expansion, config.eta, config.lambd)
+    def build(cls, c, context):
+        return cls(c.width, c.expansion, c.eta, c.lambd)
 
     def multiply_adds(self):
         return super().multiply_adds() + 2 * self.D.numel()         # D is applied three times
@@ -691,8 +616,7 @@ class MLP(Sparsification):
         self.dropout = dropout
 
     @classmethod
-    def build(cls, config, context):
-        c = config
+    def build(cls, c, context):
         return cls(c.width, c.expansion * c.width, bias=c.mlp_bias, dropout=c.dropout)
 
     def code(self, Z):
@@ -706,6 +630,23 @@ class MLP(Sparsification):
 # -------------------------------------------------------------------------------------------------
 # The archs, their sizes, and a model's config
 # -------------------------------------------------------------------------------------------------
+
+class ConfigError(ValueError):
+    """A model that cannot be built; the message is one line."""
+
+
+def not_one_of(word, words):
+    """"X is not one of a, b, c, did you mean b?", for messages about names."""
+    words = [str(w) for w in words]
+    close = difflib.get_close_matches(str(word), words, 1)
+    hint = f", did you mean {close[0]}?" if close else ""
+    return f"{word} is not one of {', '.join(words)}{hint}"
+
+
+def check_word(name, word, words):
+    if word not in words:
+        raise ConfigError(f"{name}={not_one_of(word, words)}")
+
 
 class Family(NamedTuple):
     """What the authors of some archs put around the operators of an image model."""
@@ -789,8 +730,7 @@ SIZES = {
 
 def sizes_of(task, arch):
     """The named sizes of an arch: {name: fields}."""
-    if arch not in ARCHS:
-        raise ConfigError(f"arch={not_one_of(arch, ARCHS)}")
+    check_word("arch", arch, ARCHS)
     table = SIZES[task]
     return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
 
@@ -818,7 +758,7 @@ class BackboneConfig:
     mlp_bias: bool = True
 
     def __post_init__(self):
-        self.check_words(arch=ARCHS)
+        check_word("arch", self.arch, ARCHS)
         d, K, output = self.width, self.heads, ARCHS[self.arch].output
         if min(K, self.layers) < 1:
             raise ConfigError(f"heads={K} and layers={self.layers} must be 1 or more")
@@ -834,23 +774,16 @@ class BackboneConfig:
             raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
                               f"{self.arch} learns its own (W)")
 
-    def check_words(self, **choices):
-        for name, words in choices.items():
-            if getattr(self, name) not in words:
-                raise ConfigError(f"{name}={not_one_of(getattr(self, name), words)}")
-
 
 def make_config(cls, fields, size=None):
     """A config: the defaults of cls, over them the named size of the arch, over it `fields`."""
     if size is not None:
         arch = fields.get("arch", cls.arch)
         sizes = sizes_of(cls.task, arch)
-        if size not in sizes:
-            raise ConfigError(f"{arch} of size={not_one_of(size, sizes)}")
+        check_word(f"{arch} of size", size, sizes)
         fields = sizes[size] | fields
     for name in fields:
-        if name not in cls.__dataclass_fields__:
-            raise ConfigError(f"{cls.__name__}: {not_one_of(name, cls.__dataclass_fields__)}")
+        check_word(f"{cls.__name__}: field", name, cls.__dataclass_fields__)
     return cls(**fields)
 
 
@@ -883,10 +816,9 @@ class ImageConfig(BackboneConfig):
         P, size = self.patch_size, self.image_size
         if size % P:
             raise ConfigError(f"patch_size={P} does not divide image_size={size}")
-        self.check_words(stem=("norm", "plain"), pool=("class", "mean"),
-                         positions=("learned", "sincos"))
-        if self.positions == "sincos" and self.width % 4:
-            raise ConfigError(f"sincos positions need a width that 4 divides, not {self.width}")
+        check_word("stem", self.stem, ("norm", "plain"))
+        check_word("positions", self.positions, ("learned", "sincos"))
+        check_word("pool", self.pool, ("class", "mean"))
 
     def patches(self):
         """n, the number of patches of an image."""
@@ -915,19 +847,19 @@ def unpatchify(patches, P, channels=3):
 def sincos_positions(d, side):
     """MAE's fixed table (1, 1 + side^2, d): zeros for the class token, then side x side patches;
     column and row, each as sin and cos at d / 4 frequencies from 1 towards 1e-4."""
+    if d % 4:
+        raise ConfigError(f"sincos positions need a width that 4 divides, not {d}")
     omega = 10000 ** (-torch.arange(d // 4, dtype=torch.float64) / (d / 4))
     angle = torch.arange(side, dtype=torch.float64)[:, None] * omega        # (side, d / 4)
     code = torch.cat([angle.sin(), angle.cos()], 1)                         # (side, d / 2)
     column, row = code.repeat(side, 1), code.repeat_interleave(side, 0)     # (side^2, d / 2)
-    table = torch.cat([column, row], 1)
-    return torch.cat([torch.zeros(1, d, dtype=torch.float64), table]).float()[None]
+    return F.pad(torch.cat([column, row], 1), (0, 0, 1, 0)).float()[None]
 
 
 def saliency(attention, query="class"):
-    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch: (B, K, n).
-
-    query="class": the class token's row, below [B] Eq. (7.2.41). query="mean": the mean of the
-    patches' rows, which a mean-pooled head reads. TSSA has memberships Pi (B, K, 1 + n) instead."""
+    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, (B, K, n): the class
+    token's row, below [B] Eq. (7.2.41), or ("mean") the mean of the patches' rows, which a
+    mean-pooled head reads. TSSA has memberships Pi (B, K, 1 + n) instead."""
     if attention.ndim == 3:
         return attention[..., 1:]
     return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
@@ -972,14 +904,13 @@ class ImageEncoder(nn.Module):
             nn.init.normal_(self.positions, std=family.init_std or 1.0)
 
     def position_table(self, rows, columns):
-        """Positions (1, 1 + n, d) for another grid of patches, interpolated (bicubic).
-
-        By the sizes of the grids alone: DINO adds 0.1 to the new size in its scale factor."""
+        """Positions (1, 1 + n, d), interpolated (bicubic) to another grid of patches. By the sizes
+        of the grids alone: DINO adds 0.1 to the new size in its scale factor."""
         positions, side = self.positions, self.config.image_size // self.config.patch_size
         if rows == columns == side:
             return positions
         grid = positions[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
-        grid = F.interpolate(at_least_float32(grid)[0], size=(rows, columns), mode="bicubic")
+        grid = F.interpolate(at_least_float32(grid), size=(rows, columns), mode="bicubic")
         return torch.cat([positions[:, :1], grid.flatten(2).mT.to(positions.dtype)], 1)
 
     def tokens(self, x):
@@ -988,8 +919,7 @@ class ImageEncoder(nn.Module):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        Z = self.embed(patchify(x, P))
-        Z = torch.cat([self.class_token.expand(B, -1, -1), Z], 1)
+        Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
@@ -1054,23 +984,22 @@ class MAEConfig(ImageConfig):
         for name in ("layers", "width", "heads"):
             if getattr(self, f"decoder_{name}") is None:
                 setattr(self, f"decoder_{name}", getattr(self, name))
-            if getattr(self, f"decoder_{name}") < 1:
-                raise ConfigError(f"decoder_{name} must be 1 or more")
-        d, K = self.decoder_width, self.decoder_heads
-        n, masked = self.patches(), self.masked_patches()
-        self.check_words(mask_tokens=("before", "after"))
+        check_word("mask_tokens", self.mask_tokens, ("before", "after"))
+        n, masked, d = self.patches(), self.masked_patches(), self.decoder_width
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
         if self.mask_tokens == "before" and d != self.width:
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
-        if not self.same_decoder() and d % K:
-            raise ConfigError(f"decoder_heads={K} does not divide decoder_width={d}")
-        if self.mask_tokens == "after" and d % 4:
-            raise ConfigError(f"sincos positions need a decoder_width that 4 divides, not {d}")
 
-    def same_decoder(self):
-        """Whether the decoder has the encoder's width and heads, and so its head_dim."""
-        return (self.decoder_width, self.decoder_heads) == (self.width, self.heads)
+    def decoder(self):
+        """The config of its layers; of the encoder's width and heads, it has its head_dim too."""
+        size = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
+        if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
+            size["head_dim"] = None
+        try:
+            return replace(self, **size)
+        except ConfigError as error:
+            raise ConfigError(f"decoder: {error}")
 
     def masked_patches(self):
         """How many patches are masked; the rest is rounded down, as in the released code."""
@@ -1087,21 +1016,17 @@ class DecoderLayer(nn.Module):
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
-    Sparsification first, since it came last, and the sign of the compression reversed. D~, a plain
-    d x d map, takes the place of the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and
+    D~, a plain d x d map, stands for the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and
     eta = 1, D undoes ISTA exactly at lambda = 0, and up to lambda sqrt(nnz) a token otherwise.
     I - MSSA is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU
     cuts off has to be learned."""
 
-    def __init__(self, config):
+    def __init__(self, c):
         super().__init__()
-        c = config
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.D = nn.Parameter(torch.empty(c.width, c.width))
-        nn.init.kaiming_uniform_(self.D)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
         self.attention = ARCHS[c.arch].attention.build(c, causal=False, context=None)
-        self.sparsification = None          # no operator here: D~ is a plain linear map
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1117,10 +1042,10 @@ class DecoderLayer(nn.Module):
 
 
 class Mask(NamedTuple):
-    """Which patches of each image are masked."""
-    order: torch.Tensor                 # (B, n): the patches by number, the visible ones first
-    back: torch.Tensor                  # (B, n): each patch's place in that order
-    masked: torch.Tensor                # (B, n) bool
+    """Which patches of each image are masked, each (B, n)."""
+    order: torch.Tensor                 # the patches by number, the visible ones first
+    back: torch.Tensor                  # each patch's place in that order
+    masked: torch.Tensor                # bool
 
 
 class MaskedAutoencoder(nn.Module):
@@ -1141,13 +1066,10 @@ class MaskedAutoencoder(nn.Module):
             self.decoder_embed = nn.Linear(c.width, d)
             table = sincos_positions(d, c.image_size // c.patch_size)
             self.register_buffer("decoder_positions", table)
-        decoder_config = c
-        if not c.same_decoder():
-            decoder_config = replace(c, width=d, heads=c.decoder_heads, head_dim=None)
         # a proximal step is undone by its mirror image; a residual branch has none
-        operator = ARCHS[c.arch].sparsification
+        operator, config = ARCHS[c.arch].sparsification, c.decoder()
         layer = Layer if operator is None or operator.residual else DecoderLayer
-        self.decoder = nn.ModuleList(layer(decoder_config) for _ in range(c.decoder_layers))
+        self.decoder = nn.ModuleList(layer(config) for _ in range(config.layers))
         self.decoder_norm = nn.LayerNorm(d, 1e-6)
         self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
@@ -1200,8 +1122,8 @@ class MaskedAutoencoder(nn.Module):
     def forward(self, x, noise):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
         mask = self.draw_mask(noise)
-        predicted, targets = at_least_float32(self.predicted(x, mask), self.targets(x))
-        error = (predicted - targets).square().mean(-1)
+        error = at_least_float32(self.predicted(x, mask)) - at_least_float32(self.targets(x))
+        error = error.square().mean(-1)
         return (error * mask.masked).sum() / mask.masked.sum()
 
     def trace(self, x, noise):
@@ -1333,9 +1255,7 @@ class LanguageModel(nn.Module):
         forgotten. A row that met `stop` repeats it."""
         context = self.config.context
         state, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        if ids.shape[1] > context:
-            ids = ids[:, -(context // 2):]
-        new = ids
+        new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
         for _ in range(n):
             if state and state[0]["n"] == context:
                 state, new = [], ids[:, -(context // 2):]
@@ -1353,6 +1273,17 @@ class LanguageModel(nn.Module):
         """The prompts `ids` (B, m) with up to n tokens behind them; options as in `stream`."""
         with sdpa_kernel(FOR_ANY_LENGTH):
             return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
+
+
+def cached(state, new):
+    """The tokens `new` (B, K, m, p) behind the state["n"] before: (B, K, n + m, p). The first call
+    makes a buffer for state["room"] tokens."""
+    start = state.get("n", 0)
+    if not start:
+        state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])
+    state["n"] = end = start + new.shape[2]
+    state["past"][:, :, start:end] = new
+    return state["past"][:, :, :end]
 
 
 def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

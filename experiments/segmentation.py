@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from checkpoint import load_model
 from data import augment
 from flags import cli, DeviceFlags, needed, option, parse, UserError
-from model import patchify
+from model import MHSA, patchify
 from parallel import Processes
 from scores import load_images, model_input, on_device
 
@@ -102,7 +102,9 @@ def patch_features(encoder, x, number, kind):
         return layers[number - 1].out[:, 1:]
     layer = encoder.layers[number - 1]
     Z = layers[number - 2].out if number > 1 else encoder.tokens(x)
-    return layer.attention.keys(layer.norm1(Z)).transpose(1, 2).flatten(2)[:, 1:]  # heads abreast
+    w = layer.attention.project(layer.norm1(Z))
+    keys = w[1] if isinstance(layer.attention, MHSA) else w
+    return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
 
 
 # -------------------------------------------------------------------------------------------------

@@ -1,13 +1,9 @@
-"""
-model.py against the papers' equations, written here once more with tokens as columns (Z is d x n),
-in float64.
-"""
+"""model.py against the papers' equations, written once more with tokens as columns, in float64."""
 import math
 from functools import partial
 
 import pytest
 import torch
-from torch.distributions import MultivariateNormal
 from torch.nn import functional as F
 
 import model
@@ -59,10 +55,7 @@ def test_coding_rate(n, d):
     Z, eps = torch.randn(2, n, d), 0.3
     rate = model.coding_rate(Z, eps)
     assert_near(rate, torch.stack([R(z.T, eps) for z in Z]))
-    spectrum = d / (n * eps ** 2) * torch.linalg.svdvals(Z) ** 2
-    assert_near(rate, 0.5 * torch.log1p(spectrum).sum(-1))
     assert_near(rate, model.coding_rate(orthonormal(n, n) @ Z @ orthonormal(d, d), eps))
-    assert (model.coding_rate(0 * Z, eps) == 0).all()
 
 
 @pytest.mark.parametrize("n, d, K, p", [(3, 10, 2, 5), (12, 10, 3, 4)])
@@ -70,15 +63,8 @@ def test_subspace_coding_rate(n, d, K, p):
     Z, U, eps = torch.randn(2, n, d), torch.randn(K, d, p), 0.7
     rate = model.subspace_coding_rate(Z, U, eps)
     assert_near(rate, torch.stack([Rc(z.T, U, eps) for z in Z]))
-
-    projections = torch.stack([torch.stack([z @ Uk for Uk in U]) for z in Z])
-    assert_near(rate, model.projected_coding_rate(projections, eps))
     one_subspace = orthonormal(1, d, d)
     assert_near(model.subspace_coding_rate(Z, one_subspace, eps), model.coding_rate(Z, eps))
-
-    # [S]'s lower bound
-    spectrum = torch.linalg.svdvals(projections) ** 2 * p / (n * eps ** 2)
-    assert (rate >= (spectrum / 2 - spectrum ** 2 / 4).sum((1, 2))).all()
 
 
 @pytest.mark.parametrize("norm", ["l0", "l1"])
@@ -87,8 +73,6 @@ def test_sparse_rate_reduction(norm):
     size = Z.count_nonzero((1, 2)) if norm == "l0" else Z.abs().sum((1, 2))
     expected = torch.stack([R(z.T, 0.5) - Rc(z.T, U, 0.5) for z in Z]) - 0.2 * size
     assert_near(model.sparse_rate_reduction(Z, U, lambd=0.2, norm=norm), expected)
-    with pytest.raises(ConfigError, match="l2.*l0, l1"):
-        model.sparse_rate_reduction(Z, U, norm="l2")
 
 
 RATES = {
@@ -139,15 +123,6 @@ def test_gradient_of_subspace_rate(n, p):
     assert_near(model.subspace_coding_rate_grad(Z, U, eps, neumann=True), by_column(two_terms, Z))
 
 
-def test_neumann_limit():
-    """The first term left out is beta^3 w (w^*w)^2: for small tokens the error falls as t^5."""
-    Z, U = torch.randn(6, 8), torch.randn(2, 8, 3)
-    error = [(model.subspace_coding_rate_grad(t * Z, U, 1.0)
-              - model.subspace_coding_rate_grad(t * Z, U, 1.0, neumann=True)).norm()
-             for t in (0.004, 0.002)]
-    assert error[0] / error[1] == pytest.approx(2 ** 5, rel=0.01)
-
-
 def test_gaussian_mixture_denoise():
     d, K, p, sigma = 9, 4, 2, 0.8
     z, U = torch.randn(5, d), orthonormal(K, d, p)
@@ -160,27 +135,6 @@ def test_gaussian_mixture_denoise():
     # without noise: the projection onto the nearest subspace
     for zi, found in zip(z, model.gaussian_mixture_denoise(z, U, 1e-3)):
         assert_near(found, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
-
-
-def test_denoiser_is_near_the_posterior_mean():
-    """[J] Eq. (47) is O(sigma^2) off E[z_clean | z], here by Tweedie's formula ([J] Eq. (46))."""
-    d, K, p, n = 9, 4, 2, 200
-    U, spectrum = orthonormal(K, d, p), torch.tensor([1.0, 2.5])
-    covariance = U * spectrum @ U.mT
-    clean = torch.einsum("idp,ip->id", U[torch.arange(n) % K], spectrum.sqrt() * torch.randn(n, p))
-    noise, errors = torch.randn(n, d), []
-
-    for sigma in (0.2, 0.1, 0.05, 0.025):
-        z = (clean + sigma * noise).requires_grad_()
-        noisy = covariance + sigma ** 2 * torch.eye(d)
-        density = torch.stack([MultivariateNormal(torch.zeros(d), C).log_prob(z) for C in noisy], 1)
-        score, = torch.autograd.grad(density.logsumexp(1).sum(), z)
-        mean = z + sigma ** 2 * score
-        errors.append((model.gaussian_mixture_denoise(z, U, sigma) - mean).norm().item())
-
-    assert errors[-1] < 1e-3 * mean.norm()
-    for coarse, fine in zip(errors, errors[1:]):
-        assert coarse / fine == pytest.approx(4, rel=0.1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -233,24 +187,13 @@ def test_mssa_module(output, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_bfloat16_on_the_cpu(causal):
-    """As close to the equation in float64 as PyTorch's fused kernel in bfloat16 is."""
-    op, probe = MSSA(48, 3, causal=causal), torch.randn(2, 40, 48)
-    w = torch.randn(2, 3, 40, 16).bfloat16()
-
-    def fused(q, k, v):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=op.scale)
-        return out.transpose(1, 2).flatten(-2)
-
-    def run(attend, w):
-        w = w.detach().clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            out = attend(w, w, w)
-        (out * probe).sum().backward()
-        return out, w.grad
-    exact = run(op.attend, w.double())
-    for ours, theirs, truth in zip(run(op.attend, w), run(fused, w), exact):
-        assert ours.dtype == torch.bfloat16
-        assert (ours - truth).norm() < 1.5 * (theirs - truth).norm() + 2 ** -9 * truth.norm()
+    """With the map formed: as close to float64 as PyTorch's fused kernel is."""
+    op, w = MSSA(48, 3, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
+    fused = F.scaled_dot_product_attention(w, w, w, is_causal=causal, scale=op.scale)
+    exact, found = op.attend(*[w.double()] * 3), op.attend(w, w, w)
+    assert found.dtype == torch.bfloat16
+    error = (fused.transpose(1, 2).flatten(2) - exact).norm()
+    assert (found - exact).norm() < 1.5 * error + 2 ** -9 * exact.norm()
 
 
 def test_mssa_with_one_head_of_full_width_has_no_W():
@@ -270,7 +213,6 @@ def test_mhsa(causal):
         return op.W.weight @ heads.flatten(0, 1) + op.W.bias[:, None]
 
     assert_near(op(Z), by_column(literal, Z))
-    assert_near(op.values(Z), Z[:, None] @ op.bases() + op.QKV.bias[2 * K * p:].view(K, 1, p))
 
 
 def tssa(Z, op, constant=False):
@@ -280,63 +222,49 @@ def tssa(Z, op, constant=False):
     bias = 0 if op.U.bias is None else op.U.bias[:, None]
     w = (op.U.weight @ Z + bias).view(K, p, n)
     seen = [slice(0, i + 1 if op.causal else n) for i in range(n)]
-    b = op.b[:, :n, 0] if op.causal else torch.zeros(K, n)
+    energy, out = [], []
+    for i in range(n):
+        norm = w[:, :, seen[i]].norm(dim=2).clamp_min(1e-6 if op.causal else 1e-12)     # (K, p)
+        ratio = (w[:, :, i] / norm) ** 2
+        if constant and i == 0:
+            ratio = ratio.detach()
+        b = op.b[:, i] if op.causal else 0                                              # (K, 1)
+        energy.append(op.eta * (ratio + b).sum(1))
+    Pi = torch.stack(energy, 1).softmax(0)                                              # (K, n)
+    for i in range(n):
+        member = Pi[:, None, seen[i]]
+        s = (member * w[:, :, seen[i]] ** 2).sum(2) / (member.sum(2) + 1e-8)
+        out.append(-Pi[:, i, None] * w[:, :, i] / (1 + s))
+    return op.W.weight @ torch.stack(out, 2).flatten(0, 1) + op.W.bias[:, None]
 
-    energy = torch.zeros(K, n)
-    for k in range(K):
-        for i in range(n):
-            norm = w[k, :, seen[i]].norm(dim=1).clamp_min(1e-6 if op.causal else 1e-12)
-            ratio = (w[k, :, i] / norm) ** 2
-            if constant and i == 0:
-                ratio = ratio.detach()
-            energy[k, i] = op.eta[k] * (ratio + b[k, i]).sum()
-    Pi, out = energy.softmax(0), torch.zeros(K, p, n)
-    for k in range(K):
-        for i in range(n):
-            member = Pi[k, seen[i]]
-            s = (member * w[k, :, seen[i]] ** 2).sum(1) / (member.sum() + 1e-8)
-            out[k, :, i] = -Pi[k, i] * w[k, :, i] / (1 + s)
-    return op.W.weight @ out.flatten(0, 1) + op.W.bias[:, None]
+
+@pytest.mark.parametrize("causal, size", [(False, 1), (True, 1), (False, 1e-12), (True, 1e-6)])
+@torch.no_grad()
+def test_tssa(causal, size):
+    """Also of tokens as small as the released guard under the norm, and of zero."""
+    op = randomize(TSSA(12, 3, p=5, causal=causal, context=9, bias=size == 1))
+    op.W.bias *= size
+    Z = size * torch.randn(2, 7, 12)
+    literal = by_column(partial(tssa, op=op), Z)
+    assert_near(op(Z) / size, literal / size, 1e-10 if size == 1 else 1e-6)
+    assert_near(op.map(Z).sum(1), torch.ones(2, 7))         # memberships: a softmax over heads
+    assert size == 1 or (op(0 * Z) == op.W.bias).all()
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
-def test_tssa(causal):
-    op, Z = randomize(TSSA(12, 3, p=5, causal=causal, context=9)), torch.randn(2, 7, 12)
-    assert_near(op(Z), by_column(lambda z: tssa(z, op), Z))
-    assert_near(op.map(Z).sum(1), torch.ones(2, 7))         # memberships: a softmax over heads
-    assert_near(op.project(Z), op.values(Z) + op.U.bias.view(3, 1, 5))
-
-
-@pytest.mark.parametrize("causal", [False, True])
 def test_tssa_drops_its_statistics(causal):
     """1 / (1 + s), as the released code: for all tokens at once where they share s."""
     op, Z, rate = randomize(TSSA(12, 3, causal=causal, context=200)), torch.randn(4, 200, 12), 0.3
-    seen = []
-    op.W.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
-    op(Z)
-    op.dropout = rate
-    op(Z)
-    op.eval()(Z)
-    whole, dropped, evaluated = seen
-    assert_near(evaluated, whole)
-    zero = dropped == 0
-    assert_near(dropped, torch.where(zero, 0.0, whole / (1 - rate)))
-    if causal:
-        assert abs(zero.double().mean() - rate) < 0.02
-    else:
-        assert (zero == zero[:, :1]).all() and 0 < zero[:, 0].double().mean() < 2 * rate
-
-
-@pytest.mark.parametrize("causal, guard", [(False, 1e-12), (True, 1e-6)])
-@torch.no_grad()
-def test_tssa_of_vanishing_tokens(causal, guard):
-    """As small as the released guard under the norm, and zero."""
-    op, Z = randomize(TSSA(12, 3, causal=causal, context=7, bias=False)), torch.randn(2, 7, 12)
-    op.W.bias.zero_()
-    literal = by_column(lambda z: tssa(z, op), guard * Z)
-    assert_near(op(guard * Z) / guard, literal / guard, 1e-6)
-    assert not op(0 * Z).any()
+    op.W = torch.nn.Identity()
+    whole, op.dropout = op(Z), rate
+    damping = op(Z) * (1 - rate) ** 2 / whole       # 0 or 1; the output is dropped as well
+    zero = damping.abs() < 0.5
+    assert_near(damping, torch.where(zero, 0.0, 1.0), 1e-6)
+    assert_near(op.eval()(Z), whole)
+    shared = zero.all(1)                            # by sample and feature
+    expected = (0, 0.01) if causal else (rate - 0.2, rate + 0.2)
+    assert expected[0] <= shared.double().mean() <= expected[1]
 
 
 @pytest.mark.parametrize("size", [1.0, 7e-7])
@@ -350,23 +278,15 @@ def test_a_first_token_has_a_constant_ratio_to_itself(size):
                 torch.autograd.grad(by_column(literal, Z).square().sum(), inputs), 1e-8)
 
 
-ATTENTION = {
-    "mssa": lambda causal: MSSA(12, 3, causal=causal),
-    "crate-n": lambda causal: MSSA(12, 3, output="negative", causal=causal),
-    "mhsa": lambda causal: MHSA(12, 3, causal=causal),
-    "tssa": lambda causal: TSSA(12, 3, causal=causal, context=7),
-}
-
-
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kind", ["mssa", "mhsa"])
+@pytest.mark.parametrize("kind", [MSSA, MHSA])
 @torch.no_grad()
 def test_attention_maps(kind, causal):
-    op, Z = randomize(ATTENTION[kind](causal)), torch.randn(2, 7, 12)
-    A = op.map(Z)
+    op, Z = randomize(kind(12, 3, causal=causal)), torch.randn(2, 7, 12)
+    A, values = op.map(Z), op.project(Z)[2] if kind is MHSA else op.project(Z)
     assert (A >= 0).all() and (A.triu(1) == 0).all() == causal
     assert_near(A.sum(-1), torch.ones(2, 3, 7))
-    assert_near(op.W((A @ op.values(Z)).transpose(1, 2).flatten(2)), op(Z))
+    assert_near(op.W((A @ values).transpose(1, 2).flatten(2)), op(Z))
 
 
 def test_saliency():
@@ -374,18 +294,6 @@ def test_saliency():
     assert torch.equal(model.saliency(A), A[:, :, 0, 1:])
     assert_near(model.saliency(A, "mean"), sum(A[:, :, i, 1:] for i in range(1, 5)) / 4)
     assert torch.equal(model.saliency(Pi), Pi[:, :, 1:])
-
-
-@pytest.mark.parametrize("chunks", [(1,) * 7, (4, 1, 1, 1), (3, 2, 2)], ids=str)
-@pytest.mark.parametrize("kind", ATTENTION)
-@torch.no_grad()
-def test_cache(kind, chunks):
-    """The same output piece by piece; one tensor is kept, two for MHSA, running sums for TSSA."""
-    op, Z, state = randomize(ATTENTION[kind](True)), torch.randn(2, 7, 12), {"room": 7}
-    assert_near(torch.cat([op(z, state) for z in Z.split(chunks, 1)], 1), op(Z))
-    held = sum(t.numel() for t in state.values() if isinstance(t, torch.Tensor))
-    assert held == {"mhsa": 2 * 2 * 7 * 12, "tssa": 2 * (12 + 12 + 3)}.get(kind, 2 * 7 * 12)
-    assert state["n"] == 7
 
 
 # -------------------------------------------------------------------------------------------------
@@ -438,8 +346,7 @@ def test_odl_and_mlp():
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
 
     mlp = MLP(d, 8)
-    assert_near(mlp.code(Z), F.gelu(Z @ mlp.up.weight.T + mlp.up.bias))
-    assert_near(mlp(Z), mlp.down(mlp.code(Z)))
+    assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -459,12 +366,11 @@ def test_layer(arch):
     row, fields = ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
     norm_eps = 1e-5 if row.family == "crate" else 1e-6
     step = 1.0 if row.output == "learned" else 0.6
-    layer = Layer(config(arch, layer_scale=0.5, expansion=2, step_size=step, **fields))
+    layer = Layer(config(arch, layer_scale=0.5, step_size=step, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
     def ln(Z, norm):
-        variance = Z.var(-1, unbiased=False, keepdim=True)
-        return (Z - Z.mean(-1, True)) / (variance + norm_eps).sqrt() * norm.weight + norm.bias
+        return F.layer_norm(Z, (16,), norm.weight, norm.bias, norm_eps)
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
@@ -478,36 +384,29 @@ def test_layer(arch):
     assert type(op) is row.attention and type(nonlinear) is (row.sparsification or type(None))
     assert type(op) is not MSSA or (op.output, op.step_size) == (row.output, step)
     assert all(getattr(nonlinear, name, value) == value for name, value in fields.items())
-    if type(nonlinear) in (ODL, MLP):                       # expansion
-        assert max(p.numel() for p in nonlinear.parameters()) == 16 * 32
-
-
-def test_layer_scale_of_tost():
-    for layers, value in ((12, 1.0), (24, 1e-5)):
-        assert (Layer(config("tost", layers=layers)).scale1 == value).all()
-    assert Layer(config("crate")).scale1 is None
 
 
 @torch.no_grad()
 def test_initialization():
     """The released codes' distributions, on matrices large enough to see bound or deviation."""
+    for layers, scale in ((12, 1.0), (24, 1e-5)):
+        assert (Layer(config("tost", layers=layers)).scale1 == scale).all()
     big = dict(width=128, image_size=32)
     crate, alpha, vit = (ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
-    other_stem = ImageEncoder(config("crate-alpha", stem="norm", **big))
     mssa, ista = crate.layers[0].attention, crate.layers[0].sparsification
     odl, mhsa = alpha.layers[0].sparsification, vit.layers[0].attention
     uniform = {ista.D: (6 / 128) ** 0.5, odl.D: (6 / 128) ** 0.5, odl.D_hat: (6 / 128) ** 0.5,
-               alpha.embed[0].weight: (6 / 48) ** 0.5, other_stem.embed[1].weight: (6 / 48) ** 0.5,
-               mssa.U.weight: 128 ** -0.5, mssa.W.weight: 128 ** -0.5}
+               alpha.embed[0].weight: (6 / 48) ** 0.5, mssa.U.weight: 128 ** -0.5,
+               mssa.W.weight: 128 ** -0.5}
     for weight, bound in uniform.items():
         assert 0.98 * bound < weight.abs().max() <= bound
         assert float(weight.std()) == pytest.approx(bound / 3 ** 0.5, rel=0.03)
 
     normal = {crate.positions: 1, crate.class_token: 1, alpha.class_token: 1e-6}
     normal |= {weight: 0.02 for weight in (
-        alpha.positions, alpha.layers[0].attention.U.weight, alpha.layers[0].attention.W.weight,
-        vit.positions, mhsa.QKV.weight, mhsa.W.weight, vit.layers[0].sparsification.up.weight)}
+        alpha.positions, alpha.layers[0].attention.U.weight, vit.positions, mhsa.QKV.weight,
+        vit.layers[0].sparsification.up.weight)}
     for weight, std in normal.items():
         rel = 0.2 if weight.numel() == 128 else 0.05
         assert float(weight.std()) == pytest.approx(std, rel=rel)
@@ -553,35 +452,20 @@ def test_train_flops(arch):
     assert ImageClassifier(config(arch)).train_flops() == mean.train_flops() - left_out
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_last_layer_computes_the_class_token_alone(arch):
-    """The same logits and gradients, through a last layer that returns one token."""
-    net = randomize(ImageClassifier(config(arch)), 0.2).double()
-    x = torch.randn(3, 3, 8, 8, dtype=torch.float64)
-    shapes = []
-    net.encoder.layers[-1].register_forward_hook(lambda layer, _, Z: shapes.append(Z.shape[1]))
-    alone = net(x)
-    gradient = torch.autograd.grad(alone.square().sum(), net.parameters())
-    full = net.head(net.pool(net.encoder(x)))
-    assert shapes == [1, 5]
-    assert_near(alone, full)
-    for ours, theirs in zip(gradient, torch.autograd.grad(full.square().sum(), net.parameters())):
-        assert_near(ours, theirs)
-
-
 # -------------------------------------------------------------------------------------------------
 # Image models
 # -------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
-    """Every parameter has a gradient; the trace holds what the layers compute."""
-    net, x = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8)
+    """Every parameter has a gradient; the trace holds what the layers compute; the last layer
+    computes the class token alone, if that is what the head reads."""
+    net, x, computed = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8), []
+    encoder = net.encoder
+    encoder.layers[-1].register_forward_hook(lambda layer, _, Z: computed.append(Z.shape[1]))
     logits = net(x)
     logits.square().sum().backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
-
-    encoder = net.encoder
     Z = encoder.tokens(x)
     for layer, traced in zip(encoder.layers, encoder.trace(x), strict=True):
         half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
@@ -593,6 +477,7 @@ def test_classifier(arch):
     assert_near(logits, net.head(Z[:, 0]))
     net.config.pool = "mean"
     assert_near(net(x), net.head(sum(Z[:, i] for i in range(1, 5)) / 4))
+    assert (computed[0], computed[-1]) == (1, 5)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-mm", "crate-alpha", "tost", "transformer"])
@@ -606,8 +491,8 @@ def test_compiled_equals_eager(arch):
     assert_near(torch.autograd.grad(compiled(x).square().sum(), parameters),
                 torch.autograd.grad(net(x).square().sum(), parameters), 1e-9)
     if arch == "crate":                                     # positions are interpolated
-        larger = torch.randn(2, 3, 16, 16)
-        assert_near(compiled(larger), net(larger), 1e-6)
+        x = torch.randn(2, 3, 16, 16)
+        assert_near(compiled(x), net(x), 1e-6)
 
 
 @pytest.mark.parametrize("size, arch, count", [
@@ -644,8 +529,6 @@ def test_sincos_positions():
             for row in range(side) for column in range(side)]
     expected = torch.tensor([[0.0] * d] + code)[None]
     assert_near(model.sincos_positions(d, side).double(), expected, 1e-6)
-    buffers = dict(ImageEncoder(config(positions="sincos")).named_buffers())
-    assert torch.equal(buffers["positions"], model.sincos_positions(16, 2))
 
 
 @torch.no_grad()
@@ -667,15 +550,10 @@ def test_position_interpolation():
 
 
 @pytest.mark.parametrize("build, message", [
-    (lambda: config("crat"), "arch=crat is.*did you mean crate"),
-    (lambda: image_config("tinny"), "tinny.*tiny, small, base, large.*did you mean tiny"),
     (lambda: image_config("tiny", wdth=3), "wdth.*did you mean width"),
-    (lambda: config(heads=5), r"heads=5.*width=16.*\[1, 2, 4, 8, 16\]"),
     (lambda: config(patch_size=3), "patch_size=3.*image_size=8"),
-    (lambda: config(step_size=0.5), "step_size=0.5.*crate-c.*crate learns"),
     (lambda: config("crate-t", head_dim=3), "crate-t.*4 x 3 and 16"),
-    (lambda: config(positions="sincos", width=6, heads=1), "sincos.*6")])
+    (lambda: ImageEncoder(config(positions="sincos", width=6, heads=1)), "sincos.*6")])
 def test_config_errors(build, message):
-    with pytest.raises(ConfigError, match=message) as error:
+    with pytest.raises(ConfigError, match=message):
         build()
-    assert "\n" not in str(error.value)
