@@ -85,8 +85,8 @@ def test_end_of_text_ends_it(checkpoint, bpe, capsys):
 def test_gaps_are_filled_and_nothing_else(checkpoint, bpe, capsys):
     path, model = checkpoint(masked=True)
     found = write(path, "--fill=a b___d f.")
-    ids = torch.tensor([*CHARACTERS.encode("a b"), 12, *CHARACTERS.encode("d f.")])
-    filled = CHARACTERS.decode([model(ids[None])[0, 3, :12].argmax()])
+    ids = torch.tensor([*CHARACTERS.encode("a b").tolist(), 12, *CHARACTERS.encode("d f.").tolist()])
+    filled = CHARACTERS.decode([int(model(ids[None])[0, 3, :12].argmax())])
     assert found == f"a b{filled}d f." and capsys.readouterr().out == found + "\n"
     path, model = checkpoint(bpe, masked=True)          # GPT-2's words hold the space before them
     ids = torch.tensor([*bpe.encode("so").tolist(), 259, *bpe.encode(" the").tolist(), 259])
