@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent
 
 class UserError(Exception):
     """Something the user can mend, in one line."""
-    exit_status = 2
 
 
 class Diverged(Exception):
@@ -44,25 +43,28 @@ class Stopped(Exception):
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
     after a saved signal. Each of these errors is one line on stderr."""
-    status, name = 0, Path(sys.argv[0]).name
-    signal.signal(signal.SIGINT, _interrupt)
+    status = 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # shells ignore it in the background
     sys.stdout.reconfigure(errors="backslashreplace")   # file names in another encoding
     try:
         main(sys.argv[1:])
         sys.stdout.flush()                      # a full disk shows here at the latest
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)    # another one would end the ending
         status = 130
     except BrokenPipeError:                     # `... | head`: the reader has what it wanted
         pass
     except Exception as error:
-        status, message = _explain(error)
-        if status is None:
+        status, message = getattr(error, "exit_status", 2), _explain(error)
+        if message is None:
             raise
-        if int(os.environ.get("WORLD_SIZE", 1)) > 1:    # it may be an error of one process alone
-            name += f", rank {os.environ['RANK']}"
-        # one line, whatever a flag or a file holds
+        name, joined = Path(sys.argv[0]).name, dist.is_initialized()
+        name += f", rank {dist.get_rank()}" if joined else ""
         line = "".join(c if c.isprintable() else " " for c in message).split()
-        print(f"{name}: {' '.join(line)[:300]}", file=sys.stderr, flush=True)
+        # Before the processes join, those of a machine all meet the same error: one speaks.
+        # Afterwards it may be an error of one alone.
+        if joined or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"{name}: {' '.join(line)[:300]}", file=sys.stderr, flush=True)
     flush_or_mute()
     if dist.is_initialized():
         if status == 0:
@@ -72,27 +74,17 @@ def cli(main):
     sys.exit(status)
 
 
-def _interrupt(number, frame):
-    """The first Ctrl-C ends a command. Another one would end the ending, with a traceback."""
-    signal.signal(number, lambda *_: None)
-    raise KeyboardInterrupt
-
-
 def _explain(error):
-    """(exit status, message) of an error that needs no traceback, (None, None) of any other."""
-    if isinstance(error, (UserError, Diverged, Stopped)):
-        return error.exit_status, str(error)
-    if isinstance(error, ConfigError):
-        return 2, str(error)
+    """What an error of the user or the machine says; None of one that needs its traceback."""
+    if isinstance(error, (UserError, ConfigError, Diverged, Stopped)):
+        return str(error)
     too_large = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     if too_large or "allocate memory" in str(error) or "Storage size" in str(error):
-        return 2, ("this does not fit in memory: try a smaller --micro_batch, where there is one, "
-                   "or --batch_size, or a smaller model")
+        return ("this does not fit in memory: try a smaller --micro_batch, where there is one, or "
+                "--batch_size, or a smaller model")
     if isinstance(error, OSError):                      # a full disk, a name too long
-        return 2, f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    if isinstance(error, UnicodeDecodeError):           # of stdin
-        return 2, f"not UTF-8: {error}"
-    return None, None
+        return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    return f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else None     # stdin
 
 
 def flush_or_mute():
@@ -114,9 +106,9 @@ def option(default, help, choices=None, low=None, high=None, above=None, displac
 
     Given on the command line, it removes the preset's values of the fields in `displaces`. One
     that is `positional`, a tuple, takes the words that are no flags."""
-    limits = dict(choices=choices, low=low, high=high, above=above)
     return field(default=default, metadata=dict(
-        help=help, limits=limits, displaces=displaces, positional=positional))
+        help=help, choices=choices, low=low, high=high, above=above, displaces=displaces,
+        positional=positional))
 
 
 @dataclass(kw_only=True)
@@ -186,7 +178,6 @@ def check_new(flag, path, overwrite):
 # -------------------------------------------------------------------------------------------------
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
-_BOOLEANS = dict(true=True, false=False, yes=True, no=False, on=True, off=False)
 _LIMITS = dict(low=("at least", operator.ge), above=("more than", operator.gt),
                high=("at most", operator.le))
 
@@ -196,28 +187,42 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _convert(text, name, kind, optional, limits):
+def _convert(text, field, kind, optional):
     """The text of a flag as its field's type, within its limits."""
     if optional and text.lower() in ("none", "auto"):
         return None
     try:
-        value = _BOOLEANS[text.lower()] if kind is bool else kind(text)
+        value = dict(true=True, false=False)[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise UserError(f"--{name}={text} is not {_TYPES[kind]}") from None
+        raise UserError(f"--{field.name}={text} is not {_TYPES[kind]}") from None
     if kind in (int, float) and not abs(value) < (2 ** 31 if kind is int else math.inf):
-        raise UserError(f"--{name}={text} is too large or not finite")
-    if limits["choices"] and value not in limits["choices"]:
-        raise UserError(f"--{name}: {not_one_of(text, limits['choices'])}")
-    for limit, (words, holds) in _LIMITS.items():
-        if limits[limit] is not None and not holds(value, limits[limit]):
-            raise UserError(f"--{name}={text} must be {words} {limits[limit]}")
+        raise UserError(f"--{field.name}={text} is too large or not finite")
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise UserError(f"--{field.name}: {not_one_of(text, choices)}")
+    for name, (words, holds) in _LIMITS.items():
+        limit = field.metadata[name]
+        if limit is not None and not holds(value, limit):
+            raise UserError(f"--{field.name}={text} must be {words} {limit}")
     return value
+
+
+def _unknown(word, flags):
+    """The error for a word that no flag takes."""
+    if not word.startswith("--"):
+        return UserError(f"unknown argument {word!r}: flags are --name=value")
+    name = word.partition("=")[0]
+    near = [flag for flag, f in flags.items() if name in f.metadata["help"]]
+    near += difflib.get_close_matches(name[2:], flags, 1)
+    hint = f", did you mean --{near[0]}?" if near else ""
+    return UserError(f"unknown flag {name}{hint} (--help lists all)")
 
 
 def parse(config_class, presets, argv, doc, default=None):
     """[PRESET] [--name=value ...] as (config, preset's name); presets: {name: {field: value}}.
 
-    Raises UserError for an unknown name, and for a value of the wrong type or out of range."""
+    A bare --name means true. Raises UserError for an unknown name, and for a value of the wrong
+    type or out of range."""
     argv, preset = list(argv), default
     if presets and argv and not argv[0].startswith("-"):
         preset = argv.pop(0)
@@ -227,46 +232,29 @@ def parse(config_class, presets, argv, doc, default=None):
     parser = _Parser(
         usage=f"%(prog)s{' [PRESET]' if presets else ''} [--name=value ...]", allow_abbrev=False,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
-        description=inspect.cleandoc(doc),
+        description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS,
         epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
-    positional, flags = None, {}
-    for f in fields(config_class):
-        if f.metadata["positional"]:
-            positional = f.name
-            continue
-        kind, *optional = typing.get_args(hints[f.name]) or [hints[f.name]]         # kind | None
-        value = values.get(f.name, f.default)
-        shown = "auto" if value is None else str(value).replace(f"{ROOT}{os.sep}", "")
-        limits = f.metadata["limits"]
-        parser.add_argument(
-            f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
-            metavar="|".join(map(str, limits["choices"] or [kind.__name__])),
-            type=partial(_convert, name=f.name, kind=kind, optional=optional, limits=limits),
-            default=argparse.SUPPRESS)
-        flags[f.name] = f.metadata["help"]
-        if kind is bool:        # bare, it is true, and the word after it another argument
-            pairs = zip(argv, [*argv[1:], ""])
-            argv = [f"{word}=true" if word == f"--{f.name}" and after not in _BOOLEANS else word
-                    for word, after in pairs]
+    flags = {f.name: f for f in fields(config_class) if not f.metadata["positional"]}
+    for name, f in flags.items():
+        kind, *optional = typing.get_args(hints[name]) or [hints[name]]         # kind | None
+        value = values.get(name, f.default)
+        shown = f"{f.metadata['help']} [{'auto' if value is None else value}]".replace("%", "%%")
+        parser.add_argument(f"--{name}", help=shown,
+                            metavar="|".join(f.metadata["choices"] or [kind.__name__]),
+                            type=partial(_convert, field=f, kind=kind, optional=optional))
+        if kind is bool:
+            argv = [f"{word}=true" if word == f"--{name}" else word for word in argv]
     given, words = parser.parse_known_args(argv)
     given = vars(given)
+    displaced = {name for f in given for name in flags[f].metadata["displaces"]}
+    positional = [f.name for f in fields(config_class) if f.name not in flags]
     for word in words:
-        name = word[2:].partition("=")[0]
-        if word.startswith("--"):
-            near = [flag for flag in flags if f"--{name}" in flags[flag]]       # named in its help
-            near += difflib.get_close_matches(name, flags, 1)
-            hint = f", did you mean --{near[0]}?" if near else ""
-            raise UserError(f"unknown flag --{name}{hint} (--help lists all)")
         if not positional or word.startswith("-"):
-            raise UserError(f"unknown argument {word!r}: flags are --name=value")
-    if positional:
-        given[positional] = tuple(words)
-    displaced = {name for f in fields(config_class) if f.name in given
-                 for name in f.metadata["displaces"]}
+            raise _unknown(word, flags)
+    given |= {name: tuple(words) for name in positional}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
-    sparse = {"lambd", "eta"} & given.keys()
     arch = getattr(config, "arch", None) or "crate"
-    if sparse and ARCHS[arch].sparsification in (None, MLP):
+    if {"lambd", "eta"} & given.keys() and ARCHS[arch].sparsification in (None, MLP):
         raise UserError(f"--lambd and --eta are of sparse coding, which {arch} does not do")
     return config, preset
 

@@ -38,13 +38,9 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update of every parameter that has a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if not params:
-                continue
             grads = [p.grad for p in params]
             for p in params:
                 if "m" not in self.state[p]:
@@ -57,7 +53,6 @@ class Lion(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             torch._foreach_add_(params, update, alpha=-lr)
             torch._foreach_lerp_(m, grads, 1 - b2)
-        return loss
 
 
 def newton_schulz(G, dtype=torch.bfloat16):
@@ -91,9 +86,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update of every matrix that has a gradient."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
+    def step(self):
         for group in self.param_groups:
             by_shape = {}
             for p in group["params"]:
@@ -109,7 +102,6 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
-        return loss
 
 
 class MuonAdamW:
@@ -125,12 +117,10 @@ class MuonAdamW:
         return [group for part in self.parts.values() for group in part.param_groups]
 
     def step(self):
-        """One update of every parameter that has a gradient."""
         for part in self.parts.values():
             part.step()
 
     def zero_grad(self, set_to_none=True):
-        """Drops the gradients."""
         for part in self.parts.values():
             part.zero_grad(set_to_none)
 

@@ -29,8 +29,8 @@ class Processes:
             device = next(name for name, there in available.items() if there)
         if not available[device]:
             raise UserError(f"--device={device}: this machine has none")
-        if device == "cuda" and local >= torch.cuda.device_count():
-            gpus = torch.cuda.device_count()
+        gpus = torch.cuda.device_count()
+        if device == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
             raise UserError(f"--nproc_per_node is more than the {gpus} GPUs of this machine")
         self.device = torch.device(device, local) if device == "cuda" else torch.device(device)
         if device == "cpu":
@@ -41,18 +41,13 @@ class Processes:
         self.control = None
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1:
-            self._join()
+            if not dist.is_initialized():
+                store = _fresh_store(*next(dist.rendezvous("env://")))
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
+                                        rank=self.rank, world_size=self.world)
+            # stop flags travel on the CPU: asking for them every step does not stall the GPU
+            self.control = dist.new_group(backend="gloo") if device == "cuda" else dist.group.WORLD
             self.restarts = self.largest(self.restarts)     # each agent of torchrun counts its own
-
-    def _join(self):
-        cuda = self.device.type == "cuda"
-        if not dist.is_initialized():
-            store, rank, world = next(dist.rendezvous("env://"))
-            store = _fresh_store(store, rank, world)
-            backend = "nccl" if cuda else "gloo"
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-        # stop flags travel on the CPU, so that asking for them every step does not stall the GPU
-        self.control = dist.new_group(backend="gloo") if cuda else dist.group.WORLD
 
     def rows(self, batch_size):
         """This process's slice of a batch. Raises UserError if it does not divide among them."""
@@ -78,18 +73,17 @@ class Processes:
 
     def main_only(self, function):
         """function() on rank 0; its result, or its error as a UserError, on every process."""
-        outcome = [None, None]
+        outcome = [None]
         if self.rank == 0:
             try:
-                outcome[0] = function()
+                outcome = [function()]
             except (UserError, OSError) as error:
-                outcome[1] = str(error)
+                outcome = [UserError(str(error))]
         if self.world > 1:
             dist.broadcast_object_list(outcome, 0, group=self.control)
-        result, error = outcome
-        if error is not None:
-            raise UserError(error)
-        return result
+        if isinstance(outcome[0], UserError):
+            raise outcome[0]
+        return outcome[0]
 
     def wrap(self, model, **options):
         """The model, under DistributedDataParallel if there are several processes. Compile later.
@@ -169,16 +163,10 @@ def wants_compile(config, processes, flops):
 
 
 def in_bfloat16(dtype, device):
-    """Whether --dtype means bfloat16 on this device."""
-    return dtype == "bfloat16" or (dtype == "auto" and multiplies_bfloat16(device))
-
-
-def multiplies_bfloat16(device):
-    """Whether a device has instructions for bfloat16: cuda, and a CPU with AMX or AVX512-BF16."""
-    if device.type == "cpu":
-        can = torch.cpu.get_capabilities()
-        return can.get("amx_bf16", False) or can.get("avx512_bf16", False)
-    return device.type == "cuda"
+    """Whether --dtype means bfloat16; auto: on cuda, and on a CPU with AMX or AVX512-BF16."""
+    can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    auto = device.type == "cuda" or can.get("amx_bf16") or can.get("avx512_bf16")
+    return dtype == "bfloat16" or (dtype == "auto" and bool(auto))
 
 
 def device_name(device):

@@ -165,10 +165,9 @@ class Branch(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         self.prototypes = None
-        if prototypes:      # only directions matter, but the norm sets how fast AdamW turns them
-            # nn.Linear's, as in DINO's code
-            bound = output ** -0.5
-            self.prototypes = nn.Parameter(torch.empty(prototypes, output).uniform_(-1, 1) * bound)
+        if prototypes:      # only directions matter, but the norm, nn.Linear's as in DINO's code,
+            start = torch.empty(prototypes, output).uniform_(-1, 1)     # sets how fast AdamW turns
+            self.prototypes = nn.Parameter(start * output ** -0.5)
 
     def forward(self, views):
         """One pass through the encoder for each size, one through the projector for all."""
@@ -304,10 +303,8 @@ def main(argv):
     rise = max(round(c.warmup_temp_epochs * epoch), 1)
     temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
              for i in range(total)]         # it rises every step; DINO's every epoch
-    # the weight of the coding rate as its authors set it: (p + N m) / (p N m)
-    gamma = c.gamma
-    if gamma is None:
-        gamma = (c.output + c.batch_size) / (c.output * c.batch_size)
+    # the weight of the coding rate as its authors set it: (p + N m) / (p N m) = 1 / p + 1 / N m
+    gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
     run = Run(c, "simdino", preset, processes)

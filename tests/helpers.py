@@ -1,14 +1,11 @@
 """Tiny runs of the four scripts, and what tests read of them."""
 import dataclasses
 import json
-import os
-import signal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-from run import Run
 
 _MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu",
           "--dtype=float32"]                    # auto is not the same on every CPU
@@ -37,50 +34,36 @@ def weights(path):
     """Every tensor of a checkpoint by name: model, student, center, optimizer. A folder means its
     ckpt.pt."""
     content = checkpoint.read_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
+    extra, optimizer = content["extra"], content["optimizer"]
+    extra.pop("losses", None)                   # of a line to come
     found = dict(content["model"])
-    content["extra"].pop("losses", None)        # of a line to come
-    for part, state in content["extra"].items():
+    for part, state in extra.items():
         state = state if isinstance(state, dict) else {"": state}
         found |= {f"{part}.{name}": tensor for name, tensor in state.items()}
-    optimizer = content["optimizer"]
-    parts = optimizer if "muon" in optimizer else {"": optimizer}
-    for part, state_dict in parts.items():
-        for number, state in state_dict.get("state", {}).items():
-            tensors = {name: torch.as_tensor(t) for name, t in state.items()}
-            found |= {f"optimizer.{part}{number}.{name}": t for name, t in tensors.items()}
+    for part, states in (optimizer if "muon" in optimizer else {"": optimizer}).items():
+        for number, state in states.get("state", {}).items():
+            found |= {f"optimizer.{part}{number}.{name}": torch.as_tensor(value)
+                      for name, value in state.items()}
     return found
 
 
-class Launches(TorchDispatchMode):
-    """Around some code: the names of the operators that it calls. `waits`: of each that would wait
-    for a GPU, what `now()` was."""
+class Waits(TorchDispatchMode):
+    """Around some code: `seen` has now() of each operator called that would wait for a GPU."""
 
-    def __init__(self, now=lambda: None):
+    def __init__(self, now):
         super().__init__()
-        self.names, self.waits, self.now = [], [], now
+        self.seen, self.now = set(), now
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.overloadpacket.__name__
-        self.names.append(name)
-        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique2"):
-            self.waits.append(self.now())
+        if function.overloadpacket.__name__ in (
+                "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique2"):
+            self.seen.add(self.now())
         return function(*args, **kwargs or {})
 
 
 def same(a, b):
     """Whether two dictionaries of tensors are equal, bit for bit."""
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def interrupt(monkeypatch, step, number=signal.SIGTERM):
-    """Sends this process a signal after the given step of the next run."""
-    log_step = Run.log_step
-
-    def log_and_signal(run, *args, **values):
-        log_step(run, *args, **values)
-        if run.step == step:
-            os.kill(os.getpid(), number)
-    monkeypatch.setattr(Run, "log_step", log_and_signal)
 
 
 def write_model(path, model, task, meta, **run_config):

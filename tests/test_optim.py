@@ -7,7 +7,6 @@ import torch
 
 import optim
 import train_simdino
-from helpers import Launches
 from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
 from optim import make_optimizer, set_decay, set_lr
@@ -28,9 +27,11 @@ def build(task, arch="crate"):
 
 
 def give_gradients(*models):
+    """The same random gradients to each."""
     for params in zip(*(model.parameters() for model in models)):
+        gradient = torch.randn_like(params[0])
         for p in params:
-            p.grad = torch.randn_like(p) if p is params[0] else params[0].grad.clone()
+            p.grad = gradient.clone()
 
 
 def test_warmup_cosine():
@@ -41,82 +42,51 @@ def test_warmup_cosine():
     assert optim.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
 
 
-def test_ema():
-    a, b = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    expected = [0.75 * p.detach() + 0.25 * q.detach()
-                for p, q in zip(a.parameters(), b.parameters())]
-    optim.ema_update(list(a.parameters()), list(b.parameters()), 0.75)
-    torch.testing.assert_close([p.detach() for p in a.parameters()], expected)
-
-
 def test_lion_is_its_definition():
     p = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
-    w, m = p.detach().clone(), torch.zeros(5, 3, dtype=torch.float64)
-    optimizer = optim.Lion([p], lr=0.01, betas=(0.9, 0.99), weight_decay=0.3)
+    w, m = p.detach().clone(), 0
+    optimizer = optim.Lion([p], lr=LR, betas=(0.9, 0.99), weight_decay=DECAY)
     for _ in range(4):
-        g = torch.randn(5, 3, dtype=torch.float64)
-        p.grad = g.clone()
+        p.grad = torch.randn_like(p)
         optimizer.step()
-        w = (1 - 0.01 * 0.3) * w - 0.01 * torch.sign(0.9 * m + 0.1 * g)
-        m = 0.99 * m + 0.01 * g
+        w = (1 - LR * DECAY) * w - LR * torch.sign(0.9 * m + 0.1 * p.grad)
+        m = 0.99 * m + 0.01 * p.grad
     torch.testing.assert_close(p.detach(), w, rtol=1e-12, atol=1e-12)
-
-
-def orthogonal_factor(G):
-    """The definition, of one matrix in float64."""
-    X = G.double() / G.double().norm()
-    for _ in range(5):
-        A = X @ X.mT
-        X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
-    return X
 
 
 @pytest.mark.parametrize("shape", [(9, 4), (4, 9), (6, 6)])
 def test_newton_schulz_is_its_definition(shape):
-    """And every direction comes out with nearly the same length, however unequal they go in."""
+    """Every direction comes out with nearly the same length, however unequal they go in."""
     G = torch.randn(3, *shape) * torch.logspace(0, -1, shape[-1])
-    expected = torch.stack([orthogonal_factor(g) for g in G])
+    expected = []
+    for X in G.double():
+        X = X / X.norm()
+        for _ in range(5):
+            A = X @ X.mT
+            X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
+        expected.append(X)
+    expected = torch.stack(expected)
     found = optim.newton_schulz(G, torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(optim.newton_schulz(G).double(), expected, atol=0.05, rtol=0)
     values = torch.linalg.svdvals(found)
     assert 0.5 < values.min() and values.max() < 1.3
-    spread = torch.linalg.svdvals(G)
-    assert (spread[:, 0] / spread[:, -1]).min() > 3
 
 
 def test_muon_is_torchs():
     """Up to bfloat16's rounding, which changes with the stacking."""
     shapes = [(8, 8), (8, 24), (8, 8), (24, 8), (8, 24)]
-    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    a = optim.Muon(ours, lr=LR, weight_decay=DECAY)
-    b = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, momentum=0.95,
-                         adjust_lr_fn="match_rms_adamw")
+    ours = torch.nn.ParameterList(torch.randn(shape) for shape in shapes)
+    theirs = copy.deepcopy(ours)
+    optimizers = [optim.Muon(ours, lr=LR, weight_decay=DECAY),
+                  torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, momentum=0.95,
+                                   adjust_lr_fn="match_rms_adamw")]
     for _ in range(3):
-        for p, q in zip(ours, theirs):
-            p.grad = torch.randn_like(p)
-            q.grad = p.grad.clone()
-        a.step()
-        b.step()
+        give_gradients(ours, theirs)
+        for optimizer in optimizers:
+            optimizer.step()
     near = 0.02 * LR * 0.2 * math.sqrt(24)
-    torch.testing.assert_close(ours, theirs, atol=near, rtol=0)
-    for p, q in zip(ours, theirs):
-        torch.testing.assert_close(a.state[p]["momentum_buffer"], b.state[q]["momentum_buffer"])
-
-
-def test_muon_calls_as_many_operators_for_many_layers_as_for_few():
-    counts = []
-    for layers in (2, 12):
-        params = [torch.nn.Parameter(torch.randn(8, 8)) for _ in range(3 * layers)]
-        optimizer = optim.Muon(params, lr=LR)
-        for _ in range(2):
-            for p in params:
-                p.grad = torch.randn_like(p)
-            with Launches() as launched:
-                optimizer.step()
-        counts.append(len(launched.names))
-    assert counts[0] == counts[1] < 80
+    torch.testing.assert_close(list(ours), list(theirs), atol=near, rtol=0)
 
 
 def split(model):
@@ -164,23 +134,9 @@ def test_the_rest_is_adamws():
     assert not torch.equal(mixed.layers[0].attention.U.weight, alone.layers[0].attention.U.weight)
 
 
-def test_rates_decay_and_state():
-    model = build("vit")
-    optimizer, _ = split(model)
+def test_rates_and_decay():
+    optimizer, _ = split(build("vit"))
     set_lr(optimizer, 0.5)
     set_decay(optimizer, 0.7)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7, 0.0]
-    give_gradients(model)
-    optimizer.step()
-    twin = copy.deepcopy(model)
-    other, _ = split(twin)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    give_gradients(model, twin)
-    optimizer.step()
-    other.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters()))
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in model.parameters())
-    with pytest.raises((KeyError, ValueError)):
-        other.load_state_dict(make_optimizer(twin, "lion", LR, DECAY, BETAS).state_dict())

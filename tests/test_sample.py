@@ -7,7 +7,7 @@ import torch
 
 import sample
 from flags import UserError
-from model import ConfigError, LanguageModel
+from model import LanguageModel
 from test_evaluate import CHARACTERS, bpe, random_model     # noqa: F401 (bpe is a fixture)
 
 
@@ -35,8 +35,7 @@ def test_greedy_text_is_the_models_own(checkpoint, capsys):
     words = CHARACTERS.decode(ids)
     assert write(path, "--prompt=a bad cab", "--temperature=0", "--tokens=15") == [words]
     out, err = capsys.readouterr()
-    assert out == words + "\n"
-    assert err.endswith(" tokens/s\n") and float(err.split()[0].replace(",", "")) > 0
+    assert out == words + "\n" and err.endswith(" tokens/s\n")
 
 
 def test_the_prompt_comes_from_flag_or_stdin(checkpoint, monkeypatch, capsys):
@@ -51,14 +50,6 @@ def test_the_prompt_comes_from_flag_or_stdin(checkpoint, monkeypatch, capsys):
     assert three == write(path, "--prompt=a", "--samples=3", "--tokens=50")
     assert three != write(path, "--prompt=a", "--samples=3", "--tokens=50", "--seed=1")
     assert len(set(three)) == 3 and all(words[0] == "a" and len(words) == 51 for words in three)
-
-
-def test_what_is_streamed_is_what_is_returned(checkpoint, bpe, capsys):
-    """With tokens that are bytes: much is not UTF-8, and some ids only pad the vocabulary."""
-    path, _ = checkpoint(bpe, padding=5)
-    found, = write(path, "--prompt=the café", "--temperature=3", "--top_k=none", "--stop=false")
-    assert capsys.readouterr().out == found + "\n"
-    assert found.startswith("the café") and "\ufffd" in found
 
 
 def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
@@ -77,12 +68,13 @@ def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
 
 
 def test_end_of_text_ends_it(checkpoint, bpe, capsys):
-    """Each text ends at its own end-of-text, which is not printed; with --stop=false all go on."""
-    path, _ = checkpoint(bpe)
+    """Each text ends at its own end-of-text, which is not printed; with --stop=false all go on.
+    Tokens are bytes, much is not UTF-8, and some ids only pad the vocabulary."""
+    path, _ = checkpoint(bpe, padding=5)
     flags = ["--samples=4", "--temperature=2", "--top_k=none", "--tokens=2000", "--prompt=a"]
     whole, cut = write(path, *flags, "--stop=false"), write(path, *flags)
     end = "<|endoftext|>"
-    assert all(end in words for words in whole) and len({words.index(end) for words in whole}) == 4
+    assert len({words.index(end) for words in whole}) > 2
     assert cut == [words[:words.index(end)] for words in whole]
     capsys.readouterr()
     one, = write(path, *flags, "--samples=1")
@@ -90,31 +82,16 @@ def test_end_of_text_ends_it(checkpoint, bpe, capsys):
 
 
 @torch.no_grad()
-def test_gaps_are_filled_and_nothing_else(checkpoint, capsys):
+def test_gaps_are_filled_and_nothing_else(checkpoint, bpe, capsys):
     path, model = checkpoint(masked=True)
-    found = write(path, "--fill=a b___d ca_____ f.")
-    parts = [CHARACTERS.encode(words).tolist() for words in ("a b", "d ca", " f.")]
-    ids = torch.tensor([*parts[0], 12, *parts[1], 12, *parts[2]])
-    filled = model(ids[None])[0, :, :12].argmax(-1)
-    first, second = (CHARACTERS.decode([filled[i]]) for i in (3, 8))
-    assert found == f"a b{first}d ca{second} f." and capsys.readouterr().out == found + "\n"
-
-
-@torch.no_grad()
-def test_a_gap_takes_the_space_before_it(checkpoint, bpe):
-    path, model = checkpoint(bpe, masked=True)
+    found = write(path, "--fill=a b___d f.")
+    text = CHARACTERS.encode("a bd f.").tolist()
+    ids = torch.tensor([*text[:3], 12, *text[3:]])
+    filled = CHARACTERS.decode([int(model(ids[None])[0, 3, :12].argmax())])
+    assert found == f"a b{filled}d f." and capsys.readouterr().out == found + "\n"
+    path, model = checkpoint(bpe, masked=True)          # GPT-2's words hold the space before them
     ids = torch.tensor([*bpe.encode("so").tolist(), 259, *bpe.encode(" the").tolist(), 259])
     filled = model(ids[None])[0, :, :259].argmax(-1)
     assert write(path, "--fill=so ___ the ___") == bpe.decode(torch.where(ids == 259, filled, ids))
-
-
-@pytest.mark.parametrize("masked, flag, says", [
-    (False, "--fill=a ___", "--objective=masked"),
-    (True, "--fill=a", "needs a gap"),
-    (True, "--prompt=a", "is a masked model"),
-    (True, "--fill=" + "a" * 30 + "___", "31 tokens exceed the context of 24")])
-def test_mistakes_are_one_line(checkpoint, masked, flag, says):
-    path, _ = checkpoint(masked=masked)
-    with pytest.raises((UserError, ConfigError)) as error:
-        write(path, flag)
-    assert says in str(error.value) and "\n" not in str(error.value)
+    with pytest.raises(UserError, match="is a masked model"):
+        write(path, "--prompt=a")

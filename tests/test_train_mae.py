@@ -6,7 +6,6 @@ import torch
 from checkpoint import load_model
 from flags import parse
 from parallel import derive_seed, Processes
-import evaluate
 import train_mae
 import train_vit
 from data import augment, images
@@ -37,9 +36,7 @@ def setup(cache):
 
 def test_validation_is_the_loss_of_every_image_once(setup):
     model, val, data, c = setup()
-    processes = Processes("cpu")
-    found = train_mae.validate(model, val, data, c, processes, batch_size=30)
-    assert found == train_mae.validate(model, val, data, c, processes, batch_size=30)
+    found = train_mae.validate(model, val, data, c, Processes("cpu"), batch_size=30)
     total = 0.0
     for start in range(0, 100, 30):
         rows = torch.arange(start, min(start + 30, 100))
@@ -48,12 +45,6 @@ def test_validation_is_the_loss_of_every_image_once(setup):
         for i in range(len(rows)):      # every image hides 12 of 16: the mean of means is the mean
             total += model(x[i:i + 1], noise[i:i + 1]).item()
     assert found["n"] == 100 and found["loss"] == pytest.approx(total / 100, abs=1e-5)
-
-    parts, processes.world = [], 3
-    processes.sum = lambda part: parts.append(part.clone()) or part
-    for processes.rank in range(3):
-        train_mae.validate(model, val, data, c, processes, batch_size=30)
-    assert sum(parts).tolist() == pytest.approx([total, 100], abs=1e-3)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -79,16 +70,12 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, 
     assert torch.equal(pasted[~hidden], given[~hidden])
 
 
-def test_the_encoder_is_handed_on(train, tmp_path, cache):
+def test_the_encoder_is_handed_on(train, tmp_path):
     train(train_mae, "a", "--epochs=0.2")
     path = tmp_path / "a" / "ckpt.pt"
-    c, _ = parse(train_vit.Config, train_vit.PRESETS,
-                        ["cifar10", f"--init_from={path}", "--width=16"], "")
+    flags = ["cifar10", f"--init_from={path}", "--width=16"]
+    c, _ = parse(train_vit.Config, train_vit.PRESETS, flags, "")
     classifier, theirs = train_vit.build_model(c, 10, load_model(path)), weights(path)
     assert c.pool is None and classifier.config.pool == "mean"      # no loss on the class token
     for name, value in classifier.encoder.state_dict().items():
         assert torch.equal(value, theirs["encoder." + name]), name
-    flags = ["knn", f"--ckpt={path}", f"--data_dir={cache}", "--features=mean", "--device=cpu"]
-    trained, untrained = evaluate.main(flags), evaluate.main([*flags, "--random"])
-    assert trained["encoder"] == str(path) and untrained["encoder"] == "random"
-    assert trained["acc"] != untrained["acc"]
