@@ -999,7 +999,7 @@ class MAEConfig(ImageConfig):
         try:
             return replace(self, **size)
         except ConfigError as error:
-            raise ConfigError(f"decoder: {error}")
+            raise ConfigError(f"decoder: {error}") from None
 
     def masked_patches(self):
         """How many patches are masked; the rest is rounded down, as in the released code."""
@@ -1067,9 +1067,9 @@ class MaskedAutoencoder(nn.Module):
             table = sincos_positions(d, c.image_size // c.patch_size)
             self.register_buffer("decoder_positions", table)
         # a proximal step is undone by its mirror image; a residual branch has none
-        operator, config = ARCHS[c.arch].sparsification, c.decoder()
+        operator, decoder = ARCHS[c.arch].sparsification, c.decoder()
         layer = Layer if operator is None or operator.residual else DecoderLayer
-        self.decoder = nn.ModuleList(layer(config) for _ in range(config.layers))
+        self.decoder = nn.ModuleList(layer(decoder) for _ in range(decoder.layers))
         self.decoder_norm = nn.LayerNorm(d, 1e-6)
         self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
