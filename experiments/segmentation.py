@@ -16,32 +16,22 @@ of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixe
 import json
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from checkpoint import load_model
-from data import augment
-from flags import cli, DeviceFlags, needed, option, parse, UserError
+from evaluate import open_objects, Segment
+from flags import cli, option, parse
 from model import MHSA, patchify
-from parallel import Processes
-from scores import load_images, model_input, on_device
+from scores import model_input
 
 
 @dataclass(kw_only=True)
-class Config(DeviceFlags):
+class Config(Segment):
     """Flags of this experiment."""
-    ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
-    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
-    seed: int = option(0, "of that initialization", low=0)
     data: str = option("camouflage", "which set", choices=("shapes", "camouflage"))
-    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
     features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
                            choices=("keys", "output", "pixels"))
     tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
-    batch_size: int = option(100, "images at once", low=1)
-    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -148,24 +138,16 @@ def main(argv):
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`. *_ceiling: of the patches that
     are half object or more, ranked by their IoU."""
     c, _ = parse(Config, {}, argv, __doc__)
-    seed = c.seed if c.random else None
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads, seed)
-    processes = Processes(c.device)
-    encoder, size = loaded.encoder.to(processes.device), loaded.encoder.config.image_size
-    side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
-    if number > len(encoder.layers):
-        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
-    data = load_images(c.data, loaded.meta, c.data_dir)
-    split = on_device(data, "val", processes.device)
-    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
-    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    loaded, processes, data, split, masks = open_objects(c)
+    encoder, size = loaded.encoder, loaded.encoder.config.image_size
+    side = size // encoder.config.patch_size
 
     pairs = {"box": [], "mask": []}         # (IoU of the cut, IoU of the best patches)
     confidences = []
     for index in torch.arange(len(masks)).split(c.batch_size):
         with processes.autocast(c.dtype):
             x = model_input(split.batch(index)[0], data, size)
-            X = patch_features(encoder, x, number, c.features).float().cpu()
+            X = patch_features(encoder, x, c.layer, c.features).float().cpu()
         cut, confidence = maskcut(X, side, c.tau)
         truth = masks[index]
         best = F.interpolate(truth.float(), size=(side, side), mode="area") >= 0.5
@@ -175,7 +157,7 @@ def main(argv):
         pairs["mask"].append(torch.cat([iou(m, truth) for m in (cut, best)], 1))
         confidences.append(confidence)
     thresholds = torch.arange(50, 100, 5).double() / 100
-    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=c.layer,
                   features=c.features, n=len(masks))
     for name, overlaps in pairs.items():
         overlap, ceiling = torch.cat(overlaps).unbind(1)

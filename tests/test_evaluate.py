@@ -34,15 +34,19 @@ def bpe(monkeypatch):
     return text.GPT2Tokenizer()
 
 
+def scrambled(model):
+    for p in model.parameters():
+        p.data.normal_(std=0.3)
+    return model.eval()
+
+
 def random_model(path, tokenizer=CHARACTERS, **fields):
     """A saved language model with weights of deviation 0.3."""
     fields = dict(context=CONTEXT, vocab_size=tokenizer.n_vocab) | fields
-    model = LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields))
-    for p in model.parameters():
-        p.data.normal_(std=0.3)
+    model = scrambled(LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields)))
     meta = dict(name="letters", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab)
     write_model(path, model, "gpt", meta, mask_rate=0.15)
-    return model.eval()
+    return model
 
 
 @pytest.fixture
@@ -84,26 +88,16 @@ def test_accuracy_and_probes(train, tmp_path, run):
     assert run("knn", "--data=shapes", "--features=pixels")["encoder"] is None
     with pytest.raises(UserError, match="--data is needed"):
         run("knn", "--features=pixels")
+    write_model(tmp_path / "ckpt.pt", ImageClassifier(ImageConfig(classes=3, **SIZE)), "vit", META)
+    with pytest.raises(UserError, match="--data=shapes has other classes"):
+        run("accuracy", "--data=shapes")
 
 
-@pytest.mark.parametrize("classes, says", [
-    (list("0123456789"), "--data=shapes has other classes .circle, ...* than .*ckpt.pt .0, ..."),
-    (list("abc"), "ckpt.pt does not name its 10 classes"),
-    (7, "ckpt.pt does not name its 10 classes")])
-def test_classes_that_do_not_fit(tmp_path, run, classes, says):
-    model = ImageClassifier(ImageConfig(classes=10, **SIZE))
-    write_model(tmp_path / "ckpt.pt", model, "vit", META | dict(name="shapes", classes=classes))
-    with pytest.raises(UserError, match=says):
-        run("accuracy")
-
-
-@pytest.mark.parametrize("arch", ["crate", "tost", "transformer"])
+@pytest.mark.parametrize("arch", ["crate", "tost"])
 def test_segment(tmp_path, run, cache, arch):
     """Every threshold, map and image alone; the prior is the mean mask as the map of each image."""
-    fields = dict(width=16, heads=2, layers=2, image_size=32, patch_size=8)
-    model = ImageClassifier(ImageConfig(arch=arch, classes=10, **fields)).eval()
-    for p in model.parameters():
-        p.data.normal_(std=0.3)
+    fields = dict(arch=arch, classes=10, **SIZE | dict(image_size=32))
+    model = scrambled(ImageClassifier(ImageConfig(**fields)))
     data = images.load("shapes", cache)
     write_model(tmp_path / "ckpt.pt", model, "vit", data.meta())
     x = augment.to_float(torch.from_numpy(np.array(data.val_images)))
@@ -122,9 +116,7 @@ def test_segment(tmp_path, run, cache, arch):
     result = run("segment", "--layer=1", "--batch_size=30")
     assert [result["iou"], *result["iou_heads"], result["iou_prior"]] == pytest.approx(scores,
                                                                                        abs=1e-3)
-    assert result["foreground"] == pytest.approx(truth.float().mean().item())
-    assert run.lines[-2:] == [f"prior: mean mask  {result['iou_prior']:.3f}",
-                              f"a constant map    {result['foreground']:.3f}"]
+    assert run.lines[-1] == f"a constant map    {truth.float().mean().item():.3f}"
     with pytest.raises(UserError, match="--layer=3: the last layer of .* is 2"):
         run("segment", "--layer=3")
 
@@ -133,19 +125,16 @@ def test_segment(tmp_path, run, cache, arch):
 
 @pytest.fixture
 def predict(tmp_path, run, monkeypatch):
-    """predict(model, task, meta, *words): the result and what the sheet shows, of two pictures of
-    other sizes than the model's."""
-    paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.webp")], []
+    """predict(model, task, meta): the result, what the sheet shows, and the pixels, of two pictures
+    of other sizes than the model's."""
+    paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")], []
     for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
-        pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        Image.fromarray(pixels).save(path, **dict(lossless=True) if path.endswith("webp") else {})
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
     monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet))
 
-    def predict(model, task, meta=META, *words):
-        for p in model.parameters():
-            p.data.normal_(std=0.3)
-        write_model(tmp_path / "ckpt.pt", model, task, meta)
-        result = run("predict", paths[0], "--top=2", paths[1], *words)
+    def predict(model, task, meta=META):
+        write_model(tmp_path / "ckpt.pt", scrambled(model), task, meta)
+        result = run("predict", paths[0], "--top=2", paths[1], f"--out={tmp_path / 'a.png'}")
         x = [np.array(images.resize_crop(Image.open(path).convert("RGB"), 16)) for path in paths]
         return result["pictures"], sheets[-1], augment.to_float(torch.from_numpy(np.stack(x)))
     return predict
@@ -155,7 +144,7 @@ def predict(tmp_path, run, monkeypatch):
 def test_classes_and_saliency(predict, run):
     """One line a picture, without what a terminal would obey; the sheet names the same."""
     model = ImageClassifier(ImageConfig(classes=3, **SIZE)).eval()
-    pictures, (path, shown, columns, rows), pixels = predict(model, "vit")
+    pictures, (_, shown, columns, rows), pixels = predict(model, "vit")
     x = augment.normalize(pixels, META["mean"], META["std"])
     for share, wanted in zip(pictures.values(), model(x).softmax(-1).tolist()):
         wanted = dict(zip(META["classes"], wanted))
@@ -167,14 +156,12 @@ def test_classes_and_saliency(predict, run):
     red = F.avg_pool2d(shown[:, 1, 0] - shown[:, 1, 1], 8).flatten(1)
     assert torch.equal(red.argmax(1), maps.argmax(1))
     assert [row.splitlines() for row in rows] == [line.split("  ") for line in run.lines[:2]]
-    assert run.lines[0].startswith("a?[2J.png  ") and run.lines[2].startswith("wrote ")
-    with pytest.raises(UserError, match="does not name its 3 classes"):
-        predict(model, "vit", META | dict(classes=["cat"]))
+    assert run.lines[0].startswith("a [2J.png  ")
 
 
-def test_other_checkpoints(predict, tmp_path, run):
-    """SimDINO has no classes; a masked autoencoder reconstructs; unnamed classes have numbers.
-    Without statistics of its own a model takes ImageNet's."""
+def test_other_checkpoints(predict, tmp_path, run, monkeypatch):
+    """SimDINO has no classes; a masked autoencoder reconstructs. A published classifier's have
+    numbers, and it takes ImageNet's statistics."""
     encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
     encoder.config = encoder["encoder"].config
     assert list(predict(encoder, "simdino")[0].values()) == [{}, {}]
@@ -182,14 +169,15 @@ def test_other_checkpoints(predict, tmp_path, run):
     assert columns == ["input", "masked", "reconstruction", "pasted"]
     torch.testing.assert_close(shown[:, 0], pixels)
     model = ImageClassifier(ImageConfig(classes=3, **SIZE)).eval()
-    pictures, _, pixels = predict(model, "vit", dict(name="imagenet"))
+    load = evaluate.load_model
+    monkeypatch.setattr(evaluate, "load_model", lambda *args: load(*args)._replace(meta={}))
+    pictures, _, pixels = predict(model, "vit")
     best = model(augment.normalize(pixels, images.IMAGENET_MEAN, images.IMAGENET_STD)).argmax(1)
     assert [next(iter(row)) for row in pictures.values()] == [f"class {i}" for i in best.tolist()]
     (tmp_path / "broken.jpg").write_bytes(b"no picture")
-    with pytest.raises(UserError, match="cannot read .*broken.jpg"):
-        predict(model, "vit", META, str(tmp_path / "broken.jpg"))
-    with pytest.raises(UserError, match="which pictures"):
-        run("predict")
+    for words, says in ([str(tmp_path / "broken.jpg")], "cannot read"), ([], "which pictures"):
+        with pytest.raises(UserError, match=says):
+            run("predict", *words)
 
 
 # Text
@@ -206,7 +194,7 @@ def test_lm_agrees_with_the_run(train, tmp_path, text_cache, run, objective):
     assert result["ppl"] == pytest.approx(line["ppl"]) and result.get("acc") == line.get("acc")
 
 
-@pytest.mark.parametrize("stride", [1, 5, CONTEXT])
+@pytest.mark.parametrize("stride", [5, CONTEXT])
 @torch.no_grad()
 def test_sliding_windows(tmp_path, run, letters, stride):
     """Each token is predicted from what the first window that reaches it holds before it."""
@@ -217,7 +205,7 @@ def test_sliding_windows(tmp_path, run, letters, stride):
         losses.append(F.cross_entropy(logits, letters[target]))
     result = run("lm", f"--stride={stride}", "--batch_size=7")
     assert result["loss"] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-5)
-    assert (result["split"], result["n"], result["stride"]) == ("test", len(letters) - 1, stride)
+    assert (result["split"], result["n"]) == ("test", len(letters) - 1)
     assert run("lm", "--split=val")["n"] == 49
 
 
@@ -290,11 +278,5 @@ def test_other_language_models_are_refused(tmp_path, run, letters, bpe):
     with pytest.raises(UserError, match="--data=letters .* .12 tokens.* .259 tokens"):
         run("lm", "--data=letters")
     random_model(tmp_path / "ckpt.pt", causal=False, vocab_size=CHARACTERS.n_vocab + 1)     # [MASK]
-    for task in ("lambada", "cbt"):
-        with pytest.raises(UserError, match="is a masked model"):
-            run(task)
-    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=8, vocab_size=12))
-    meta = dict(name="letters", tokenizer=dict(kind="char"), n_vocab=12)
-    write_model(tmp_path / "ckpt.pt", model, "gpt", meta)
-    with pytest.raises(UserError, match="char with its characters"):
-        run("lm")
+    with pytest.raises(UserError, match="is a masked model"):
+        run("lambada")
