@@ -79,7 +79,7 @@ def draw_heat_maps(c, maps, title, xlabel, ylabel, scale):
 
 
 def open_model(path, c, untrained=False, tasks=None):
-    """A checkpoint as `Loaded`, on its device; at random initialization if `untrained`."""
+    """A checkpoint as `Loaded`, on the device of the flags c."""
     loaded = load_model(path, tasks, c.heads, c.seed if untrained else None)
     loaded.model.to(Processes(c.device).device)
     return loaded
@@ -138,22 +138,18 @@ def batches(loaded, c):
 # layers: rates and sparsity
 # -------------------------------------------------------------------------------------------------
 
-CONVENTIONS = dict(released="R^c of the normalized U^* LN(Z^l)", caption="R^c(Z^(l+1/2) | U)")
-
-
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
     layer: mean and deviation over samples.
 
-    "srr" is model.sparse_rate_reduction of Z^{l+1}: higher is better, and the SRR measure of [S] is
-    its negative. Rates are in nats, from float64, since in float32 the logdet of some trained
-    layers is NaN. norm_U and norm_D are the largest singular values of [U_1, .., U_K] and D. An
-    arch without U (transformer, aot-mhsa) has its value maps in U's place."""
+    R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token at norm 1: so [N]'s
+    code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "srr" is of Z^{l+1}:
+    higher is better, and the SRR measure of [S] is its negative. Rates are in nats, from float64,
+    since in float32 the logdet of some trained layers is NaN. An arch without U (transformer,
+    aot-mhsa) has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
-    convention: str = option("released", "R^c of the normalized projections in the softmax, as "
-                             "[N]'s code has it, or of Z^{l+1/2}", choices=tuple(CONVENTIONS))
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
@@ -170,10 +166,7 @@ def layer_numbers(layer, Z, step, c):
     U, out = in_float64(layer.attention.bases()), in_float64(step.out)
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    if c.convention == "caption":
-        w = in_float64(step.half).unsqueeze(1) @ U                          # (B, K, n, p)
-    else:                                               # each token to norm 1 in each head
-        w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)
+    w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
     found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1),
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
@@ -186,7 +179,7 @@ def layer_numbers(layer, Z, step, c):
 
 @torch.no_grad()
 def layer_table(loaded, c):
-    """One dict a layer: mean and deviation over samples of each number, the spectral norms."""
+    """One dict a layer: mean and deviation over samples of each number."""
     backbone = backbone_of(loaded)
     found = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
@@ -196,15 +189,12 @@ def layer_table(loaded, c):
             Z = step.out
 
     table = []
-    for l, (layer, parts) in enumerate(zip(backbone.layers, found), 1):
+    for l, parts in enumerate(found, 1):
         row = dict(layer=l)
         for key in parts[0]:
             values = torch.cat([part[key] for part in parts])
             row[key] = values.mean().item()
             row[f"{key}_std"] = values.std(correction=0).item()
-        row["norm_U"] = torch.linalg.matrix_norm(torch.cat([*layer.attention.bases()], 1), 2).item()
-        if hasattr(layer.sparsification, "D"):
-            row["norm_D"] = torch.linalg.matrix_norm(layer.sparsification.D, 2).item()
         table.append(row)
     return table
 
@@ -218,14 +208,10 @@ def layers(c):
             table = layer_table(loaded, c)
             mean = sum(row["srr"] for row in table) / len(table)
             runs.append(dict(ckpt=path, untrained=untrained, srr=mean, layers=table))
-            print(f"{path}{', untrained' * untrained}, {c.split}: {CONVENTIONS[c.convention]}, eps "
-                  f"{c.eps:g}{', U at unit size' * c.unit_bases}; rates in nats")
+            print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}"
+                  f"{', U at unit size' * c.unit_bases}")
             print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-            decay = loaded.content.get("run_config", {}).get("weight_decay")
-            if loaded.task == "vit" and decay is not None and not untrained:
-                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers of CRATE "
-                      "become sparser than untrained with 0.5, [N]'s, and denser with 0.05")
     draw_layers(runs, c)
     return dict(runs=runs)
 
@@ -233,7 +219,7 @@ def layers(c):
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
     bases = ", U at unit size" * c.unit_bases
-    panels = {"rate_of_subspaces": (CONVENTIONS[c.convention], f"nats, eps {c.eps:g}{bases}"),
+    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",

@@ -103,8 +103,8 @@ def accuracy(c):
     return dict(data=data.name, split=c.split) | scores
 
 
-def probe(c, classifier):
-    """The features of both parts, and classifier(x, y, x_test, y_test, classes) on them."""
+def probe(c):
+    """(what was read, (x, y, x_test, y_test, classes), Processes): features of both parts."""
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device)
     else:
@@ -117,16 +117,18 @@ def probe(c, classifier):
         split = on_device(data, name, processes.device)
         x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
-    result = classifier(*samples, len(data.classes))
-    return dict(data=data.name, features=kind, encoder=used) | result
+    found = dict(data=data.name, features=kind, encoder=used)
+    return found, (*samples, len(data.classes)), processes
 
 
 def linear(c):
-    return probe(c, lambda *samples: linear_probe(*samples, c.seed))
+    found, samples, _ = probe(c)
+    return found | linear_probe(*samples, c.seed)
 
 
 def knn(c):
-    return probe(c, lambda *samples: nearest_neighbours(*samples, c.k))
+    found, samples, processes = probe(c)
+    return found | nearest_neighbours(*samples, processes, c.k)
 
 
 @torch.no_grad()

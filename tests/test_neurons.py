@@ -69,7 +69,7 @@ def test_neurons_of_images(pool, tmp_path, cache):
         model = ImageClassifier(ImageConfig(arch=arch, pool=pool, width=16, heads=2, layers=3,
                                             image_size=32, patch_size=8, classes=10))
         paths.append(str(tmp_path / f"{arch}.pt"))
-        write_model(paths[-1], model, "vit", dict(name="shapes", mean=data.mean, std=data.std))
+        write_model(paths[-1], model, "vit", data.meta())
     flags = [f"--data_dir={cache}", "--device=cpu"]
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
     assert [row["code"] for row in rows] == ["crate", "transformer", "transformer, kept"]
