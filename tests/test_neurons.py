@@ -72,8 +72,7 @@ def test_neurons_of_images(pool, tmp_path, cache):
         write_model(paths[-1], model, "vit", data.meta())
     flags = [f"--data_dir={cache}", "--device=cpu"]
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
-    assert [row["code"] for row in rows] == ["crate", "transformer", "transformer, kept"]
-    assert rows[2]["nonzeros"] == pytest.approx(rows[0]["nonzeros"], abs=0.02)
+    assert [row["code"] for row in rows] == ["crate", "transformer"]
 
     loaded = load_model(paths[1])
     c = neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
