@@ -52,8 +52,7 @@ def random_subspaces(c, generator):
 
 
 def beta_of(Z, U, eps):
-    """beta = p / (n eps^2) of R^c."""
-    return U.shape[-1] / (Z.shape[0] * eps ** 2)
+    return U.shape[-1] / (len(Z) * eps ** 2)        # p / (n eps^2)
 
 
 def validity(Z, U, eps):
@@ -120,10 +119,9 @@ def draw(panels, c):
         ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
                ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
     a, b = (torch.tensor(panels[0][2][term]) for term in ("first term", "second term"))
-    axes[2].plot(panels[0][2]["mssa"], label="R^c")
-    axes[2].plot(a, label="first term")
-    axes[2].plot(b, label="second term")
-    axes[2].plot(a - b, label="first - second")
+    for curve, label in ((panels[0][2]["mssa"], "R^c"), (a, "first term"), (b, "second term"),
+                         (a - b, "first - second")):
+        axes[2].plot(curve, label=label)
     axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
                 ylabel="nats")
     for ax in axes:

@@ -102,8 +102,7 @@ def mean_srr(encoder, x, c):
 
 
 def complexities(model, initial, x, y, m, c):
-    """{measure: value} of a network trained on m images from `initial`; x, y are some of them. A
-    measure that is not defined is NaN."""
+    """{measure: value, or NaN} of a network trained on m images from `initial`; x, y are some."""
     W, V = ([p.detach().cpu().double() for p in network.parameters() if p.ndim == 2]
             for network in (model, initial))
     size = sum(w.square().sum() for w in W).item()
@@ -142,9 +141,7 @@ def tau_b(x, y, counts):
 
 def nanmean(parts, n):
     """The mean over parts of (n,) arrays, without NaN; NaN where nothing is left."""
-    parts = np.array(parts).reshape(-1, n)
-    there = (~np.isnan(parts)).sum(0)
-    return np.where(there > 0, np.nansum(parts, 0) / np.maximum(there, 1), np.nan)
+    return np.ma.masked_invalid(np.reshape(parts, (-1, n))).mean(0).filled(np.nan)
 
 
 def granulated_tau(x, y, thetas, axis, axes, counts):
