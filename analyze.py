@@ -6,7 +6,7 @@ Looks inside the layers of trained checkpoints.
     tokens --ckpt=A.pt                     Z^l of one image             [N] Fig. 6
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
 
-`python analyze.py COMMAND` prints a table and draws a figure.
+`python analyze.py COMMAND` draws a figure; all but saliency also print a table.
 """
 import math
 from dataclasses import dataclass
@@ -42,11 +42,8 @@ class OneModel:
 def print_table(rows):
     """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
     def cell(row, key):
-        value = row[key]
-        if value is None:
-            return "-"
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        extra = row.get(key + "_std", row.get(key + "_error"))
+        value, extra = row[key], row.get(key + "_std", row.get(key + "_error"))
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value).replace("None", "-")
         return f"{shown} +- {extra:.2g}" if extra else shown
 
     keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
@@ -311,10 +308,7 @@ def tokens(c):
 class Saliency(OneModel):
     """What the class token attends to, in red over the image: the mean of the heads, then each ([B]
     Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. Of TSSA, which has
-    no attention map: each patch's membership Pi.
-
-    The table has, as means over the images, the effective number of patches (exp of the map's
-    entropy) and the share of the largest. With --head only that head ([B] Figure 7.11)."""
+    no attention map: each patch's membership Pi. With --head only that head ([B] Figure 7.11)."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     index: int = option(0, "the first image's number in the split", low=0)
@@ -323,27 +317,20 @@ class Saliency(OneModel):
 
 @torch.no_grad()
 def saliency_maps(c):
-    """{"heads": [{"head", "patches", "largest"}, ...]}."""
+    """{"heads": names, "maps": (images, heads, patches)}."""
     encoder, names, pixels, x = open_pictures(c, c.pictures)
     K, L = encoder.config.heads, len(encoder.layers)
-    c.layer = c.layer or L
-    for flag, value, most in (("layer", c.layer, L), ("head", c.head or 1, K)):
-        if value > most:
+    for flag, value, most in (("layer", c.layer, L), ("head", c.head, K)):
+        if value and value > most:
             raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
 
-    maps = saliency(encoder.trace(x)[c.layer - 1].attention.float(), encoder.config.pool)
+    maps = saliency(encoder.trace(x)[(c.layer or L) - 1].attention.float(), encoder.config.pool)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
         maps, heads = maps[:, c.head:c.head + 1], heads[c.head:c.head + 1]
-    share = maps / maps.sum(-1, keepdim=True)
-    patches = torch.special.entr(share).sum(-1).exp().mean(0).tolist()
-    largest = share.amax(-1).mean(0).tolist()
-    rows = [dict(head=head, patches=n, largest=most)
-            for head, n, most in zip(heads, patches, largest)]
-    print_table(rows)
     write_overlays(c.out, pixels, maps, heads, names)
-    return dict(heads=rows)
+    return dict(heads=heads, maps=maps)
 
 
 COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),

@@ -133,8 +133,8 @@ def knn(c):
 
 @torch.no_grad()
 def predict(c):
-    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest class first; without a
-    classifier each file has no classes. Prints one line a file."""
+    """{"pictures": {file: {class: probability}}, "wrote"}, no class without a classifier. Prints
+    one line a file."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
     loaded, processes = load_image_model(c, "vit", "mae", "simdino")
@@ -262,8 +262,7 @@ def load_language_model(c, causal=True):
 
 
 def lm(c):
-    """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer; of a
-    masked model also "acc"."""
+    """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, tokenizer, processes = load_language_model(c, causal=False)
     context = loaded.model.config.context
     if c.stride > context:

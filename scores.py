@@ -100,10 +100,8 @@ def features(encoder, split, data, config, processes, kind="class", batch_size=5
 def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperature=0.07):
     """Accuracy of a vote among the k nearest by cosine, each with the weight
     exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k). x (N, D), y (N,)."""
-    x, x_test = F.normalize(x, dim=1), F.normalize(x_test, dim=1)
-    k = min(k, len(x))
-    right = torch.zeros((), device=x.device)
-    mine = slice(processes.rank, None, processes.world)
+    x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
+    right, mine = torch.zeros((), device=x.device), slice(processes.rank, None, processes.world)
     for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
         cosine, index = (test @ x.mT).topk(k)
         votes = torch.zeros(len(test), classes, device=x.device)
@@ -225,12 +223,11 @@ def stretched(maps):
 def write_overlays(path, x, maps, columns=None, rows=None):
     """A PNG with an image x (n, 3, H, H) a row, then each of its maps (n, m, patches), stretched,
     in red over its greys. `columns` names the maps: by default the mean of the heads and each."""
-    n, m, patches = maps.shape
-    side = math.isqrt(patches)
-    heat = F.interpolate(stretched(maps).view(n, m, side, side), size=x.shape[-1])[:, :, None]
+    side = math.isqrt(maps.shape[-1])
+    heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
     red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
     overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
-    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, m))]
+    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
 
 

@@ -4,15 +4,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 import analyze
-from data import augment, images
+from data import images
 from flags import UserError
 from helpers import write_model
 from model import (ImageClassifier, ImageConfig, LayerTrace, MAEConfig, MaskedAutoencoder,
                    coding_rate, sparse_rate_reduction)
+from scores import model_input
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 
@@ -30,16 +30,18 @@ def save(tmp_path, cache):
 def call(tmp_path, cache):
     """call(command, *flags): analyze.main on the CPU with small data; its numbers."""
     def run(command, *flags):
-        return analyze.main([command, "--device=cpu", f"--data_dir={cache}",
-                             f"--out={tmp_path / command}.png", *flags])
+        out = tmp_path / f"{command}.png"
+        numbers = analyze.main([command, "--device=cpu", f"--data_dir={cache}", f"--out={out}",
+                                *flags])
+        assert out.stat().st_size > 1000
+        return numbers
     return run
 
 
 def validation(cache, index):
     """Images of the validation split, normalized."""
     data = images.load("shapes", cache)
-    x = augment.to_float(torch.from_numpy(data.val_images[index]))
-    return augment.normalize(x, data.mean, data.std)
+    return model_input(torch.from_numpy(data.val_images[index]), data, 32)
 
 
 def check(backbone, x, rows, eps=0.3, lambd=0.1):
@@ -75,8 +77,7 @@ def test_layers(save, call, cache, arch):
 
 def test_rates_are_computed_in_float64():
     """Tokens of a trained layer: far from 0 and close together. Float32 cannot factor them."""
-    config = ImageConfig(width=32, heads=2, layers=1, image_size=32, patch_size=4)
-    layer = ImageClassifier(config).encoder.layers[0]
+    layer = ImageClassifier(ImageConfig(**TINY | dict(width=32))).encoder.layers[0]
     Z = 1e4 * torch.randn(1, 1, 32) + torch.randn(5, 64, 32)
     assert coding_rate(Z, 0.1).isnan().any()
     with torch.no_grad():
@@ -125,9 +126,8 @@ def test_subspaces(save, call):
 
     U = torch.randn(3, 7, 2)
     columns = [U[k, :, j] / U[k, :, j].norm() for k in range(3) for j in range(2)]
-    pairs = [(i // 2 == j // 2, abs(float(columns[i] @ columns[j])))
-             for i in range(6) for j in range(6) if i != j]
-    same, other = ([value for within, value in pairs if within == kind] for kind in (True, False))
+    same, other = ([abs(float(columns[i] @ columns[j])) for i in range(6) for j in range(6)
+                    if i != j and (i // 2 == j // 2) == within] for within in (True, False))
     assert analyze.coherence(U)[1] == pytest.approx(dict(
         within_mean=np.mean(same), within_max=max(same),
         across_mean=np.mean(other), across_max=max(other)))
@@ -136,7 +136,7 @@ def test_subspaces(save, call):
     assert found["random"] == pytest.approx(directions[:, 0].abs().mean().item(), rel=4e-2)
 
 
-def test_tokens(save, call, cache, tmp_path):
+def test_tokens(save, call, cache):
     model = ImageClassifier(ImageConfig(**TINY)).eval()
     rows = call("tokens", f"--ckpt={save(model)}", "--index=7")["layers"]
     for row, step in zip(rows, model.encoder.trace(validation(cache, [7])), strict=True):
@@ -145,24 +145,21 @@ def test_tokens(save, call, cache, tmp_path):
         share = np.linalg.svd(Z, compute_uv=False) ** 2 / (Z ** 2).sum()
         entropy = -(share * np.log(share + 1e-30)).sum()
         assert row["effective_rank"] == pytest.approx(math.exp(entropy), rel=1e-4)
-    assert Image.open(tmp_path / "tokens.png").width > 400
 
 
 @pytest.mark.parametrize("arch", ["crate", "tost"])
 def test_saliency(arch, save, call, cache):
     model = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
     flags = [f"--ckpt={save(model)}", "--pictures=5", "--index=2", "--layer=2"]
-    heads = call("saliency", *flags)["heads"]
+    found = call("saliency", *flags)
     with torch.no_grad():
         attention = model.encoder.trace(validation(cache, [2, 3, 4, 5, 6]))[1].attention
     maps = attention[:, :, 1:] if arch == "tost" else attention[:, :, 0, 1:]
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
-    share = maps / maps.sum(-1, keepdim=True)
-    patches, largest = (-share * share.log()).sum(-1).exp().mean(0), share.amax(-1).mean(0)
-    assert [row["head"] for row in heads] == ["mean of heads", "head 1", "head 2"]
-    assert [row["patches"] for row in heads] == pytest.approx(patches.tolist())
-    assert [row["largest"] for row in heads] == pytest.approx(largest.tolist())
-    assert call("saliency", *flags, "--head=2")["heads"] == heads[2:]
+    assert found["heads"] == ["mean of heads", "head 1", "head 2"]
+    torch.testing.assert_close(found["maps"], maps)
+    only = call("saliency", *flags, "--head=2")
+    assert only["heads"] == ["head 2"] and torch.equal(only["maps"], found["maps"][:, 2:])
     for flag, says in (("--head=3", "--head=3: .* has 2"), ("--layer=4", "--layer=4: .* has 3"),
                        ("--index=100", "--index=100: shapes has 100 val images")):
         with pytest.raises(UserError, match=says):

@@ -17,8 +17,6 @@ def test_text_properties():
     for name, marks in dict(digit="...11..........", quoted=".......1111111.",
                             punctuation=".....1.1......1").items():
         assert found[name].tolist() == [mark == "1" for mark in marks], name
-    found = neurons.text_properties([" the", " dog", "ged"])            # GPT-2's tokens
-    assert found["first letter"].tolist() == [True, True, False]
 
 
 def test_sparse_probes_and_purity_find_what_was_put_there():
