@@ -30,7 +30,8 @@ def test_detection_ap():
     n, overlap, confidence = 60, torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
     thresholds = torch.tensor([0.5, 0.75, 0.95]).double()
     order = sorted(range(n), key=lambda i: -confidence[i])
-    for threshold, ap in zip(thresholds, segmentation.detection_ap(overlap, confidence, thresholds)):
+    found = segmentation.detection_ap(overlap, confidence, thresholds)
+    for threshold, ap in zip(thresholds, found):
         hits = np.cumsum([bool(overlap[i] >= threshold) for i in order])
         curve = list(zip(hits / n, hits / np.arange(1, n + 1)))
         best = [max([precision for recall, precision in curve if recall >= r / 100], default=0.0)
