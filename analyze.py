@@ -84,7 +84,7 @@ def open_model(path, c, untrained=False, tasks=None):
 
 def backbone_of(loaded):
     """What has .layers, .tokens(x) = Z^1 and .trace(x)."""
-    return loaded.model if loaded.encoder is None else loaded.encoder
+    return loaded.encoder or loaded.model
 
 
 def spread(total, n):
@@ -114,9 +114,8 @@ def open_pictures(c, count):
 
 
 def batches(loaded, c):
-    """c.samples samples, spread over the split, as (tokens (B, n) or the images' numbers (B,), the
-    backbone's input). A sample is an image, or as many tokens of text as the context holds; nothing
-    is masked."""
+    """c.samples images, or windows of text as long as the context, spread over the split: (the
+    images' numbers (B,) or the tokens (B, n), the backbone's input). Nothing is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
         tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[2]
@@ -242,9 +241,8 @@ def draw_layers(runs, c):
 
 @dataclass(kw_only=True)
 class Subspaces(OneModel):
-    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7).
-
-    "within": two different columns of one subspace; "across": of two subspaces."""
+    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, within one subspace and across two,
+    layer by layer ([N] Figure 7)."""
 
 
 def coherence(U):

@@ -7,7 +7,6 @@ Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[cl
     closed       the approximation of [J] Eq. (47)
     posterior    E[clean | noisy], the least mean squared error possible ([N] Section A.1)
     sde          the reverse diffusion of [J] Eq. (49): a posterior sample, so twice its error
-    flow         the same score in small steps without noise
 
 "error": mean squared distance to the clean token; "off": to the nearest subspace. Then [J] Figure
 5: R - R^c and the nonzeros of clean tokens on oblique subspaces, on orthogonal ones, and on the
@@ -38,7 +37,7 @@ class Denoising:
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(500, "n", low=1)
     eps: float = option(0.5, "distortion of the rates", above=0)
-    steps: int = option(100, "of sde and flow", low=1)
+    steps: int = option(100, "of sde", low=1)
     seed: int = option(0, "of all that is drawn", low=0)
     out: str = option("out/denoising.png", "the figure")
 
@@ -52,18 +51,15 @@ def posterior_mean(z, U, sigma):
     return c * gaussian_mixture_denoise(z, U, sigma / c ** 0.5)
 
 
-def reverse_diffusion(z, U, sigma, steps, generator=None):
-    """[J] Eq. (49) from t = sigma^2 to 0, in steps of equal sqrt(t); without a generator its flow,
-    dz = score / 2 dt. The noise of a step to t' is scaled by sqrt(t' / t): none in the last one."""
+def reverse_diffusion(z, U, sigma, steps, generator):
+    """[J] Eq. (49) from t = sigma^2 to 0, in steps of equal sqrt(t). The noise of a step to t' is
+    scaled by sqrt(t' / t): none in the last one."""
     levels = [sigma * (1 - i / steps) for i in range(steps + 1)]
     for s, below in zip(levels, levels[1:]):
         score = (posterior_mean(z, U, s) - z) / s ** 2              # Tweedie, [J] Eq. (46)
-        if generator is None:
-            z = z + s * (s - below) * score
-        else:
-            dt = s ** 2 - below ** 2
-            noise = torch.randn(z.shape, generator=generator, dtype=z.dtype)
-            z = z + dt * score + dt ** 0.5 * below / s * noise
+        dt = s ** 2 - below ** 2
+        noise = torch.randn(z.shape, generator=generator, dtype=z.dtype)
+        z = z + dt * score + dt ** 0.5 * below / s * noise
     return z
 
 
@@ -84,8 +80,7 @@ def compare(clean, U, c, generator):
         estimates = dict(noisy=z,
                          closed=gaussian_mixture_denoise(z, U, sigma),
                          posterior=posterior_mean(z, U, sigma),
-                         sde=reverse_diffusion(z, U, sigma, c.steps, generator),
-                         flow=reverse_diffusion(z, U, sigma, c.steps))
+                         sde=reverse_diffusion(z, U, sigma, c.steps, generator))
         for method, estimate in estimates.items():
             error = (estimate - clean).square().sum(-1).mean().item()
             projected = (estimate[:, None, None] @ U).square().sum((-2, -1)).amax(-1)

@@ -142,11 +142,10 @@ def main(argv):
             x = model_input(split.batch(index)[0], data, size)
             X = patch_features(encoder, x, c.layer, c.features).float().cpu()
         cut, confidence = maskcut(X, side)
-        truth = masks[index, 0]
-        cut = F.interpolate(cut[:, None].float(), size=truth.shape[1:], mode="nearest-exact")
-        cut = cut[:, 0].bool()
-        overlaps["box"].append(iou(box(cut), box(truth)))
-        overlaps["mask"].append(iou(cut, truth))
+        truth, cut = masks[index], cut[:, None].float()
+        cut = F.interpolate(cut, size=truth.shape[2:], mode="nearest-exact").bool()
+        overlaps["box"].append(iou(box(cut), box(truth))[:, 0])
+        overlaps["mask"].append(iou(cut, truth)[:, 0])
         confidences.append(confidence)
     thresholds = torch.arange(50, 100, 5).double() / 100
     result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=c.layer,
