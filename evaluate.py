@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from checkpoint import load_model, plain
+from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images, text
@@ -157,7 +157,8 @@ def predict(c):
                   for row in zip(best.values.tolist(), best.indices.tolist())]
     labels = []
     for file, row in zip(c.files, shares):
-        words = [plain(Path(file).name), *(f"{name} {p:.3f}" for name, p in row.items())]
+        shown = "".join(char if char.isprintable() else " " for char in Path(file).name)
+        words = [shown, *(f"{name} {p:.3f}" for name, p in row.items())]
         print("  ".join(words))
         labels.append("\n".join(words))
 
