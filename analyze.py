@@ -6,7 +6,7 @@ Looks inside the layers of trained checkpoints.
     tokens --ckpt=A.pt                     Z^l of one image             [N] Fig. 6
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
 
-`python analyze.py COMMAND` prints a table and draws a figure.
+`python analyze.py COMMAND` draws a figure; all but saliency also print a table.
 """
 import math
 from dataclasses import dataclass
@@ -42,11 +42,8 @@ class OneModel:
 def print_table(rows):
     """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
     def cell(row, key):
-        value = row[key]
-        if value is None:
-            return "-"
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        extra = row.get(key + "_std", row.get(key + "_error"))
+        value, extra = row[key], row.get(key + "_std", row.get(key + "_error"))
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value).replace("None", "-")
         return f"{shown} +- {extra:.2g}" if extra else shown
 
     keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
@@ -79,7 +76,7 @@ def draw_heat_maps(c, maps, title, xlabel, ylabel, scale):
 
 
 def open_model(path, c, untrained=False, tasks=None):
-    """A checkpoint as `Loaded`, on its device; at random initialization if `untrained`."""
+    """A checkpoint as `Loaded`, on the device of the flags c."""
     loaded = load_model(path, tasks, c.heads, c.seed if untrained else None)
     loaded.model.to(Processes(c.device).device)
     return loaded
@@ -87,7 +84,7 @@ def open_model(path, c, untrained=False, tasks=None):
 
 def backbone_of(loaded):
     """What has .layers, .tokens(x) = Z^1 and .trace(x)."""
-    return loaded.model if loaded.encoder is None else loaded.encoder
+    return loaded.encoder or loaded.model
 
 
 def spread(total, n):
@@ -117,9 +114,8 @@ def open_pictures(c, count):
 
 
 def batches(loaded, c):
-    """c.samples samples, spread over the split, as (tokens (B, n) or the images' numbers (B,), the
-    backbone's input). A sample is an image, or as many tokens of text as the context holds; nothing
-    is masked."""
+    """c.samples images, or windows of text as long as the context, spread over the split: (the
+    images' numbers (B,) or the tokens (B, n), the backbone's input). Nothing is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
         tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[2]
@@ -138,22 +134,18 @@ def batches(loaded, c):
 # layers: rates and sparsity
 # -------------------------------------------------------------------------------------------------
 
-CONVENTIONS = dict(released="R^c of the normalized U^* LN(Z^l)", caption="R^c(Z^(l+1/2) | U)")
-
-
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
     layer: mean and deviation over samples.
 
-    "srr" is model.sparse_rate_reduction of Z^{l+1}: higher is better, and the SRR measure of [S] is
-    its negative. Rates are in nats, from float64, since in float32 the logdet of some trained
-    layers is NaN. norm_U and norm_D are the largest singular values of [U_1, .., U_K] and D. An
-    arch without U (transformer, aot-mhsa) has its value maps in U's place."""
+    R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token at norm 1: so [N]'s
+    code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "srr" is of Z^{l+1}:
+    higher is better, and the SRR measure of [S] is its negative. Rates are in nats, from float64,
+    since in float32 the logdet of some trained layers is NaN. An arch without U (transformer,
+    aot-mhsa) has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
-    convention: str = option("released", "R^c of the normalized projections in the softmax, as "
-                             "[N]'s code has it, or of Z^{l+1/2}", choices=tuple(CONVENTIONS))
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
@@ -170,10 +162,7 @@ def layer_numbers(layer, Z, step, c):
     U, out = in_float64(layer.attention.bases()), in_float64(step.out)
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    if c.convention == "caption":
-        w = in_float64(step.half).unsqueeze(1) @ U                          # (B, K, n, p)
-    else:                                               # each token to norm 1 in each head
-        w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)
+    w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
     found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1),
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
@@ -186,7 +175,7 @@ def layer_numbers(layer, Z, step, c):
 
 @torch.no_grad()
 def layer_table(loaded, c):
-    """One dict a layer: mean and deviation over samples of each number, the spectral norms."""
+    """One dict a layer: mean and deviation over samples of each number."""
     backbone = backbone_of(loaded)
     found = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
@@ -196,15 +185,12 @@ def layer_table(loaded, c):
             Z = step.out
 
     table = []
-    for l, (layer, parts) in enumerate(zip(backbone.layers, found), 1):
+    for l, parts in enumerate(found, 1):
         row = dict(layer=l)
         for key in parts[0]:
             values = torch.cat([part[key] for part in parts])
             row[key] = values.mean().item()
             row[f"{key}_std"] = values.std(correction=0).item()
-        row["norm_U"] = torch.linalg.matrix_norm(torch.cat([*layer.attention.bases()], 1), 2).item()
-        if hasattr(layer.sparsification, "D"):
-            row["norm_D"] = torch.linalg.matrix_norm(layer.sparsification.D, 2).item()
         table.append(row)
     return table
 
@@ -218,14 +204,10 @@ def layers(c):
             table = layer_table(loaded, c)
             mean = sum(row["srr"] for row in table) / len(table)
             runs.append(dict(ckpt=path, untrained=untrained, srr=mean, layers=table))
-            print(f"{path}{', untrained' * untrained}, {c.split}: {CONVENTIONS[c.convention]}, eps "
-                  f"{c.eps:g}{', U at unit size' * c.unit_bases}; rates in nats")
+            print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}"
+                  f"{', U at unit size' * c.unit_bases}")
             print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-            decay = loaded.content.get("run_config", {}).get("weight_decay")
-            if loaded.task == "vit" and decay is not None and not untrained:
-                print(f"trained with weight decay {decay:g}: in RESULTS.md most layers of CRATE "
-                      "become sparser than untrained with 0.5, [N]'s, and denser with 0.05")
     draw_layers(runs, c)
     return dict(runs=runs)
 
@@ -233,7 +215,7 @@ def layers(c):
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
     bases = ", U at unit size" * c.unit_bases
-    panels = {"rate_of_subspaces": (CONVENTIONS[c.convention], f"nats, eps {c.eps:g}{bases}"),
+    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
@@ -259,9 +241,8 @@ def draw_layers(runs, c):
 
 @dataclass(kw_only=True)
 class Subspaces(OneModel):
-    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7).
-
-    "within": two different columns of one subspace; "across": of two subspaces."""
+    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, within one subspace and across two,
+    layer by layer ([N] Figure 7)."""
 
 
 def coherence(U):
@@ -325,10 +306,7 @@ def tokens(c):
 class Saliency(OneModel):
     """What the class token attends to, in red over the image: the mean of the heads, then each ([B]
     Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. Of TSSA, which has
-    no attention map: each patch's membership Pi.
-
-    The table has, as means over the images, the effective number of patches (exp of the map's
-    entropy) and the share of the largest. With --head only that head ([B] Figure 7.11)."""
+    no attention map: each patch's membership Pi. With --head only that head ([B] Figure 7.11)."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     index: int = option(0, "the first image's number in the split", low=0)
@@ -337,27 +315,20 @@ class Saliency(OneModel):
 
 @torch.no_grad()
 def saliency_maps(c):
-    """{"heads": [{"head", "patches", "largest"}, ...]}."""
+    """{"heads": names, "maps": (images, heads, patches)}."""
     encoder, names, pixels, x = open_pictures(c, c.pictures)
     K, L = encoder.config.heads, len(encoder.layers)
-    c.layer = c.layer or L
-    for flag, value, most in (("layer", c.layer, L), ("head", c.head or 1, K)):
-        if value > most:
+    for flag, value, most in (("layer", c.layer, L), ("head", c.head, K)):
+        if value and value > most:
             raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
 
-    maps = saliency(encoder.trace(x)[c.layer - 1].attention.float(), encoder.config.pool)
+    maps = saliency(encoder.trace(x)[(c.layer or L) - 1].attention.float(), encoder.config.pool)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
         maps, heads = maps[:, c.head:c.head + 1], heads[c.head:c.head + 1]
-    share = maps / maps.sum(-1, keepdim=True)
-    patches = torch.special.entr(share).sum(-1).exp().mean(0).tolist()
-    largest = share.amax(-1).mean(0).tolist()
-    rows = [dict(head=head, patches=n, largest=most)
-            for head, n, most in zip(heads, patches, largest)]
-    print_table(rows)
     write_overlays(c.out, pixels, maps, heads, names)
-    return dict(heads=rows)
+    return dict(heads=heads, maps=maps)
 
 
 COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),

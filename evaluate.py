@@ -14,13 +14,9 @@ Numbers on a trained checkpoint.
 The last line of each is one JSON object. Losses are in nats. Baselines of linear, knn and segment:
 --random (an untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
 """
-import signal
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)    # Ctrl-C during the imports: no traceback
-
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +26,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from checkpoint import load_model
-from flags import check_new, cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
+from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images, text
 from model import run_layers, saliency
@@ -44,7 +40,6 @@ from scores import (classify, features, language_scores, linear_probe, load_imag
 
 @dataclass(kw_only=True)
 class ImageFlags(DeviceFlags):
-    """Flags of every evaluation of an image model."""
     ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
     random: bool = option(False, "the checkpoint's model at random initialization instead")
@@ -67,7 +62,6 @@ class Probe(ImageFlags):
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
         choices=("class", "mean", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
-    temperature: float = option(0.07, "of the weighted vote (knn)", above=0)
 
 
 @dataclass(kw_only=True)
@@ -76,9 +70,7 @@ class Predict(ImageFlags):
     of the last layer's saliency maps; of a masked autoencoder its reconstruction."""
     files: tuple = option((), "pictures", positional=True)
     top: int = option(3, "classes to print", low=1)
-    out: str | None = option(None, "the PNG, a row for each picture; auto is out/predict.png, "
-                             "replaced each time")
-    overwrite: bool = option(False, "replace the file that --out names")
+    out: str = option(str(ROOT / "out" / "predict.png"), "the PNG, a row for each picture")
 
 
 @dataclass(kw_only=True)
@@ -91,8 +83,7 @@ class Segment(ImageFlags):
 
 
 def load_image_model(c, *tasks):
-    """(`Loaded`, on its device; Processes). With --random its weights are those at initialization.
-    """
+    """(`Loaded`, on its device, with --random at random initialization; Processes)."""
     seed = c.seed if c.random else None
     loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, seed)
     processes = Processes(c.device)
@@ -100,32 +91,20 @@ def load_image_model(c, *tasks):
     return loaded, processes
 
 
-def class_names(loaded, ckpt):
-    """What a classifier's checkpoint calls its classes; numbers if it is a published one."""
-    classes = loaded.model.config.classes
-    names = loaded.meta.get("classes") or [f"class {i}" for i in range(classes)]
-    if not isinstance(names, list) or len(names) != classes:
-        raise UserError(f"{ckpt} does not name its {classes} classes in data_meta")
-    return [str(name) for name in names]
-
-
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = load_image_model(c, "vit")
-    data, names = load_images(c.data, loaded.meta, c.data_dir), class_names(loaded, c.ckpt)
-    if len(data.classes) != len(names):
-        raise UserError(f"--data={data.name} has {len(data.classes)} classes, {c.ckpt} has "
-                        f"{len(names)}")
-    if "classes" in loaded.meta and names != data.classes:      # a published one names none
-        raise UserError(f"--data={data.name} has other classes ({data.classes[0]}, ...) than "
-                        f"{c.ckpt} ({names[0]}, ...)")
+    data = load_images(c.data, loaded.meta, c.data_dir)
+    names = loaded.meta.get("classes", data.classes)            # a published one names none
+    if names != data.classes or loaded.model.config.classes != len(names):
+        raise UserError(f"--data={data.name} has other classes than {c.ckpt}")
     split = on_device(data, c.split, processes.device)
     scores = classify(loaded.model, split, data, c, processes, c.batch_size)
     return dict(data=data.name, split=c.split) | scores
 
 
-def probe(c, classifier):
-    """The features of both parts, and classifier(x, y, x_test, y_test, classes) on them."""
+def probe(c):
+    """(what was read, (x, y, x_test, y_test, classes), Processes): features of both parts."""
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device)
     else:
@@ -138,28 +117,26 @@ def probe(c, classifier):
         split = on_device(data, name, processes.device)
         x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
-    result = classifier(*samples, len(data.classes))
-    return dict(data=data.name, features=kind, encoder=used) | result
+    found = dict(data=data.name, features=kind, encoder=used)
+    return found, (*samples, len(data.classes)), processes
 
 
 def linear(c):
-    """Accuracy of a linear probe."""
-    return probe(c, lambda *samples: linear_probe(*samples, seed=c.seed))
+    found, samples, _ = probe(c)
+    return found | linear_probe(*samples, c.seed)
 
 
 def knn(c):
-    """Accuracy of the k nearest neighbours."""
-    return probe(c, lambda *samples: nearest_neighbours(*samples, c.k, c.temperature))
+    found, samples, processes = probe(c)
+    return found | nearest_neighbours(*samples, processes, c.k)
 
 
 @torch.no_grad()
 def predict(c):
-    """{"pictures": {file: {class: probability}}, "wrote"}, the likeliest class first; without a
-    classifier each file has no classes. Prints one line a file."""
+    """{"pictures": {file: {class: probability}}, "wrote"}, no class without a classifier. Prints
+    one line a file."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
-    check_new("out", c.out, c.overwrite)
-    out = c.out or str(ROOT / "out" / "predict.png")
     loaded, processes = load_image_model(c, "vit", "mae", "simdino")
     config, model, pixels = loaded.encoder.config, loaded.model, []
     for file in c.files:
@@ -173,32 +150,42 @@ def predict(c):
 
     shares = [{} for _ in c.files]
     if loaded.task == "vit":
-        names = class_names(loaded, c.ckpt)
+        names = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         with processes.autocast(c.dtype):
             best = model(x).float().softmax(-1).topk(min(c.top, len(names)))
         shares = [{names[i]: round(p, 4) for p, i in zip(*row)}
                   for row in zip(best.values.tolist(), best.indices.tolist())]
     labels = []
     for file, row in zip(c.files, shares):
-        words = [printable(Path(file).name), *(f"{printable(k)} {p:.3f}" for k, p in row.items())]
+        shown = "".join(char if char.isprintable() else " " for char in Path(file).name)
+        words = [shown, *(f"{name} {p:.3f}" for name, p in row.items())]
         print("  ".join(words))
         labels.append("\n".join(words))
 
-    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     if loaded.task == "mae":
-        write_reconstructions(out, model, pixels, data, labels)
+        write_reconstructions(c.out, model, pixels, data, labels)
     else:
         with processes.autocast(c.dtype):
             attention = loaded.encoder.trace(x)[-1].attention.float()
         maps = saliency(attention, config.pool).mean(1, keepdim=True)
-        write_overlays(out, augment.to_float(pixels), maps, ["saliency"], labels)
-    print(f"wrote {out}")
-    return dict(pictures=dict(zip(c.files, shares)), wrote=out)
+        write_overlays(c.out, augment.to_float(pixels), maps, ["saliency"], labels)
+    print(f"wrote {c.out}")
+    return dict(pictures=dict(zip(c.files, shares)), wrote=c.out)
 
 
-def printable(words):
-    """Without control characters, which a file's name can hold."""
-    return "".join(character if character.isprintable() else "?" for character in words)
+def open_objects(c):
+    """(`Loaded`, Processes, the drawn set, its validation split, the objects' masks (N, 1, H, W) as
+    the model sees them). c.layer becomes a number."""
+    loaded, processes = load_image_model(c, "vit", "mae", "simdino")
+    last, size = len(loaded.encoder.layers), loaded.encoder.config.image_size
+    c.layer = c.layer or last
+    if c.layer > last:
+        raise UserError(f"--layer={c.layer}: the last layer of {c.ckpt} is {last}")
+    data = load_images(c.data, loaded.meta, c.data_dir)
+    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
+    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    return loaded, processes, data, on_device(data, "val", processes.device), masks
 
 
 @torch.no_grad()
@@ -211,20 +198,13 @@ def segment(c):
     heads, "iou_heads" of every head. "iou_prior" is that of the split's mean mask as the map of
     every image, which knows where objects lie on average. A constant map scores "foreground", the
     objects' share of the pixels."""
-    loaded, processes = load_image_model(c, "vit", "mae", "simdino")
-    encoder, size = loaded.encoder, loaded.encoder.config.image_size
-    number, side = c.layer or len(encoder.layers), size // encoder.config.patch_size
-    if number > len(encoder.layers):
-        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
-    data = load_images(c.data, loaded.meta, c.data_dir)
-    split = on_device(data, "val", processes.device)
-    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
-    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
-    prior, ious = masks.float().mean(0, keepdim=True), []
+    loaded, processes, data, split, masks = open_objects(c)
+    size, patch = loaded.encoder.config.image_size, loaded.encoder.config.patch_size
+    side, prior, ious = size // patch, masks.float().mean(0, keepdim=True), []
     for index in torch.arange(len(masks)).split(c.batch_size):
         x, truth = model_input(split.batch(index)[0], data, size), masks[index].flatten(1)[:, None]
         with processes.autocast(c.dtype):
-            attention = encoder.trace(x)[number - 1].attention
+            attention = loaded.encoder.trace(x)[c.layer - 1].attention
         maps = saliency(attention, pooling(loaded)).float().cpu().unflatten(-1, (side, side))
         maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)                     # (B, 1 + K, ..)
         maps = F.interpolate(maps, size=masks.shape[2:], mode="bilinear", antialias=True)
@@ -232,15 +212,14 @@ def segment(c):
         chosen = [stretched(maps) >= level / 100 for level in range(100)]
         ious.append(torch.stack([(mask & truth).sum(2) / (mask | truth).sum(2) for mask in chosen]))
     mean, *heads, prior = torch.cat(ious, 1).double().mean(1).amax(0).tolist()
-    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
-                  n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
-                  foreground=masks.double().mean().item())
-    names = ["mean of heads", *(f"head {k}" for k in range(1, len(heads) + 1)), "prior: mean mask",
-             "a constant map"]
+    foreground = masks.double().mean().item()
+    table = {"mean of heads": mean, **{f"head {k}": iou for k, iou in enumerate(heads, 1)},
+             "prior: mean mask": prior, "a constant map": foreground}
     print(f"{'map':18}IoU")
-    for name, iou in zip(names, [mean, *heads, prior, result["foreground"]]):
+    for name, iou in table.items():
         print(f"{name:18}{iou:.3f}")
-    return result
+    return dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=c.layer, n=len(masks),
+                iou=mean, iou_heads=heads, iou_prior=prior, foreground=foreground)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -249,7 +228,6 @@ def segment(c):
 
 @dataclass(kw_only=True)
 class TextFlags(DeviceFlags):
-    """Flags of every evaluation of a language model."""
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
     batch_size: int = option(16, "sequences at once", low=1)
 
@@ -271,12 +249,11 @@ class Lambada(TextFlags):
 
 @dataclass(kw_only=True)
 class CBT(TextFlags):
-    """Accuracy on the Children's Book Test: which of ten candidates makes the passage likeliest."""
+    """Accuracy on the Children's Book Test: which of ten words makes the passage likeliest."""
 
 
 def load_language_model(c, causal=True):
-    """(`Loaded` of a language model, on its device; its tokenizer; Processes). With `causal` a
-    masked model is refused."""
+    """(`Loaded` on its device, tokenizer, Processes). With `causal` a masked model is refused."""
     loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
     if causal and not loaded.model.config.causal:
         raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs one that predicts the next "
@@ -286,8 +263,7 @@ def load_language_model(c, causal=True):
 
 
 def lm(c):
-    """{"loss" per token, "ppl", "n", ...} of a text prepared with the checkpoint's tokenizer; of a
-    masked model also "acc"."""
+    """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, tokenizer, processes = load_language_model(c, causal=False)
     context = loaded.model.config.context
     if c.stride > context:
@@ -297,13 +273,6 @@ def lm(c):
     scores = language_scores(loaded.model, tokens, c, processes, c.batch_size, tokenizer.n_vocab,
                              mask_rate, stride, bar=processes.rank == 0)
     return dict(data=data.name, split=split, stride=stride) | scores
-
-
-def plain_quotes(words):
-    """As OpenAI prepared LAMBADA: typographic quotes, also those of TeX, become "."""
-    for quote in ("“", "”", "``", "''"):
-        words = words.replace(quote, '"')
-    return words
 
 
 @torch.no_grad()
@@ -319,8 +288,10 @@ def lambada(c):
     n, by_length = 10, {}               # ten: GPT-2's tokens of LAMBADA's longest word
     passages = text.load("lambada", cache=c.data_dir).passages
     for passage in passages:
-        words = passage["text"] if c.strict else plain_quotes(passage["text"])
-        before, _, word = words.strip().rpartition(" ")
+        words = passage["text"].strip()
+        if not c.strict:            # as OpenAI prepared LAMBADA; `` and '' are TeX's quotes
+            words = re.sub("[“”]|``|''", '"', words)
+        before, _, word = words.rpartition(" ")
         prompt = tokenizer.encode("\n" + before)[-max(model.config.context - n, 1):]
         by_length.setdefault(len(prompt), []).append((prompt.astype(np.int64), word))
     right = 0
@@ -383,8 +354,7 @@ COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": 
 
 def main(argv):
     """Runs one subcommand, prints its result (rank 0 only), and returns it."""
-    flags = {name: config_class for name, (config_class, _) in COMMANDS.items()}
-    command, config = parse_command(flags, argv, __doc__)
+    command, config = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
     result = COMMANDS[command][1](config)
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result))

@@ -167,12 +167,6 @@ def needed(value, flag):
     return value
 
 
-def check_new(flag, path, overwrite):
-    """Raises UserError for a file that is there already and not empty."""
-    if path and os.path.isfile(path) and os.path.getsize(path) and not overwrite:
-        raise UserError(f"--{flag}: {path} is there already; --overwrite replaces it")
-
-
 # -------------------------------------------------------------------------------------------------
 # Command lines
 # -------------------------------------------------------------------------------------------------

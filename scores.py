@@ -18,15 +18,9 @@ from model import patchify, unpatchify
 from parallel import derive_seed
 
 
-def _zeros(n, device):
-    """n sums, in float64 where the device has it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(n, dtype=dtype, device=device)
-
-
 def statistics_of(meta):
-    """.mean and .std, per channel, of the images that a checkpoint was trained on. `meta` is its
-    data_meta, {} of a published one, which was trained on ImageNet."""
+    """.mean and .std, per channel, of a checkpoint's images. `meta` is its data_meta, {} of a
+    published one, which was trained on ImageNet."""
     return SimpleNamespace(mean=list(meta.get("mean", images.IMAGENET_MEAN)),
                            std=list(meta.get("std", images.IMAGENET_STD)))
 
@@ -41,8 +35,7 @@ def load_images(name, meta, cache):
 
 def on_device(data, split, device):
     """The "train" or "val" part of an image set."""
-    arrays = getattr(data, f"{split}_images"), getattr(data, f"{split}_labels")
-    return images.Images(*arrays, device)
+    return images.Images(getattr(data, f"{split}_images"), getattr(data, f"{split}_labels"), device)
 
 
 def pooling(loaded):
@@ -56,23 +49,27 @@ def model_input(batch, data, size):
     return augment.normalize(x, data.mean, data.std)
 
 
-def _shares(split, batch_size, processes):
-    """The indices of this process's images, in batches."""
+def _batches(split, batch_size, config, processes):
+    """This process's share of the images and labels, in batches."""
     mine = torch.arange(processes.rank, len(split), processes.world)
-    return [index.numpy() for index in mine.split(batch_size)]
+    return split.batches([index.numpy() for index in mine.split(batch_size)], config.workers)
+
+
+def _three_zeros(device):
+    """To add to, in float64 where the device has it."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    return torch.zeros(3, dtype=dtype, device=device)
 
 
 @torch.no_grad()
 def classify(model, split, data, config, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
-    total = _zeros(3, processes.device)
-    shares = _shares(split, batch_size, processes)
-    for batch, labels in split.batches(shares, config.workers):
+    total = _three_zeros(processes.device)
+    for batch, labels in _batches(split, batch_size, config, processes):
         n = len(labels)
         if n < batch_size:      # a full last batch: a compiled model sees one shape
-            filling = batch[:1].expand(batch_size - n, -1, -1, -1)
-            batch = torch.cat([batch, filling])
+            batch = torch.cat([batch, batch[:1].expand(batch_size - n, -1, -1, -1)])
         with processes.autocast(config.dtype):
             logits = model(model_input(batch, data, model.config.image_size))[:n]
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -86,8 +83,8 @@ def classify(model, split, data, config, processes, batch_size=500):
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
-    shares, parts = _shares(split, batch_size, processes), []
-    for batch, _ in split.batches(shares, config.workers):
+    parts = []
+    for batch, _ in _batches(split, batch_size, config, processes):
         if encoder is None:
             parts.append(augment.to_float(batch).flatten(1))
             continue
@@ -100,20 +97,17 @@ def features(encoder, split, data, config, processes, kind="class", batch_size=5
     return processes.sum(result)
 
 
-def nearest_neighbours(x, y, x_test, y_test, classes, k=20, temperature=0.07, processes=None):
+def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperature=0.07):
     """Accuracy of a vote among the k nearest by cosine, each with the weight
     exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k). x (N, D), y (N,)."""
-    x, x_test = F.normalize(x, dim=1), F.normalize(x_test, dim=1)
-    k = min(k, len(x))
-    right = torch.zeros((), device=x.device)
-    mine = slice(processes.rank, None, processes.world) if processes else slice(None)
+    x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
+    right, mine = torch.zeros((), device=x.device), slice(processes.rank, None, processes.world)
     for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
         cosine, index = (test @ x.mT).topk(k)
         votes = torch.zeros(len(test), classes, device=x.device)
         votes.scatter_add_(1, y[index], (cosine / temperature).exp())
         right += (votes.argmax(1) == labels).sum()
-    right = processes.sum(right) if processes else right
-    return dict(acc=right.item() / len(x_test), k=k)
+    return dict(acc=processes.sum(right).item() / len(x_test), k=k)
 
 
 def logistic_regression(x, y, classes, decay, iterations=200):
@@ -153,13 +147,12 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 # -------------------------------------------------------------------------------------------------
 
 def load_tokens(name, split, meta, cache):
-    """(text set, split, its tokens), None the checkpoint's own set and its test part or, if there
-    is none, val. `meta` is the checkpoint's data_meta, the tokenizer must be the same."""
+    """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
+    there is none, val. `meta` is the checkpoint's data_meta."""
     data = text.load(name or meta["name"], cache=cache)
     if data.tokenizer.meta() != meta["tokenizer"]:
-        raise UserError(f"--data={data.name} was prepared with another tokenizer "
-                        f"({data.tokenizer.n_vocab} tokens) than the checkpoint's "
-                        f"({meta['n_vocab']} tokens)")
+        raise UserError(f"--data={data.name} was prepared with another tokenizer than the "
+                        "checkpoint's")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
     split = split or next(iter(existing), "test")       # CBT has passages alone
     if split not in existing:
@@ -170,8 +163,7 @@ def load_tokens(name, split, meta, cache):
 @torch.no_grad()
 def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, mask_rate=None,
                     stride=None, bar=False):
-    """Loss in nats of a language model over a text, each token but the first predicted once:
-    dict(loss, ppl, n), n the number of predictions.
+    """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n).
 
     Of a masked model, the loss of the masked tokens and their top-1 accuracy "acc". The mask of a
     window is a function of its number: the same at every evaluation, on any number of processes.
@@ -180,14 +172,13 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
                                 not masked)
-    total = _zeros(3, processes.device)
+    total = _three_zeros(processes.device)
     for i, (x, y) in enumerate(tqdm(batches, unit=" batches", disable=None if bar else True)):
         if masked:
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
                 rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
-                ids, targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
-                x[row] = ids
+                x[row], targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
         x, y = x.to(processes.device), y.to(processes.device)
         count = (y >= 0).sum()
@@ -232,12 +223,11 @@ def stretched(maps):
 def write_overlays(path, x, maps, columns=None, rows=None):
     """A PNG with an image x (n, 3, H, H) a row, then each of its maps (n, m, patches), stretched,
     in red over its greys. `columns` names the maps: by default the mean of the heads and each."""
-    n, m, patches = maps.shape
-    side = math.isqrt(patches)
-    heat = F.interpolate(stretched(maps).view(n, m, side, side), size=x.shape[-1])[:, :, None]
+    side = math.isqrt(maps.shape[-1])
+    heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
     red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
     overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
-    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, m))]
+    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
 
 
@@ -251,11 +241,10 @@ def validation_noise(model, first, n, device):
 def write_reconstructions(path, model, pixels, data, rows=None):
     """A PNG with one of the uint8 images (n, H, H, 3) a row: input, masked, reconstruction, and the
     reconstruction with the visible patches pasted in."""
-    model.eval()
-    c = model.config
+    c = model.eval().config
     x = model_input(pixels, data, c.image_size)
-    noise = validation_noise(model, 0, len(x), x.device)
-    mask, target = model.draw_mask(noise), patchify(x, c.patch_size)
+    mask = model.draw_mask(validation_noise(model, 0, len(x), x.device))
+    target = patchify(x, c.patch_size)
     masked, guess = mask.masked[..., None], model.predicted(x, mask).float()
     # back to pixels with the patch's own statistics, which the model does not know
     if c.normalize_targets:

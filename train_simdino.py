@@ -260,7 +260,7 @@ def score_neighbours(teacher, train, val, data, c, processes):
     teacher.eval()
     x, x_test = (features(teacher.encoder, split, data, c, processes) for split in (train, val))
     y, y_test = (torch.as_tensor(split.labels).to(x.device) for split in (train, val))
-    return nearest_neighbours(x, y, x_test, y_test, len(data.classes), c.k, processes=processes)
+    return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes, c.k)
 
 
 @torch.no_grad()

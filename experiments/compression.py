@@ -24,10 +24,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from analyze import print_table
-from flags import cli, option, parse, UserError
+from analyze import new_figure, print_table
+from flags import cli, option, parse
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
-
 
 UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
 
@@ -35,31 +34,25 @@ UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
 @dataclass(kw_only=True)
 class Compression:
     width: int = option(64, "d", low=1)
-    heads: int = option(8, "K", low=1)
-    head_dim: int = option(8, "p", low=1)
+    heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(64, "n", low=1)
     eps: float = option(0.5, "distortion of the rates", above=0)
     step: float = option(0.1, "step size times beta; below 2 the exact gradient step lowers R^c",
                          above=0)
     iterations: int = option(30, "how many steps", low=1)
-    valid: float = option(0.5, "the largest beta ||U_k^* Z||^2 of the first tokens", above=0)
-    beyond: float = option(2.0, "that of the second", above=0)
     seed: int = option(0, "of all that is drawn", low=0)
     out: str = option("out/compression.png", "the figure")
 
 
 def random_subspaces(c, generator):
     """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    if c.heads * c.head_dim > c.width:
-        raise UserError(f"--heads={c.heads} subspaces of --head_dim={c.head_dim} do not fit into "
-                        f"--width={c.width}")
-    A = torch.randn(c.width, c.heads * c.head_dim, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(c.width, c.heads, c.head_dim).transpose(0, 1)
+    p = c.width // c.heads
+    A = torch.randn(c.width, c.heads * p, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(c.width, c.heads, p).transpose(0, 1)
 
 
 def beta_of(Z, U, eps):
-    """beta = p / (n eps^2) of R^c."""
-    return U.shape[-1] / (Z.shape[0] * eps ** 2)
+    return U.shape[-1] / (len(Z) * eps ** 2)        # p / (n eps^2)
 
 
 def validity(Z, U, eps):
@@ -119,25 +112,22 @@ def iterate(Z, U, c):
 
 def draw(panels, c):
     """R^c over the iterations on small and on large tokens; the Taylor terms on the small ones."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(14, 4), layout="constrained")
-    axes = figure.subplots(1, 3)
+    figure, (axes,) = new_figure(1, 3, 4.7, 4)
     for ax, (start, _, curves) in zip(axes, panels):
         for name in UPDATES:
             ax.plot(curves[name], label=name)
         ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
                ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
     a, b = (torch.tensor(panels[0][2][term]) for term in ("first term", "second term"))
-    axes[2].plot(panels[0][2]["mssa"], label="R^c")
-    axes[2].plot(a, label="first term")
-    axes[2].plot(b, label="second term")
-    axes[2].plot(a - b, label="first - second")
+    for curve, label in ((panels[0][2]["mssa"], "R^c"), (a, "first term"), (b, "second term"),
+                         (a - b, "first - second")):
+        axes[2].plot(curve, label=label)
     axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
                 ylabel="nats")
     for ax in axes:
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120, format="png")
+    figure.savefig(c.out, dpi=120)
 
 
 def main(argv):
@@ -150,7 +140,7 @@ def main(argv):
     behind_norm = validity(Z, U, c.eps)
 
     panels = []
-    for target in (c.valid, c.beyond):
+    for target in (0.5, 2.0):           # the series converges, and does not
         start = Z * (target / behind_norm) ** 0.5
         panels.append((target, slopes(start, U, c), iterate(start, U, c)))
         print(f"beta ||U_k^* Z||^2 = {target:.3g}: slope of R^c along each direction, and its "

@@ -36,6 +36,7 @@ from model import not_one_of, sparse_rate_reduction
 from parallel import count, derive_seed, Processes
 from scores import classify, load_images, model_input, on_device
 
+
 @dataclass(kw_only=True)
 class Correlation(DeviceFlags):
     runs: str | None = option(None, "the folder that holds the runs' folders")
@@ -60,10 +61,8 @@ def margin_of(logits, y):
 
 @torch.no_grad()
 def path_norm(model, shape):
-    """The sum of the outputs of the network with squared parameters on an input of ones (C, H, W).
-
-    In a ReLU network without normalization that is the sum over paths of squared products. Here it
-    is taken to the letter: LayerNorms stay."""
+    """The sum of the outputs of the network with squared parameters on an input of ones (C, H, W):
+    without normalization, the sum over paths of squared products. Here LayerNorms stay."""
     squared = {name: p.detach().square() for name, p in model.named_parameters()}
     ones = torch.ones(1, *shape, device=next(model.parameters()).device)
     return torch.func.functional_call(model, squared, ones).sum().item()
@@ -80,9 +79,8 @@ def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
 
 @torch.no_grad()
 def noisy_accuracy(model, x, y, sigma, draws):
-    """Mean accuracy with noise N(0, sigma^2) on every matrix.
-
-    The draws have the same directions for each sigma, so that bisection can work."""
+    """Mean accuracy with noise N(0, sigma^2) on every matrix, in the same directions for each
+    sigma, so that bisection can work."""
     right = 0
     for draw in range(draws):
         generator = torch.Generator().manual_seed(draw)
@@ -104,8 +102,7 @@ def mean_srr(encoder, x, c):
 
 
 def complexities(model, initial, x, y, m, c):
-    """{measure: value} of a network trained on m images from `initial`; x, y are some of them. A
-    measure that is not defined is NaN."""
+    """{measure: value, or NaN} of a network trained on m images from `initial`; x, y are some."""
     W, V = ([p.detach().cpu().double() for p in network.parameters() if p.ndim == 2]
             for network in (model, initial))
     size = sum(w.square().sum() for w in W).item()
@@ -144,9 +141,7 @@ def tau_b(x, y, counts):
 
 def nanmean(parts, n):
     """The mean over parts of (n,) arrays, without NaN; NaN where nothing is left."""
-    parts = np.array(parts).reshape(-1, n)
-    there = (~np.isnan(parts)).sum(0)
-    return np.where(there > 0, np.nansum(parts, 0) / np.maximum(there, 1), np.nan)
+    return np.ma.masked_invalid(np.reshape(parts, (-1, n))).mean(0).filled(np.nan)
 
 
 def granulated_tau(x, y, thetas, axis, axes, counts):
@@ -165,9 +160,9 @@ def correlations(rows, axes, draws=2000, seed=0):
     """{measure: {axis or "overall" or "psi": [tau, low, high], "n": runs}} of rows
     dict(theta, gap, measures).
 
-    An axis is missing where no two runs differ in it alone. psi is the mean of psi_i over axes. low
-    and high are the 2.5 and 97.5 percentiles over bootstrap samples of the runs. Runs in which a
-    measure is not finite are left out for it."""
+    An axis is missing where no two runs differ in it alone; psi is the mean over axes. low and high
+    are the 2.5 and 97.5 percentiles over bootstrap samples of the runs. Runs in which a measure is
+    not finite are left out for it."""
     table = {}
     for name in rows[0]["measures"]:
         kept = [row for row in rows if math.isfinite(row["measures"][name])]
@@ -192,8 +187,6 @@ def examine(folder, c, processes):
     """One run: dict(theta, gap, train_loss, measures)."""
     loaded = load_model(folder / "ckpt.pt", ("vit",))
     theta, model = loaded.content["run_config"], loaded.model.to(processes.device)
-    if theta.get("init_from") is not None:
-        raise UserError("it started from a checkpoint (--init_from), not from its seed")
     initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
     data = load_images(None, loaded.meta, c.data_dir)
     n = theta.get("train_images")                                   # None: all
@@ -209,21 +202,17 @@ def examine(folder, c, processes):
 
 
 def examine_all(c):
-    """The rows of the runs that count. Says which are left out and why."""
+    """The rows of the runs that count. Says which are left out."""
     rows = []
     for run in sorted(Path(needed(c.runs, "runs")).glob("*/metrics.jsonl")):
-        said = "left out: not finished"
-        if '"event": "done"' in run.read_text():
-            try:
-                row = examine(run.parent, c, Processes(c.device))
-                said = f"training loss {row['train_loss']:.4f}, gap {row['gap']:.4f}"
-                if row["train_loss"] <= c.fitted:
-                    rows.append(row)
-                else:
-                    said += f", left out: above --fitted={c.fitted:g}"
-            except UserError as error:
-                said = f"left out: {error}"
-        print(f"{run.parent.name}: {said}", file=sys.stderr, flush=True)
+        if '"event": "done"' not in run.read_text():
+            print(f"{run.parent.name}: left out: not finished", file=sys.stderr)
+            continue
+        row = examine(run.parent, c, Processes(c.device))
+        fits = row["train_loss"] <= c.fitted
+        rows += [row] * fits
+        print(f"{run.parent.name}: training loss {row['train_loss']:.4f}, gap {row['gap']:.4f}"
+              f"{', left out' * (not fits)}", file=sys.stderr, flush=True)
     if len(rows) < 3:
         raise UserError(f"--runs={c.runs}: {len(rows)} finished runs with a training loss of at "
                         f"most --fitted={c.fitted:g}, 3 are needed")

@@ -7,7 +7,6 @@ Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[cl
     closed       the approximation of [J] Eq. (47)
     posterior    E[clean | noisy], the least mean squared error possible ([N] Section A.1)
     sde          the reverse diffusion of [J] Eq. (49): a posterior sample, so twice its error
-    flow         the same score in small steps without noise
 
 "error": mean squared distance to the clean token; "off": to the nearest subspace. Then [J] Figure
 5: R - R^c and the nonzeros of clean tokens on oblique subspaces, on orthogonal ones, and on the
@@ -25,21 +24,20 @@ from pathlib import Path
 
 import torch
 
-from analyze import print_table
+from analyze import new_figure, print_table
 from experiments.compression import random_subspaces
-from flags import cli, option, parse, UserError
+from flags import cli, option, parse
 from model import coding_rate, gaussian_mixture_denoise, subspace_coding_rate
 
+SIGMAS = (0.05, 0.1, 0.2, 0.5, 1.0)         # noise levels
 
 @dataclass(kw_only=True)
 class Denoising:
     width: int = option(64, "d", low=1)
-    heads: int = option(8, "K", low=1)
-    head_dim: int = option(8, "p", low=1)
+    heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(500, "n", low=1)
     eps: float = option(0.5, "distortion of the rates", above=0)
-    sigmas: str = option("0.05,0.1,0.2,0.5,1", "noise levels")
-    steps: int = option(100, "of sde and flow", low=1)
+    steps: int = option(100, "of sde", low=1)
     seed: int = option(0, "of all that is drawn", low=0)
     out: str = option("out/denoising.png", "the figure")
 
@@ -53,18 +51,15 @@ def posterior_mean(z, U, sigma):
     return c * gaussian_mixture_denoise(z, U, sigma / c ** 0.5)
 
 
-def reverse_diffusion(z, U, sigma, steps, generator=None):
-    """[J] Eq. (49) from t = sigma^2 to 0, in steps of equal sqrt(t); without a generator its flow,
-    dz = score / 2 dt. The noise of a step to t' is scaled by sqrt(t' / t): none in the last one."""
+def reverse_diffusion(z, U, sigma, steps, generator):
+    """[J] Eq. (49) from t = sigma^2 to 0, in steps of equal sqrt(t). The noise of a step to t' is
+    scaled by sqrt(t' / t): none in the last one."""
     levels = [sigma * (1 - i / steps) for i in range(steps + 1)]
     for s, below in zip(levels, levels[1:]):
         score = (posterior_mean(z, U, s) - z) / s ** 2              # Tweedie, [J] Eq. (46)
-        if generator is None:
-            z = z + s * (s - below) * score
-        else:
-            dt = s ** 2 - below ** 2
-            noise = torch.randn(z.shape, generator=generator, dtype=z.dtype)
-            z = z + dt * score + dt ** 0.5 * below / s * noise
+        dt = s ** 2 - below ** 2
+        noise = torch.randn(z.shape, generator=generator, dtype=z.dtype)
+        z = z + dt * score + dt ** 0.5 * below / s * noise
     return z
 
 
@@ -76,17 +71,16 @@ def mixture(U, n, generator):
     return (U[s] @ alpha)[..., 0]
 
 
-def compare(clean, U, sigmas, c, generator):
+def compare(clean, U, c, generator):
     """A row for each noise level and method."""
     noise = torch.randn(clean.shape, generator=generator, dtype=clean.dtype)
     rows = []
-    for sigma in sigmas:
+    for sigma in SIGMAS:
         z = clean + sigma * noise
         estimates = dict(noisy=z,
                          closed=gaussian_mixture_denoise(z, U, sigma),
                          posterior=posterior_mean(z, U, sigma),
-                         sde=reverse_diffusion(z, U, sigma, c.steps, generator),
-                         flow=reverse_diffusion(z, U, sigma, c.steps))
+                         sde=reverse_diffusion(z, U, sigma, c.steps, generator))
         for method, estimate in estimates.items():
             error = (estimate - clean).square().sum(-1).mean().item()
             projected = (estimate[:, None, None] @ U).square().sum((-2, -1)).amax(-1)
@@ -98,8 +92,8 @@ def compare(clean, U, sigmas, c, generator):
 def kinds_of_subspaces(U, c, generator):
     """[J] Figure 5: a row for tokens on oblique subspaces, on orthogonal ones, on the axes."""
     oblique = torch.linalg.qr(torch.randn(U.shape, generator=generator, dtype=U.dtype))[0]
-    axes = torch.eye(c.width, dtype=U.dtype)[:, :c.heads * c.head_dim]
-    axes = axes.view(c.width, c.heads, c.head_dim).transpose(0, 1)
+    K, d, p = U.shape
+    axes = torch.eye(d, dtype=U.dtype)[:, :K * p].view(d, K, p).transpose(0, 1)
     rows = []
     for name, V in dict(oblique=oblique, orthogonal=U, axes=axes).items():
         z = mixture(V, c.tokens, torch.Generator().manual_seed(c.seed))
@@ -111,10 +105,9 @@ def kinds_of_subspaces(U, c, generator):
 
 def draw(rows, c):
     """Error and distance to the subspaces over sigma."""
-    from matplotlib.figure import Figure
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure, (axes,) = new_figure(1, 2, 5, 4)
     targets = dict(error="the clean token", off="the nearest subspace")
-    for ax, (key, target) in zip(figure.subplots(1, 2), targets.items()):
+    for ax, (key, target) in zip(axes, targets.items()):
         for method in dict.fromkeys(row["method"] for row in rows):
             mine = [row for row in rows if row["method"] == method]
             ax.loglog([row["sigma"] for row in mine], [max(row[key], 1e-8) for row in mine], "o-",
@@ -123,19 +116,15 @@ def draw(rows, c):
                ylabel="mean squared distance")
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120, format="png")
+    figure.savefig(c.out, dpi=120)
 
 
 def main(argv):
     """(rows of noise levels and methods, rows of kinds of subspaces)."""
     c, _ = parse(Denoising, {}, argv, __doc__)
-    try:
-        sigmas = [float(sigma) for sigma in c.sigmas.split(",")]
-    except ValueError as error:
-        raise UserError(f"--sigmas={c.sigmas}: {error}") from None
     generator = torch.Generator().manual_seed(c.seed)
     U = random_subspaces(c, generator)
-    rows = compare(mixture(U, c.tokens, generator), U, sigmas, c, generator)
+    rows = compare(mixture(U, c.tokens, generator), U, c, generator)
     sets = kinds_of_subspaces(U, c, generator)
     print_table(rows)
     print("R - R^c (gain, nats) of clean tokens, and their nonzeros, on three sets of subspaces:")

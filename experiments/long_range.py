@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import trange
 
-from data import images
+from data import augment, images
 from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, run_layers, TextConfig
 from optim import make_optimizer, set_lr, warmup_cosine
@@ -77,11 +77,9 @@ def listops(n, seed, longest):
 
 
 def grey_pixels(pictures):
-    """uint8 (N, 32, 32, 3) as rows of pixels, one after another: uint8 (N, 1024). 0.299 R + 0.587 G
-    + 0.114 B (ITU-R BT.601), rounded in fixed point as Pillow does."""
-    red, green, blue = (pictures[..., i].astype(np.uint32) for i in range(3))
-    grey = (19595 * red + 38470 * green + 7471 * blue + 2 ** 15) >> 16
-    return torch.from_numpy(grey.astype(np.uint8)).flatten(1)
+    """uint8 (N, 32, 32, 3) as rows of grey pixels, one after another: 1 to 256, (N, 1024)."""
+    grey = augment.luma(augment.to_float(torch.from_numpy(np.array(pictures))))
+    return 1 + (255 * grey).round().short().flatten(1)
 
 
 def load_task(c):
@@ -91,7 +89,7 @@ def load_task(c):
         x_test, y_test = listops(c.held_out, derive_seed(c.seed, "test"), longest=512)
         return x, y, x_test, y_test, len(LISTOPS_VOCAB)
     data = images.load("cifar10", c.data_dir)
-    x, x_test = (1 + grey_pixels(p).short() for p in (data.train_images, data.val_images))
+    x, x_test = grey_pixels(data.train_images), grey_pixels(data.val_images)
     y, y_test = map(torch.from_numpy, (data.train_labels, data.val_labels))
     return x, y, x_test[:c.held_out], y_test[:c.held_out], 257
 
@@ -118,9 +116,8 @@ def main(argv):
     x, y, x_test, y_test, vocab_size = load_task(c)
     for arch, size in SIZES.items():
         torch.manual_seed(derive_seed(c.seed, arch))
-        config = TextConfig(arch=arch, layers=4, context=x.shape[1], vocab_size=vocab_size,
-                            causal=False, **size)
-        model = SequenceClassifier(config).to(device)
+        model = SequenceClassifier(TextConfig(arch=arch, layers=4, context=x.shape[1], **size,
+                                              vocab_size=vocab_size, causal=False)).to(device)
         runs[arch] = model, make_optimizer(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
     rates = warmup_cosine(c.lr, c.steps, c.steps // 10)
     for step in trange(c.steps):

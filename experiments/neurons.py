@@ -9,7 +9,7 @@ neurons whose means differ most with a property, in deviations, fitted on half o
 images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
 the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
 mean over 100 neurons that fire at least 20 times. Each model offers as many neurons as the
-narrowest is wide. "kept": only the largest values, as many as the first checkpoint's code has.
+narrowest is wide.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
 
@@ -148,19 +148,13 @@ def main(argv):
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
-    width, share, runs = min(config.width for config in configs), None, {}
+    width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):
         for untrained in (False, True) if c.untrained else (False,):
             name = config.arch + ", untrained" * untrained
             seed = c.seed + len(runs.setdefault(name, []))
             codes = last_codes(open_model(path, replace(c, seed=seed), untrained), c)
             runs[name].append(measure(codes, width, seed))
-            share = codes.nonzeros if share is None else share
-            if codes.nonzeros > share + 0.05:
-                size = codes.values.abs()
-                least = size.kthvalue(round((1 - share) * size.shape[1]), 1, True).values
-                kept = codes._replace(values=codes.values.where(size > least, 0), nonzeros=share)
-                runs.setdefault(f"{name}, kept", []).append(measure(kept, width, seed))
     rows = [dict(code=name, runs=len(found)) | averages(found) for name, found in runs.items()]
     print_table(rows)
     return rows

@@ -73,9 +73,8 @@ def simdino_flops(student, global_size, local_size, local_views):
 
 def papers_settings():
     """{preset: (FLOPs of a step, parameters)}."""
-    vit = train_vit.Config(**train_vit.PRESETS["imagenet"])
-    mae = train_mae.Config(**train_mae.PRESETS["imagenet"])
-    dino = train_simdino.Config(**train_simdino.PRESETS["imagenet"])
+    vit, mae, dino = (script.Config(**script.PRESETS["imagenet"])
+                      for script in (train_vit, train_mae, train_simdino))
     gpt = train_gpt.Config(**train_gpt.PRESETS["openwebtext"])
     with torch.device("meta"):
         classifier, autoencoder = train_vit.build_model(vit, 1000), train_mae.build_model(mae)

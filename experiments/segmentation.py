@@ -16,32 +16,20 @@ of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixe
 import json
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from checkpoint import load_model
-from data import augment
-from flags import cli, DeviceFlags, needed, option, parse, UserError
+from evaluate import open_objects, Segment
+from flags import cli, option, parse
 from model import MHSA, patchify
-from parallel import Processes
-from scores import load_images, model_input, on_device
+from scores import model_input
 
 
 @dataclass(kw_only=True)
-class Config(DeviceFlags):
-    """Flags of this experiment."""
-    ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
-    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    random: bool = option(False, "the checkpoint's encoder at random initialization instead")
-    seed: int = option(0, "of that initialization", low=0)
+class Config(Segment):
     data: str = option("camouflage", "which set", choices=("shapes", "camouflage"))
-    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
-    features: str = option("keys", "what MaskCut compares: keys U^* LN(Z), layer output, or pixels",
-                           choices=("keys", "output", "pixels"))
-    tau: float = option(0.15, "cosine above which MaskCut joins two patches", low=-1, high=1)
-    batch_size: int = option(100, "images at once", low=1)
-    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
+    features: str = option("keys", "what MaskCut compares: the keys U^* LN(Z), or pixels",
+                           choices=("keys", "pixels"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -97,11 +85,8 @@ def patch_features(encoder, x, number, kind):
     """Features (B, n, d) of the patches of images x in layer `number`, counted from 1."""
     if kind == "pixels":
         return patchify(x, encoder.config.patch_size)
-    layers = encoder.trace(x)
-    if kind == "output":
-        return layers[number - 1].out[:, 1:]
     layer = encoder.layers[number - 1]
-    Z = layers[number - 2].out if number > 1 else encoder.tokens(x)
+    Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
     w = layer.attention.project(layer.norm1(Z))
     keys = w[1] if isinstance(layer.attention, MHSA) else w
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
@@ -145,44 +130,30 @@ def main(argv):
     """Prints and returns {"box_ap50", "box_ap75", "box_ap", "mask_ap50", ...}.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
-    IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`. *_ceiling: of the patches that
-    are half object or more, ranked by their IoU."""
+    IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
     c, _ = parse(Config, {}, argv, __doc__)
-    seed = c.seed if c.random else None
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("vit", "mae", "simdino"), c.heads, seed)
-    processes = Processes(c.device)
-    encoder, size = loaded.encoder.to(processes.device), loaded.encoder.config.image_size
-    side, number = size // encoder.config.patch_size, c.layer or len(encoder.layers)
-    if number > len(encoder.layers):
-        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {len(encoder.layers)}")
-    data = load_images(c.data, loaded.meta, c.data_dir)
-    split = on_device(data, "val", processes.device)
-    masks = torch.from_numpy(np.array(data.val_masks))[:, None]
-    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    loaded, processes, data, split, masks = open_objects(c)
+    encoder, size = loaded.encoder, loaded.encoder.config.image_size
+    side = size // encoder.config.patch_size
 
-    pairs = {"box": [], "mask": []}         # (IoU of the cut, IoU of the best patches)
-    confidences = []
+    overlaps, confidences = {"box": [], "mask": []}, []
     for index in torch.arange(len(masks)).split(c.batch_size):
         with processes.autocast(c.dtype):
             x = model_input(split.batch(index)[0], data, size)
-            X = patch_features(encoder, x, number, c.features).float().cpu()
-        cut, confidence = maskcut(X, side, c.tau)
-        truth = masks[index]
-        best = F.interpolate(truth.float(), size=(side, side), mode="area") >= 0.5
-        cut, best = (F.interpolate(mask.float(), size=truth.shape[2:], mode="nearest-exact").bool()
-                     for mask in (cut[:, None], best))
-        pairs["box"].append(torch.cat([iou(box(m), box(truth)) for m in (cut, best)], 1))
-        pairs["mask"].append(torch.cat([iou(m, truth) for m in (cut, best)], 1))
+            X = patch_features(encoder, x, c.layer, c.features).float().cpu()
+        cut, confidence = maskcut(X, side)
+        truth, cut = masks[index], cut[:, None].float()
+        cut = F.interpolate(cut, size=truth.shape[2:], mode="nearest-exact").bool()
+        overlaps["box"].append(iou(box(cut), box(truth))[:, 0])
+        overlaps["mask"].append(iou(cut, truth)[:, 0])
         confidences.append(confidence)
     thresholds = torch.arange(50, 100, 5).double() / 100
-    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=c.layer,
                   features=c.features, n=len(masks))
-    for name, overlaps in pairs.items():
-        overlap, ceiling = torch.cat(overlaps).unbind(1)
-        ap = detection_ap(overlap, torch.cat(confidences), thresholds)
+    for name, parts in overlaps.items():
+        ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)
         result |= {f"{name}_ap50": ap[0].item(), f"{name}_ap75": ap[5].item(),
-                   f"{name}_ap": ap.mean().item(),
-                   f"{name}_ap_ceiling": detection_ap(ceiling, ceiling, thresholds).mean().item()}
+                   f"{name}_ap": ap.mean().item()}
     print(json.dumps(result))
     return result
 

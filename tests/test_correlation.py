@@ -48,7 +48,6 @@ def test_complexities():
     c = correlation.Correlation(lambd=0.2, batch_size=3, draws=1)
     found = correlation.complexities(model, initial, x, y, 100, c)
     pairs = [(w, v) for w, v in zip(model.parameters(), initial.parameters()) if w.ndim == 2]
-    assert len(pairs) == 2 * 3 + 2
     sigma = found["1/sigma pac-bayes-flatness"] ** -0.5
     assert found["l2-norm"] == pytest.approx(sum(w.square().sum() for w, _ in pairs).item() ** 0.5)
     moved = sum((w - v).square().sum() for w, v in pairs).item()
@@ -60,20 +59,15 @@ def test_complexities():
     assert found["SRR"] == pytest.approx(-sum(srr).item() / 2, rel=1e-4)
 
 
-def plain_tau(x, y):
-    """tau-b, one pair at a time."""
-    signs = [(np.sign(x[i] - x[j]), np.sign(y[i] - y[j])) for i in range(len(x)) for j in range(i)]
-    in_x, in_y = (sum(abs(pair[k]) for pair in signs) for k in (0, 1))
-    return sum(a * b for a, b in signs) / math.sqrt(in_x * in_y)
-
-
 def test_tau():
     line = np.arange(4.0)
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 6, (2, 12)).astype(float)
     counts = rng.integers(0, 3, (5, 12))
-    expected = [plain_tau(np.repeat(x, count), np.repeat(y, count)) for count in counts]
-    assert tau_b(x, y, counts) == pytest.approx(expected)
+    for count, found in zip(counts, tau_b(x, y, counts)):       # one pair at a time
+        pairs = list(itertools.combinations(zip(np.repeat(x, count), np.repeat(y, count)), 2))
+        a, b = np.sign([(p[0] - q[0], p[1] - q[1]) for p, q in pairs]).T
+        assert found == pytest.approx((a * b).sum() / math.sqrt(abs(a).sum() * abs(b).sum()))
     assert tau_b(np.ones(4), line, np.ones((1, 4))) == 0            # all tie
     assert np.isnan(tau_b(line, line, np.array([[3, 0, 0, 0]])))    # copies of one run
 
@@ -103,7 +97,7 @@ def test_a_folder_of_runs(tmp_path, cache, capsys):
             "--draws=1", "--bootstrap=50", "--axes=arch,lr", "--fitted=9"]
     table, rows = correlation.main(base)
     said = capsys.readouterr()
-    assert "began: left out: not finished" in said.err and all(name in said.out for name in table)
+    assert "began: left out: not finished" in said.err and "path-norm" in said.out
     assert list(table["SRR"]) == ["n", "arch", "lr", "overall", "psi"] and table["SRR"]["n"] == 4
     for row, run in zip(rows, ("crate1e-2", "crate1e-30", "transformer1e-2", "transformer1e-30")):
         assert row["gap"] + row["train_loss"] == pytest.approx(

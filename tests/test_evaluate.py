@@ -17,6 +17,7 @@ from flags import UserError
 from helpers import metrics, write_model
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, saliency, TextConfig)
+from scores import stretched
 
 CHARACTERS = text.CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
@@ -34,15 +35,18 @@ def bpe(monkeypatch):
     return text.GPT2Tokenizer()
 
 
-def random_model(path, tokenizer=CHARACTERS, **fields):
-    """A saved language model with weights of deviation 0.3."""
-    fields = dict(context=CONTEXT, vocab_size=tokenizer.n_vocab) | fields
-    model = LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields))
+def scrambled(model):
     for p in model.parameters():
         p.data.normal_(std=0.3)
+    return model.eval()
+
+
+def language_model(path, tokenizer=CHARACTERS, **fields):
+    fields = dict(context=CONTEXT, vocab_size=tokenizer.n_vocab) | fields
+    model = scrambled(LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields)))
     meta = dict(name="letters", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab)
     write_model(path, model, "gpt", meta, mask_rate=0.15)
-    return model.eval()
+    return model
 
 
 @pytest.fixture
@@ -60,12 +64,11 @@ def run(tmp_path, capsys, cache):
 
 @pytest.fixture
 def letters(monkeypatch):
-    """`letters`, 300 characters to test on and 50 to validate, is the only text set; the 300."""
-    ids = np.random.default_rng(0).integers(0, 11, 350).astype(np.uint16)
-    data = SimpleNamespace(name="letters", tokenizer=CHARACTERS, train=None, test=ids[:300],
-                           val=ids[300:])
+    """`letters`, 300 characters to test on, is the only text set; these."""
+    ids = np.random.default_rng(0).integers(0, 11, 300)
+    data = SimpleNamespace(name="letters", tokenizer=CHARACTERS, train=None, test=ids, val=None)
     monkeypatch.setattr(text, "load", lambda name, cache: data)
-    return torch.from_numpy(ids[:300].astype(np.int64))
+    return torch.from_numpy(ids)
 
 
 # Images
@@ -77,119 +80,79 @@ def test_accuracy_and_probes(train, tmp_path, run):
     result = run("accuracy", "--batch_size=30")
     assert result["n"] == 100 and result["acc"] == line["acc"]
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-5)
-    trained, *fresh = (run("linear", "--features=mean", *more)
-                       for more in ([], ["--random"], ["--random"]))
-    assert fresh[0] == fresh[1] != trained and fresh[0]["encoder"] == "random"
-    assert 0 < trained["acc"] < 1
+    trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--random"]))
+    assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
     assert run("knn", "--data=shapes", "--features=pixels")["encoder"] is None
     with pytest.raises(UserError, match="--data is needed"):
         run("knn", "--features=pixels")
+    write_model(tmp_path / "ckpt.pt", ImageClassifier(ImageConfig(classes=3, **SIZE)), "vit", META)
+    with pytest.raises(UserError, match="--data=shapes has other classes"):
+        run("accuracy", "--data=shapes")
 
 
-@pytest.mark.parametrize("classes, says", [
-    (list("0123456789"), "--data=shapes has other classes .circle, ...* than .*ckpt.pt .0, ..."),
-    (list("abc"), "ckpt.pt does not name its 10 classes"),
-    (7, "ckpt.pt does not name its 10 classes")])
-def test_classes_that_do_not_fit(tmp_path, run, classes, says):
-    model = ImageClassifier(ImageConfig(classes=10, **SIZE))
-    write_model(tmp_path / "ckpt.pt", model, "vit", META | dict(name="shapes", classes=classes))
-    with pytest.raises(UserError, match=says):
-        run("accuracy")
-
-
-@pytest.mark.parametrize("arch", ["crate", "tost", "transformer"])
+@pytest.mark.parametrize("arch", ["crate", "tost"])
 def test_segment(tmp_path, run, cache, arch):
     """Every threshold, map and image alone; the prior is the mean mask as the map of each image."""
-    fields = dict(width=16, heads=2, layers=2, image_size=32, patch_size=8)
-    model = ImageClassifier(ImageConfig(arch=arch, classes=10, **fields)).eval()
-    for p in model.parameters():
-        p.data.normal_(std=0.3)
-    data = images.load("shapes", cache)
+    fields = dict(arch=arch, classes=10, **SIZE | dict(image_size=32))
+    model, data = scrambled(ImageClassifier(ImageConfig(**fields))), images.load("shapes", cache)
     write_model(tmp_path / "ckpt.pt", model, "vit", data.meta())
     x = augment.to_float(torch.from_numpy(np.array(data.val_images)))
     truth = torch.from_numpy(np.array(data.val_masks)) == 1
     attention = model.encoder.trace(augment.normalize(x, data.mean, data.std))[0].attention
     heads = saliency(attention, "class").unflatten(-1, (4, 4)).detach()
     heads = F.interpolate(heads, size=(32, 32), mode="bilinear", antialias=True)
+    result = run("segment", "--layer=1", "--batch_size=30")
     prior = truth.float().mean(0).expand(100, -1, -1)
-    scores = []
-    for maps in (heads.mean(1), *heads.unbind(1), prior):
-        low, high = maps.amin((1, 2), keepdim=True), maps.amax((1, 2), keepdim=True)
-        maps = (maps - low) / (high - low)
+    for maps, found in zip((heads.mean(1), *heads.unbind(1), prior),
+                           (result["iou"], *result["iou_heads"], result["iou_prior"]), strict=True):
+        maps = stretched(maps.flatten(1)).view_as(truth)
         ious = [[float((a & b).sum() / (a | b).sum()) for a, b in zip(maps >= i / 100, truth)]
                 for i in range(100)]
-        scores.append(max(np.mean(ious, 1)))
-    result = run("segment", "--layer=1", "--batch_size=30")
-    assert [result["iou"], *result["iou_heads"], result["iou_prior"]] == pytest.approx(scores,
-                                                                                       abs=1e-3)
-    assert result["foreground"] == pytest.approx(truth.float().mean().item())
-    assert run.lines[-2:] == [f"prior: mean mask  {result['iou_prior']:.3f}",
-                              f"a constant map    {result['foreground']:.3f}"]
-    with pytest.raises(UserError, match="--layer=3: the last layer of .* is 2"):
-        run("segment", "--layer=3")
-
-
-# Pictures
-
-@pytest.fixture
-def predict(tmp_path, run, monkeypatch):
-    """predict(model, task, meta, *words): the result and what the sheet shows, of two pictures of
-    other sizes than the model's."""
-    paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.webp")], []
-    for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
-        pixels = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
-        Image.fromarray(pixels).save(path, **dict(lossless=True) if path.endswith("webp") else {})
-    monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet))
-
-    def predict(model, task, meta=META, *words):
-        for p in model.parameters():
-            p.data.normal_(std=0.3)
-        write_model(tmp_path / "ckpt.pt", model, task, meta)
-        result = run("predict", paths[0], "--top=2", paths[1], *words)
-        x = [np.array(images.resize_crop(Image.open(path).convert("RGB"), 16)) for path in paths]
-        return result["pictures"], sheets[-1], augment.to_float(torch.from_numpy(np.stack(x)))
-    return predict
+        assert found == pytest.approx(max(np.mean(ious, 1)), abs=1e-3)
+    assert run.lines[-1] == f"a constant map    {truth.float().mean().item():.3f}"
 
 
 @torch.no_grad()
-def test_classes_and_saliency(predict, run):
+def test_predict(tmp_path, run, monkeypatch):
     """One line a picture, without what a terminal would obey; the sheet names the same."""
-    model = ImageClassifier(ImageConfig(classes=3, **SIZE)).eval()
-    pictures, (path, shown, columns, rows), pixels = predict(model, "vit")
+    paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")], []
+    for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
+    pixels = [np.array(images.resize_crop(Image.open(path), 16)) for path in paths]
+    pixels = augment.to_float(torch.from_numpy(np.stack(pixels)))
+    monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet[1:]))
+
+    def predict(model, task):
+        write_model(tmp_path / "ckpt.pt", scrambled(model), task, META)
+        result = run("predict", paths[0], "--top=2", paths[1], f"--out={tmp_path / 'a.png'}")
+        return list(result["pictures"].values()), *sheets[-1]
+
+    model = ImageClassifier(ImageConfig(classes=3, **SIZE))
+    shares, shown, columns, rows = predict(model, "vit")
     x = augment.normalize(pixels, META["mean"], META["std"])
-    for share, wanted in zip(pictures.values(), model(x).softmax(-1).tolist()):
-        wanted = dict(zip(META["classes"], wanted))
-        best = sorted(wanted, key=wanted.get, reverse=True)[:2]
-        assert list(share) == best
-        assert share == pytest.approx({name: wanted[name] for name in best}, abs=1e-4)
+    for share, wanted in zip(shares, model(x).softmax(-1).tolist()):
+        wanted = sorted(zip(META["classes"], wanted), key=lambda pair: -pair[1])[:2]
+        assert list(share) == [name for name, _ in wanted]
+        assert share == pytest.approx(dict(wanted), abs=1e-4)
     assert columns == ["image", "saliency"] and torch.equal(shown[:, 0], pixels)
     maps = saliency(model.encoder.trace(x)[-1].attention).mean(1)
     red = F.avg_pool2d(shown[:, 1, 0] - shown[:, 1, 1], 8).flatten(1)
     assert torch.equal(red.argmax(1), maps.argmax(1))
     assert [row.splitlines() for row in rows] == [line.split("  ") for line in run.lines[:2]]
-    assert run.lines[0].startswith("a?[2J.png  ") and run.lines[2].startswith("wrote ")
-    with pytest.raises(UserError, match="does not name its 3 classes"):
-        predict(model, "vit", META | dict(classes=["cat"]))
+    assert run.lines[0].startswith("a [2J.png  ")
 
-
-def test_other_checkpoints(predict, tmp_path, run):
-    """SimDINO has no classes; a masked autoencoder reconstructs; unnamed classes have numbers.
-    Without statistics of its own a model takes ImageNet's."""
     encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
     encoder.config = encoder["encoder"].config
-    assert list(predict(encoder, "simdino")[0].values()) == [{}, {}]
-    _, (_, shown, columns, _), pixels = predict(MaskedAutoencoder(MAEConfig(**SIZE)), "mae")
+    assert predict(encoder, "simdino")[0] == [{}, {}]                   # it has no classes
+    _, shown, columns, _ = predict(MaskedAutoencoder(MAEConfig(**SIZE)), "mae")
     assert columns == ["input", "masked", "reconstruction", "pasted"]
     torch.testing.assert_close(shown[:, 0], pixels)
-    model = ImageClassifier(ImageConfig(classes=3, **SIZE)).eval()
-    pictures, _, pixels = predict(model, "vit", dict(name="imagenet"))
+    # a published one: its classes have numbers, its statistics are ImageNet's
+    load = evaluate.load_model
+    monkeypatch.setattr(evaluate, "load_model", lambda *args: load(*args)._replace(meta={}))
+    shares = predict(model, "vit")[0]
     best = model(augment.normalize(pixels, images.IMAGENET_MEAN, images.IMAGENET_STD)).argmax(1)
-    assert [next(iter(row)) for row in pictures.values()] == [f"class {i}" for i in best.tolist()]
-    (tmp_path / "broken.jpg").write_bytes(b"no picture")
-    with pytest.raises(UserError, match="cannot read .*broken.jpg"):
-        predict(model, "vit", META, str(tmp_path / "broken.jpg"))
-    with pytest.raises(UserError, match="which pictures"):
-        run("predict")
+    assert [next(iter(share)) for share in shares] == [f"class {i}" for i in best.tolist()]
 
 
 # Text
@@ -206,19 +169,18 @@ def test_lm_agrees_with_the_run(train, tmp_path, text_cache, run, objective):
     assert result["ppl"] == pytest.approx(line["ppl"]) and result.get("acc") == line.get("acc")
 
 
-@pytest.mark.parametrize("stride", [1, 5, CONTEXT])
+@pytest.mark.parametrize("stride", [5, CONTEXT])
 @torch.no_grad()
 def test_sliding_windows(tmp_path, run, letters, stride):
     """Each token is predicted from what the first window that reaches it holds before it."""
-    model, losses = random_model(tmp_path / "ckpt.pt", arch="tost"), []
+    model, losses = language_model(tmp_path / "ckpt.pt", arch="tost"), []
     for target in range(1, len(letters)):
         start = max(0, -(-(target - CONTEXT) // stride)) * stride
         logits = model(letters[None, start:target])[0, -1]
         losses.append(F.cross_entropy(logits, letters[target]))
     result = run("lm", f"--stride={stride}", "--batch_size=7")
     assert result["loss"] == pytest.approx(float(torch.stack(losses).mean()), abs=1e-5)
-    assert (result["split"], result["n"], result["stride"]) == ("test", len(letters) - 1, stride)
-    assert run("lm", "--split=val")["n"] == 49
+    assert (result["split"], result["n"]) == ("test", len(letters) - 1)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -227,22 +189,21 @@ def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
     """Greedily, a token at a time. By default quotes are made plain, and the word may come anywhere
     in ten tokens, in any case."""
     few = text.CharTokenizer('\n "aAb“')
-    model, rng = random_model(tmp_path / "ckpt.pt", few, context=24), np.random.default_rng(0)
+    model, rng = language_model(tmp_path / "ckpt.pt", few, context=24), np.random.default_rng(0)
     texts = [" ".join("".join(rng.choice(list("aAb“"), rng.integers(1, 3)))
                       for _ in range(rng.integers(2, 20))) for _ in range(80)]
     data = SimpleNamespace(passages=[dict(text=passage) for passage in texts])
     monkeypatch.setattr(text, "load", lambda name, cache: data)
-    right = []
+    right = 0
     for passage in texts:
         before, word = (passage if strict else passage.replace("“", '"')).rsplit(" ", 1)
         ids = few.encode("\n" + before).tolist()[-14:]
         for _ in range(10):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         written = few.decode(ids[-10:])
-        hit = written.startswith(" " + word) if strict else word.lower() in written.lower()
-        right.append(hit)
+        right += written.startswith(" " + word) if strict else word.lower() in written.lower()
     result = run("lambada", f"--strict={strict}", "--batch_size=7")
-    assert result["acc"] == pytest.approx(np.mean(right)) and 0 < sum(right) < result["n"] == 80
+    assert result["acc"] == right / 80 and 0 < right < result["n"] == 80
 
 
 @pytest.mark.parametrize("context", [64, 24])
@@ -250,7 +211,7 @@ def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
 def test_cbt_passage_by_passage(tmp_path, run, monkeypatch, bpe, context):
     """The likelihood of whole passages behind end-of-text; beyond the context, all candidates lose
     the same tokens."""
-    model = random_model(tmp_path / "ckpt.pt", bpe, arch="crate-alpha", context=context)
+    model = language_model(tmp_path / "ckpt.pt", bpe, arch="crate-alpha", context=context)
     rng, passages, right = np.random.default_rng(1), [], []
     word = lambda: "".join(rng.choice(list("the"), rng.integers(1, 5)))
     for i in range(40):
@@ -260,41 +221,25 @@ def test_cbt_passage_by_passage(tmp_path, run, monkeypatch, bpe, context):
                              options=options, answer=options[rng.integers(4)]))
         ids = [[bpe.eot, *bpe.encode(before), *bpe.encode(" " + question.replace("XXXXX", option))]
                for option in options]
-        lost = max(0, max(map(len, ids)) - context - 1)
-        logp = []
+        lost, logp = max(0, max(map(len, ids)) - context - 1), []
         for one in ids:
             one = torch.tensor([int(i) for i in one[lost:]])
             steps = model(one[None, :-1])[0].log_softmax(-1)
             logp.append(float(steps.gather(-1, one[1:, None]).sum()))
         right.append(options[int(np.argmax(logp))] == passages[-1]["answer"])
     monkeypatch.setattr(text, "load", lambda name, cache: SimpleNamespace(passages=passages))
-    result = run("cbt")
-    assert result == dict(data="cbt", acc_CN=np.mean(right[::2]), n_CN=20,
-                          acc_NE=np.mean(right[1::2]), n_NE=20)
+    assert run("cbt") == dict(data="cbt", acc_CN=np.mean(right[::2]), n_CN=20,
+                              acc_NE=np.mean(right[1::2]), n_NE=20)
     assert 0 < sum(right) < 40
 
 
-@pytest.mark.parametrize("words, says", [
-    (["lm", "--split=train"], "--split=train: letters has only test and val"),
-    (["lm", "--stride=17"], "--stride=17 exceeds the context, 16 tokens"),
-    (["lambda"], "did you mean lambada"),
-    (["accuracy"], "of task gpt, not vit")])
-def test_mistakes_name_the_flag(tmp_path, run, letters, words, says):
-    random_model(tmp_path / "ckpt.pt")
+@pytest.mark.parametrize("fields, words, says", [
+    ({}, ["lm", "--split=train"], "--split=train: letters has only test"),
+    ({}, ["lm", "--stride=17"], "--stride=17 exceeds the context, 16 tokens"),
+    ({}, ["accuracy"], "of task gpt, not vit"),
+    (dict(tokenizer=text.CharTokenizer("ab")), ["lm", "--data=letters"], "with another tokenizer"),
+    (dict(causal=False, vocab_size=13), ["lambada"], "is a masked model")])
+def test_what_does_not_fit_is_refused(tmp_path, run, letters, fields, words, says):
+    language_model(tmp_path / "ckpt.pt", **fields)
     with pytest.raises(UserError, match=says):
         run(*words)
-
-
-def test_other_language_models_are_refused(tmp_path, run, letters, bpe):
-    random_model(tmp_path / "ckpt.pt", bpe)
-    with pytest.raises(UserError, match="--data=letters .* .12 tokens.* .259 tokens"):
-        run("lm", "--data=letters")
-    random_model(tmp_path / "ckpt.pt", causal=False, vocab_size=CHARACTERS.n_vocab + 1)     # [MASK]
-    for task in ("lambada", "cbt"):
-        with pytest.raises(UserError, match="is a masked model"):
-            run(task)
-    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=8, vocab_size=12))
-    meta = dict(name="letters", tokenizer=dict(kind="char"), n_vocab=12)
-    write_model(tmp_path / "ckpt.pt", model, "gpt", meta)
-    with pytest.raises(UserError, match="char with its characters"):
-        run("lm")

@@ -17,8 +17,6 @@ def test_text_properties():
     for name, marks in dict(digit="...11..........", quoted=".......1111111.",
                             punctuation=".....1.1......1").items():
         assert found[name].tolist() == [mark == "1" for mark in marks], name
-    found = neurons.text_properties([" the", " dog", "ged"])            # GPT-2's tokens
-    assert found["first letter"].tolist() == [True, True, False]
 
 
 def test_sparse_probes_and_purity_find_what_was_put_there():
@@ -69,11 +67,10 @@ def test_neurons_of_images(pool, tmp_path, cache):
         model = ImageClassifier(ImageConfig(arch=arch, pool=pool, width=16, heads=2, layers=3,
                                             image_size=32, patch_size=8, classes=10))
         paths.append(str(tmp_path / f"{arch}.pt"))
-        write_model(paths[-1], model, "vit", dict(name="shapes", mean=data.mean, std=data.std))
+        write_model(paths[-1], model, "vit", data.meta())
     flags = [f"--data_dir={cache}", "--device=cpu"]
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
-    assert [row["code"] for row in rows] == ["crate", "transformer", "transformer, kept"]
-    assert rows[2]["nonzeros"] == pytest.approx(rows[0]["nonzeros"], abs=0.02)
+    assert [row["code"] for row in rows] == ["crate", "transformer"]
 
     loaded = load_model(paths[1])
     c = neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")

@@ -58,5 +58,5 @@ def test_scores(name, text_cache):
     else:
         train = images.Images(*images.draw_shapes(10_000, seed=0)[:2], "cpu")
         x, z = (features(loaded.encoder, split, data, CONFIG, PROCESSES) for split in (train, val))
-        acc = nearest_neighbours(x, train.labels, z, val.labels, 10)["acc"]
+        acc = nearest_neighbours(x, train.labels, z, val.labels, 10, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(score, abs=0.5)

@@ -5,7 +5,6 @@ import torch
 
 from data import images
 from experiments import segmentation
-from flags import UserError
 from helpers import write_model
 from model import ImageClassifier, ImageConfig
 
@@ -26,22 +25,18 @@ def test_iou_and_box():
     assert torch.equal(boxes, torch.stack([whole, a, a & ~a]))
 
 
-def coco_ap(overlap, confidence, threshold):
-    """One IoU threshold, one recall at a time."""
-    n = len(overlap)
-    ranked = [overlap[i] >= threshold for i in sorted(range(n), key=lambda i: -confidence[i])]
-    curve = [(sum(ranked[:k]) / n, sum(ranked[:k]) / k) for k in range(1, n + 1)]
-    best = [max([precision for recall, precision in curve if recall >= r / 100], default=0.0)
-            for r in range(101)]
-    return sum(best) / 101
-
-
 def test_detection_ap():
-    overlap, confidence = torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
-    thresholds = torch.arange(50, 100, 5).double() / 100
-    expected = [coco_ap(overlap.tolist(), confidence.tolist(), t) for t in thresholds.tolist()]
-    ap = segmentation.detection_ap(overlap, confidence, thresholds)
-    assert ap.tolist() == pytest.approx(expected)
+    """COCO's, one IoU threshold and one recall at a time."""
+    n, overlap, confidence = 60, torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
+    thresholds = torch.tensor([0.5, 0.75, 0.95]).double()
+    order = sorted(range(n), key=lambda i: -confidence[i])
+    found = segmentation.detection_ap(overlap, confidence, thresholds)
+    for threshold, ap in zip(thresholds, found):
+        hits = np.cumsum([bool(overlap[i] >= threshold) for i in order])
+        curve = list(zip(hits / n, hits / np.arange(1, n + 1)))
+        best = [max([precision for recall, precision in curve if recall >= r / 100], default=0.0)
+                for r in range(101)]
+        assert ap.item() == pytest.approx(np.mean(best))
 
 
 def test_normalized_cut():
@@ -72,8 +67,6 @@ def test_foreground():
     assert torch.equal(segmentation.foreground(torch.stack([v, -v])), twice)
     frame = torch.where(inside, 0.1, -0.5)
     assert torch.equal(segmentation.foreground(torch.stack([frame, -frame])), twice)
-    half = torch.tensor([-1.0, -1.0, 0.5, 0.5]).expand(4, 4)    # two corners: allowed
-    assert torch.equal(segmentation.foreground(half[None])[0], half < 0)
 
 
 def test_maskcut():
@@ -93,8 +86,6 @@ def test_keys_are_those_of_the_layer():
         keys = segmentation.patch_features(encoder, x, number, "keys")
         torch.testing.assert_close(keys, layer.attention.QKV(layer.norm1(Z))[:, 1:, 16:32])
         Z = layer(Z)
-        output = segmentation.patch_features(encoder, x, number, "output")
-        torch.testing.assert_close(output, Z[:, 1:])
 
 
 def test_perfect_masks(tmp_path, monkeypatch):
@@ -109,10 +100,7 @@ def test_perfect_masks(tmp_path, monkeypatch):
                             val_images=pixels, val_labels=np.arange(30) % 10, val_masks=masks)
     monkeypatch.setattr(images, "load", lambda name, cache: data)
     write_model(tmp_path / "m.pt", ImageClassifier(ImageConfig(**TINY)), "vit", data.meta())
-    flags = [f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu"]
-    result = segmentation.main([*flags, "--features=pixels", "--batch_size=7"])
-    for name in ("ap50", "ap75", "ap", "ap_ceiling"):
-        assert result[f"box_{name}"] == result[f"mask_{name}"] == 1
-    assert segmentation.main([*flags, "--random"])["encoder"] == "random"
-    with pytest.raises(UserError, match="--layer=3: the last layer of .* is 2"):
-        segmentation.main([*flags, "--layer=3"])
+    flags = [f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--batch_size=7"]
+    result = segmentation.main([*flags, "--features=pixels"])
+    assert result["box_ap"] == result["mask_ap"] == result["box_ap50"] == 1
+    assert segmentation.main([*flags, "--random"])["box_ap"] < 1
