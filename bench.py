@@ -45,7 +45,6 @@ class Flags(DeviceFlags):
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
     json: str | None = option(None, "add the rows to this file, one JSON object a line")
     longest: int = option(4096, "of `length` and `generate`: the largest number of tokens", low=64)
-    jobs: int = option(4, "of `gpu`: commands at once, while nothing is timed", low=1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -81,9 +80,8 @@ def literal_cross_entropy(Z, W, targets):
     return F.cross_entropy((Z @ W.mT).flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
-LITERAL = {MSSA: ("attend", literal_attend), ISTA: ("forward", literal_ista),
-           ImageClassifier: ("forward", literal_classifier),
-           LanguageModel: ("forward", literal_language_model)}
+LITERAL = {MSSA: literal_attend, ISTA: literal_ista, ImageClassifier: literal_classifier,
+           LanguageModel: literal_language_model}
 
 
 def literal(model):
@@ -91,8 +89,8 @@ def literal(model):
     model = copy.deepcopy(model)
     for module in model.modules():
         if type(module) in LITERAL:
-            name, method = LITERAL[type(module)]
-            setattr(module, name, method.__get__(module))
+            method = LITERAL[type(module)].__get__(module)
+            setattr(module, "attend" if isinstance(module, MSSA) else "forward", method)
     return model
 
 
@@ -139,7 +137,7 @@ def row(c, title, variant, **values):
     cells = []
     for unit, value in values.items():
         if isinstance(value, (int, float)):
-            number = f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+            number = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
             value = f"{number:>9} {unit.replace('_per_', '/').replace('_', ' ')}"
         cells.append(value or "-")
     print(f"{title:30} {variant:22}", *cells, flush=True)
@@ -173,7 +171,7 @@ def forward_backward(c, processes, forward, leaves):
 
 
 def larger(batch, device):
-    """On a CPU's batches a GPU waits for its launches."""
+    """A GPU would only wait for its launches on a CPU's batches."""
     return 8 * batch if device.type == "cuda" else batch
 
 
@@ -390,21 +388,21 @@ def bench_gpu(c, processes):
         prepare("shapes", cache=folder, drawn=(2000, 100))
         prepare("pydoc", cache=folder)
         stages = short_commands(processes.device.type == "cuda")
-        for commands, jobs in zip(stages, (c.jobs, c.jobs, 1)):
-            with ThreadPool(jobs) as pool:
+        for commands, at_once in zip(stages, (4, 4, 1)):        # alone while they are timed
+            with ThreadPool(at_once) as pool:
                 failed += pool.map(partial(attempt, c, processes.device, folder), commands, 1)
     if any(failed):
         sys.exit(f"{sum(failed)} of {len(failed)} failed")
 
 
-COMMANDS = {function.__name__.removeprefix("bench_"): (Flags, function) for function in (
-    bench_vit, bench_mae, bench_gpt, bench_ista, bench_attention, bench_head, bench_length,
-    bench_generate, bench_gpu)}
+COMMANDS = dict(vit=bench_vit, mae=bench_mae, gpt=bench_gpt, ista=bench_ista,
+                attention=bench_attention, head=bench_head, length=bench_length,
+                generate=bench_generate, gpu=bench_gpu)
 
 
 def main(argv):
-    flags = {name: type(name, (config,), dict(__doc__=function.__doc__))
-             for name, (config, function) in COMMANDS.items()}
+    flags = {name: type(name, (Flags,), dict(__doc__=function.__doc__))
+             for name, function in COMMANDS.items()}
     command, c = parse_command(flags, argv, __doc__)
     processes = Processes(c.device)
     n = larger(1024, processes.device)
@@ -413,7 +411,7 @@ def main(argv):
         seconds = alternate({"matmul": lambda: a @ b}, processes.device, 5)["matmul"]
     row(c, device_name(processes.device), f"torch {torch.__version__}",
         GFLOP_per_s_of_a_large_matmul=2e-9 * n ** 3 / seconds)
-    COMMANDS[command][1](c, processes)
+    COMMANDS[command](c, processes)
 
 
 if __name__ == "__main__":

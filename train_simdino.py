@@ -264,10 +264,10 @@ def score_neighbours(teacher, train, val, data, c, processes):
 
 
 @torch.no_grad()
-def write_saliency(encoder, val, data, path, n=8):
+def write_saliency(encoder, val, data, path):
     """A PNG with a row an image: the image, the mean over heads of its saliency map, and each
     head's map, [B] Eq. (7.2.41), in red over the image; of TSSA the membership Pi."""
-    pixels, _ = val.batch(torch.arange(min(n, len(val))))
+    pixels, _ = val.batch(torch.arange(min(8, len(val))))
     x = augment.at_size(augment.to_float(pixels), encoder.config.image_size)
     last = encoder.trace(augment.normalize(x, data.mean, data.std))[-1]
     maps = saliency(last.attention.float())
@@ -308,8 +308,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", preset, processes)
-    resumed = run.restore(student.encoder.config, optimizer, student, teacher)
-    if resumed is not None:
+    if resumed := run.restore(student.encoder.config, optimizer, student, teacher):
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
@@ -337,8 +336,7 @@ def main(argv):
                     extra=extra, optimizer=optimizer.state_dict(), data_meta=data.meta())
 
     if run.step == 0:                       # what a score is to be compared with
-        with run.untimed():
-            scores = score_neighbours(teacher, train, val, data, c, processes)
+        scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     warned = False
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
@@ -388,8 +386,8 @@ def main(argv):
         seen = {}
         if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            for name, term in terms.items():
-                seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
+            seen |= {name: (processes.sum(term.detach().clone()) / processes.world).item()
+                     for name, term in terms.items()}
             flat = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
             if flat and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
                 warned = True

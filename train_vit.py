@@ -137,8 +137,7 @@ def augmented(pixels, rng, c, data):
     if c.crop == "resized":
         x = augment.random_resized_crop(x, c.image_size, rng, scale=(c.crop_area, 1.0))
     elif c.crop == "pad":
-        if data.image_size < c.image_size:
-            x = augment.resize(x, c.image_size)
+        x = augment.resize(x, c.image_size) if data.image_size < c.image_size else x
         x = augment.pad_crop(x, c.image_size, c.padding, rng)
     else:
         x = augment.at_size(x, c.image_size)
@@ -204,12 +203,10 @@ class LogitsAndLayers(nn.Module):
         self.model = model
 
     def forward(self, x):
-        encoder, outputs = self.model.encoder, []
-        Z = encoder.tokens(x)
+        encoder, Z = self.model.encoder, [self.model.encoder.tokens(x)]
         for layer in encoder.layers:
-            Z = layer(Z)
-            outputs.append(Z)
-        return self.model.head(self.model.pool(encoder.norm(Z))), *outputs
+            Z.append(layer(Z[-1]))
+        return self.model.head(self.model.pool(encoder.norm(Z[-1]))), *Z[1:]
 
 
 def subspace_rate_loss(model, outputs, chosen, eps):
@@ -218,11 +215,8 @@ def subspace_rate_loss(model, outputs, chosen, eps):
     [S] adds 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l) to the loss and stops the gradient
     through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only the
     cross-entropy keeps U away from it, so the weight has to be small."""
-    rates = []
-    for l in chosen:
-        Z = outputs[l].detach()                                 # (B, n, d)
-        U = model.encoder.layers[l].attention.bases()           # (K, d, p)
-        rates.append(subspace_coding_rate(Z, U, eps).mean())
+    bases = [model.encoder.layers[l].attention.bases() for l in chosen]         # (K, d, p) each
+    rates = [subspace_coding_rate(outputs[l].detach(), U, eps) for l, U in zip(chosen, bases)]
     return torch.stack(rates).mean()
 
 
@@ -240,12 +234,11 @@ def main(argv):
     if c.init_from is not None:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = load_images(c.data, loaded.meta, c.data_dir)
-    held_out = max(len(data.train_labels) - c.val, 0)       # the first of them
-    n = min(held_out, c.train_images or held_out)
-    train = data.train_images[:n], data.train_labels[:n]
-    val = data.val_images, data.val_labels
+    rest = max(len(data.train_labels) - c.val, 0)           # the first are trained on
+    n = min(rest, c.train_images or rest)
+    train, val = (data.train_images[:n], data.train_labels[:n]), (data.val_images, data.val_labels)
     if c.val:
-        val = data.train_images[held_out:], data.train_labels[held_out:]
+        val = data.train_images[rest:], data.train_labels[rest:]
     epoch = steps_per_epoch(n, c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
