@@ -8,7 +8,7 @@ import torch
 import sample
 from flags import UserError
 from model import LanguageModel
-from test_evaluate import CHARACTERS, bpe, random_model     # noqa: F401 (bpe is a fixture)
+from test_evaluate import CHARACTERS, bpe, language_model     # noqa: F401 (bpe is a fixture)
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def checkpoint(tmp_path):
     def write(tokenizer=CHARACTERS, masked=False, padding=0):
         path, vocab = tmp_path / "ckpt.pt", tokenizer.n_vocab + masked + padding
         fields = dict(context=24, vocab_size=vocab, causal=not masked)
-        return path, random_model(path, tokenizer, **fields)
+        return path, language_model(path, tokenizer, **fields)
     return write
 
 
