@@ -293,8 +293,3 @@ def test_other_language_models_are_refused(tmp_path, run, letters, bpe):
     for task in ("lambada", "cbt"):
         with pytest.raises(UserError, match="is a masked model"):
             run(task)
-    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=8, vocab_size=12))
-    meta = dict(name="letters", tokenizer=dict(kind="char"), n_vocab=12)
-    write_model(tmp_path / "ckpt.pt", model, "gpt", meta)
-    with pytest.raises(UserError, match="char with its characters"):
-        run("lm")
