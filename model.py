@@ -544,6 +544,61 @@ class TSSA(Attention):
         return F.dropout(out, self.dropout, self.training)
 
 
+class CBSA(Attention):
+    """Contract-and-broadcast self-attention (Wen et al. 2025), linear in n. For images.
+
+    Each head contracts its tokens w = U_k^* Z to m <= 64 representatives R, the patches' w pooled
+    over their grid to 8 x 8, lets those attend to each other, and broadcasts what they become:
+        A   = softmax(R w^* / sqrt p)                       (m, n)
+        R'  = R + s1 A w
+        out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
+    then W. s1, s2 are a number a head, N(0, 1) at the start. Released code pools all tokens but the
+    last, although the class token stands first, so its grid is shifted by one patch."""
+    pairs = False
+
+    def __init__(self, d, heads, p=None, out_bias=True, dropout=0.0):
+        super().__init__(d, heads, p, causal=False, dropout=dropout)
+        self.U = nn.Linear(d, heads * self.p, bias=False)
+        self.s1, self.s2 = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(heads))
+        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
+
+    @classmethod
+    def build(cls, c, causal, context):
+        if causal:
+            raise ConfigError(f"{c.arch} pools a grid of patches: it is for images, not text")
+        return cls(c.width, c.heads, c.head_dim, out_bias=c.out_bias, dropout=c.dropout)
+
+    bases, project = MSSA.bases, MSSA.project
+
+    def contract(self, w):
+        """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
+        side = math.isqrt(w.shape[2] - 1)
+        if side * side != w.shape[2] - 1:
+            raise ConfigError(f"cbsa needs a square grid of patches, not {w.shape[2] - 1} tokens")
+        grid = w[:, :, 1:].mT.unflatten(-1, (side, side)).flatten(0, 1)     # (B K, p, side, side)
+        R = F.adaptive_avg_pool2d(grid, min(side, 8)).flatten(2).mT.unflatten(0, w.shape[:2])
+        return R, attention_map(R, w, self.scale)
+
+    def map(self, Z):
+        """A^* A (B, K, n, n): how much two tokens share representatives."""
+        A = self.contract(self.project(Z))[1]
+        return A.mT @ A
+
+    def multiply_adds(self, n, read=None):
+        m = min(n - 1, 64)
+        products = m * self.heads * self.p * (2 * n + 2 * m + (read or n))
+        return super().multiply_adds(n, read) + products
+
+    def forward(self, Z, state=None, read=None):
+        w = self.project(Z)
+        R, A = self.contract(w)
+        R = R + self.s1[:, None, None] * (A @ w)
+        out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
+        out = self.s2[:, None, None] * (A[..., :read].mT @ out)
+        out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
+        return F.dropout(out, self.dropout, self.training)
+
+
 class ResidualISTA(ISTA):
     """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone. It
     is no proximal step any more, but more layers then help with text."""
@@ -604,6 +659,21 @@ class ODL(Sparsification):
 
     def forward(self, Z):
         return self.code(Z) @ self.D_hat.mT
+
+
+class TiedODL(ODL):
+    """ODL with one dictionary both ways, D_hat = D, and no residual around it (crate-lm)."""
+    residual = False
+
+    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
+        super().__init__(d, C, eta, lambd)
+        del self.D_hat
+
+    def multiply_adds(self):
+        return 4 * self.D.numel()
+
+    def forward(self, Z):
+        return self.code(Z) @ self.D.mT
 
 
 class MLP(Sparsification):
@@ -673,6 +743,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
+    text_biases: bool = False           # of a language model's LayerNorms and W
 
 
 ARCHS = {
@@ -683,6 +754,8 @@ ARCHS = {
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
     "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
     "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
+    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_biases=True),     # Bai and Ma 2025
+    "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
     # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
     # d = 768. With 1 it is 2 % above
@@ -1151,21 +1224,23 @@ class MaskedAutoencoder(nn.Module):
 
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
-    """A language model. No biases, as in nanoGPT and ToST's text code."""
+    """A language model. No biases, as in nanoGPT and ToST's text code, but for crate-lm's."""
     task: ClassVar = "text"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-    norm_bias: bool = False
+    norm_bias: bool | None = None
     qkv_bias: bool | None = False
-    out_bias: bool | None = False
+    out_bias: bool | None = None
     mlp_bias: bool = False
     norm_eps: float | None = 1e-5
 
     def __post_init__(self):
         super().__post_init__()
-        if self.layer_scale is None:
-            self.layer_scale = ARCHS[self.arch].layer_scale
+        row = ARCHS[self.arch]
+        self.layer_scale = row.layer_scale if self.layer_scale is None else self.layer_scale
+        self.norm_bias = row.text_biases if self.norm_bias is None else self.norm_bias
+        self.out_bias = row.text_biases if self.out_bias is None else self.out_bias
 
 
 def text_config(size, arch="crate", **overrides):
