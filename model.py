@@ -12,8 +12,8 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
 What differs from a plain transformer:
 - one matrix U is query, key and value: each head compares and averages the projections U_k^* Z;
-- in place of the MLP stand a d x d dictionary and a ReLU, without a residual around them (the step
-  has one inside);
+- a d x d dictionary and a ReLU replace the MLP, without a residual around them (the step has one
+  inside);
 - so a layer of width d has 3 d^2 parameters where a transformer's has 12 d^2.
 
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
@@ -50,7 +50,7 @@ def project(Z, U):
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n).
 
-    causal, for m = n: columns <= row."""
+    With causal (m = n), row i has weights on columns <= i only."""
     gram = scale * (q @ k.mT)
     if causal:
         future = torch.ones(gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
@@ -78,12 +78,12 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
-    pairs = True                            # whether it multiplies each token by each
+    pairs = True                            # whether it compares every token with every other
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
         self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
-        self.scale = self.p ** -0.5         # keeps the Gram matrix's entries of order 1 for any p
+        self.scale = self.p ** -0.5         # keeps products of two tokens of order 1 for any p
 
     @classmethod
     def build(cls, c, causal, context):
@@ -93,10 +93,11 @@ class Attention(nn.Module):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
     def project(self, Z):
-        """What tokens are compared by, (B, K, n, p): U_k^* Z; of MHSA (queries, keys, values)."""
+        """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
 
     def map(self, Z):
-        """The attention map (B, K, n, n): row i has the weights that average to token i."""
+        """The attention map (B, K, n, n): row i has the weights of the average that
+        becomes token i."""
 
     def forward(self, Z, state=None, read=None):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
@@ -118,7 +119,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(-2)
 
     def multiply_adds(self, n, read=None):
-        """Of a forward pass over n tokens: every weight once a token, and the two n x n products;
+        """Multiply-adds of a forward pass: every weight once a token, and the two n x n products;
         W and the products for `read` tokens alone, if given."""
         out = weight_count(self.W)
         products = 2 * n * self.heads * self.p if self.pairs else 0
@@ -197,11 +198,11 @@ class Sparsification(nn.Module):
         """The operator that BackboneConfig c describes, for sequences of `context` tokens."""
 
     def code(self, Z):
-        """The sparse code of Z (B, n, d), (B, n, m): the output, if that is the code."""
+        """The sparse code (B, n, m) of Z (B, n, d); unless overridden, the output itself."""
         return self.forward(Z)
 
     def multiply_adds(self):
-        """Of a forward pass, per token: every weight once."""
+        """Multiply-adds of a forward pass per token: every weight once."""
         return weight_count(self)
 
 
@@ -231,7 +232,7 @@ class ISTA(Sparsification):
 
 
 class LayerTrace(NamedTuple):
-    """What one layer did."""
+    """The intermediate results of one layer."""
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
     attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
@@ -276,7 +277,7 @@ class Layer(nn.Module):
         return out
 
     def compress(self, Z, state=None, read=None):
-        """Z^l -> Z^{l+1/2}, of the first `read` tokens alone, if given."""
+        """Z^l -> Z^{l+1/2}; if `read` is given, of the first `read` tokens alone."""
         return Z[:, :read] + self.branch(self.attention(self.norm1(Z), state, read), self.scale1)
 
     def sparsify(self, Z):
@@ -290,12 +291,12 @@ class Layer(nn.Module):
         return self.sparsify(self.compress(Z, state, read))
 
     def trace(self, Z):
-        """What a forward pass does."""
+        """The LayerTrace of a forward pass."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
     def multiply_adds(self, n, read=None):
-        """Of a forward pass over n tokens, of which the first `read` are computed (None: all)."""
+        """Multiply-adds of a forward pass over n tokens; with `read`, the first `read` are computed."""
         total = self.attention.multiply_adds(n, read)
         if self.sparsification is not None:
             total += (read or n) * self.sparsification.multiply_adds()
@@ -325,7 +326,7 @@ def run_layers(layers, Z, read=None):
 
 
 def trace_layers(layers, Z):
-    """run_layers, as a list of LayerTraces."""
+    """Like run_layers, but returns a LayerTrace for each layer."""
     traces = []
     for layer in layers:
         traces.append(layer.trace(Z))
@@ -441,7 +442,7 @@ def gaussian_mixture_denoise(z, U, sigma):
 # -------------------------------------------------------------------------------------------------
 
 class MHSA(Attention):
-    """Multi-head self-attention, the baseline's, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
+    """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with `bias`; `out_bias` is on the output map."""
 
     def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
@@ -677,7 +678,7 @@ class TiedODL(ODL):
 
 
 class MLP(Sparsification):
-    """Linear, GELU, Linear: the baseline's. [B] Eq. (7.2.20) prints ReLU; ViT, GPT-2: GELU."""
+    """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
 
     def __init__(self, d, m, bias=True, dropout=0.0):
         super().__init__()
@@ -721,7 +722,7 @@ def check_word(name, word, words):
 class Family(NamedTuple):
     """What the authors of some archs put around the operators of an image model."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # residual streams grow; not behind ISTA
+    final_norm: bool = True             # a residual stream grows, ISTA's output does not
     norm_eps: float = 1e-6
     out_bias: bool = True               # on the attention's output map
     init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
@@ -758,7 +759,7 @@ ARCHS = {
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
     # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
-    # d = 768. With 1 it is 2 % above
+    # d = 768. With 1 it is 1 to 2 % above
     "tost": Arch(TSSA, MLP, "vit", layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
@@ -810,7 +811,7 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None means: as the arch's family has it."""
+    """What the layers of every model share. None: the default of the arch's family."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -1065,7 +1066,7 @@ class MAEConfig(ImageConfig):
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
 
     def decoder(self):
-        """The config of its layers; of the encoder's width and heads, it has its head_dim too."""
+        """The config of the decoder's layers. With the encoder's width and heads it has its head_dim."""
         size = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
         if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
             size["head_dim"] = None
@@ -1106,7 +1107,7 @@ class DecoderLayer(nn.Module):
         return Y - self.attention(self.norm2(Y))
 
     def trace(self, Z):
-        """What a forward pass does; `half` is Y."""
+        """The LayerTrace of a forward pass; `half` is Y."""
         Y = self.norm1(Z) @ self.D.mT
         return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
@@ -1179,7 +1180,7 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
 
     def predicted(self, x, mask):
-        """The guess of every patch: (B, n, P^2 C)."""
+        """The prediction for every patch: (B, n, P^2 C)."""
         Z = self.encoder.norm(run_layers(self.encoder.layers, self.encoder_tokens(x, mask)))
         Z = self.decoder_norm(run_layers(self.decoder, self.decoder_tokens(Z, mask)))
         return self.predict(Z)[:, 1:]
