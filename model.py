@@ -96,8 +96,7 @@ class Attention(nn.Module):
         """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
 
     def map(self, Z):
-        """The attention map (B, K, n, n): row i has the weights of the average that
-        becomes token i."""
+        """The attention map (B, K, n, n): row i holds the weights of token i's average."""
 
     def forward(self, Z, state=None, read=None):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
@@ -296,7 +295,7 @@ class Layer(nn.Module):
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
     def multiply_adds(self, n, read=None):
-        """Multiply-adds of a forward pass over n tokens; with `read`, the first `read` are computed."""
+        """Multiply-adds of a forward pass over n tokens; `read` of them in full, if given."""
         total = self.attention.multiply_adds(n, read)
         if self.sparsification is not None:
             total += (read or n) * self.sparsification.multiply_adds()
@@ -1066,7 +1065,7 @@ class MAEConfig(ImageConfig):
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
 
     def decoder(self):
-        """The config of the decoder's layers. With the encoder's width and heads it has its head_dim."""
+        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
         size = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
         if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
             size["head_dim"] = None
