@@ -74,8 +74,8 @@ class Layer(nn.Module):
 
 
 class CRATE(nn.Module):
-    """Patches of P x P pixels become tokens. The head reads the mean of the last layer's patches and
-    returns ten logits."""
+    """Patches of P x P pixels become tokens. The head reads the mean of the last
+    layer's patches and returns ten logits."""
 
     def __init__(self, d=64, K=4, L=4, P=4, size=32, classes=10):
         super().__init__()
