@@ -1,5 +1,5 @@
 """
-Checkpoints: files written whole, one `load_model` for every task, published checkpoints.
+Checkpoints: files written whole, one `load_model` for every task and for published ones.
 
     python checkpoint.py out/gpt-pydoc/best.pt mine     writes data/pretrained/mine.pt, weights in
                                                         float16; it opens as --ckpt=pretrained:mine
@@ -10,8 +10,6 @@ extra["student"] holds the weights being trained where they differ. An image enc
 `encoder.*`.
 """
 import contextlib
-import itertools
-import math
 import os
 import zipfile
 from pathlib import Path
@@ -20,15 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import published
 from flags import cli, UserError
 from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
-                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, not_one_of, sizes_of)
+                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, not_one_of)
 
 FORMAT = "crate-3"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
-# task -> (model, its config). SimDINO's checkpoint is read as the teacher's encoder: its projector
-# serves training only.
+# task, named by its script -> (model, its config). SimDINO's checkpoint is read as the teacher's
+# encoder: its projector serves training only.
 TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
              simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
 
@@ -142,12 +141,14 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
                          if name.startswith("encoder.")}
             model_class, config_class = TASKS[task]
             model = _filled(model_class, make_config(config_class, content["model_config"]), state)
+        elif "format" in content:
+            raise ValueError(f"it is of format {content['format']}, not {FORMAT}")
         else:
-            model, content = from_official(content, heads), {}
-            task = next(task for task, (kind, _) in TASKS.items() if isinstance(model, kind))
+            task, config, tensors, names = published.describe(content, heads)
+            _check_task(task, tasks)
+            model, content = _filled(TASKS[task][0], config, tensors, names), {}
             if task == "gpt":
                 content = dict(data_meta=dict(tokenizer=dict(kind="gpt2"), n_vocab=50257))
-            _check_task(task, tasks)
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = TASKS[task][0](model.config)
@@ -156,13 +157,13 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
     return Loaded(task, model, encoder, content.get("data_meta", {}), content)
 
 
-def _filled(model_class, config, state, names={}):
+def _filled(model_class, config, state, names=None):
     """The model with the weights of `state`; `names` maps ours to those there. It is built without
     memory, and takes the file's tensors once all shapes are the same."""
     with torch.device("meta"):
         model = model_class(config)
     own = model.state_dict()
-    theirs = {name: names.get(name, name) for name in own}
+    theirs = {name: (names or {}).get(name, name) for name in own}
     if problem := _misfit({theirs[name]: tensor for name, tensor in own.items()}, state):
         raise ConfigError(problem)
     own = {name: state[theirs[name]].to(own[name].dtype) for name in own}
@@ -179,6 +180,12 @@ def _misfit(own, state):
             return f"{name} in it has no place here"
         if state[name].shape != own[name].shape:
             return f"{name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
+
+
+def from_official(content, heads=None):
+    """The model in evaluation mode of a published file's content; see published.describe."""
+    task, config, tensors, names = published.describe(content, heads)
+    return _filled(TASKS[task][0], config, tensors, names).eval()
 
 
 def load_into(module, state, path):
@@ -227,127 +234,6 @@ def publish(path, name):
              if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
     kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
     write_checkpoint(PRETRAINED / f"{name}.pt", content | kept)
-
-
-# -------------------------------------------------------------------------------------------------
-# Published checkpoints: our names -> theirs, {l} the number of a layer, {k} weight or bias
-# -------------------------------------------------------------------------------------------------
-
-_CRATE = {
-    "encoder.class_token": "cls_token",
-    "encoder.positions": "pos_embedding",
-    "encoder.embed.0.{k}": "to_patch_embedding.1.{k}",
-    "encoder.embed.1.{k}": "to_patch_embedding.2.{k}",
-    "encoder.embed.2.{k}": "to_patch_embedding.3.{k}",
-    "encoder.layers.{l}.norm1.{k}": "transformer.layers.{l}.0.norm.{k}",
-    "encoder.layers.{l}.attention.U.weight": "transformer.layers.{l}.0.fn.qkv.weight",
-    "encoder.layers.{l}.attention.W.{k}": "transformer.layers.{l}.0.fn.to_out.0.{k}",
-    "encoder.layers.{l}.norm2.{k}": "transformer.layers.{l}.1.norm.{k}",
-    "encoder.layers.{l}.sparsification.D": "transformer.layers.{l}.1.fn.weight",
-    "head.0.{k}": "mlp_head.0.{k}",
-    "head.1.{k}": "mlp_head.1.{k}",
-}
-_CRATE_ALPHA = {name: theirs for name, theirs in _CRATE.items() if "embed." not in name} | {
-    "encoder.embed.0.{k}": "conv1.{k}",
-    "encoder.layers.{l}.sparsification.D": "transformer.layers.{l}.1.fn.D",
-    "encoder.layers.{l}.sparsification.D_hat": "transformer.layers.{l}.1.fn.D1",
-}
-_CRATE_MAE = {name: theirs.replace("transformer.layers.{l}", "blocks.{l}.layers.0")
-              for name, theirs in _CRATE.items() if ".layers." in name} | {
-    "encoder.class_token": "cls_token",
-    "mask_token": "mask_token",
-    "encoder.positions": "decoder_pos_embed",
-    "encoder.embed.0.{k}": "patch_embed.proj.{k}",
-    "encoder.norm.{k}": "norm.{k}",
-    "decoder.{l}.norm1.{k}": "decoder_blocks.{l}.layers.0.0.norm.{k}",
-    "decoder.{l}.D": "decoder_blocks.{l}.layers.0.0.fn.weight",
-    "decoder.{l}.norm2.{k}": "decoder_blocks.{l}.layers.0.1.norm.{k}",
-    "decoder.{l}.attention.U.weight": "decoder_blocks.{l}.layers.0.1.fn.qkv.weight",
-    "decoder.{l}.attention.W.{k}": "decoder_blocks.{l}.layers.0.1.fn.to_out.0.{k}",
-    "decoder_norm.{k}": "decoder_norm.{k}",
-    "predict.{k}": "decoder_pred.{k}",
-}
-# stored and counted in the released CRATE-MAE, but never applied
-_UNUSED = ("pos_embed", "decoder_embed.weight", "decoder_embed.bias")
-
-# of crate-lm: nanoGPT's names
-_CRATE_LM = {
-    "embed.weight": "transformer.wte.weight",
-    "positions": "transformer.wpe.weight",
-    "layers.{l}.norm1.{k}": "transformer.h.{l}.prenorm_1.{k}",
-    "layers.{l}.attention.U.weight": "transformer.h.{l}.attn.c_attn.weight",
-    "layers.{l}.attention.W.{k}": "transformer.h.{l}.attn.c_proj.{k}",
-    "layers.{l}.norm2.{k}": "transformer.h.{l}.prenorm_2.{k}",
-    "layers.{l}.sparsification.D": "transformer.h.{l}.ista.weight",
-    "norm.{k}": "transformer.ln_f.{k}",
-}
-
-# (task, arch, names): another kind of published checkpoint is another row
-PUBLISHED = [("vit", "crate", _CRATE), ("vit", "crate-alpha", _CRATE_ALPHA),
-             ("mae", "crate", _CRATE_MAE)]
-
-
-def from_official(content, heads=None):
-    """A published CRATE, CRATE-alpha, CRATE-MAE or crate-lm as a model in evaluation mode.
-
-    Takes the file's content or the state dict in it, with or without "module." or "_orig_mod."
-    before each name. Sizes are read off the tensors, heads off the published sizes (or `heads`).
-    Raises KeyError or ConfigError with the name of what does not fit."""
-    for key in ("state_dict", "model"):
-        content = content.get(key, content)
-    tensors = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor
-               for name, tensor in content.items()}
-    if "transformer.h.0.ista.weight" in tensors:
-        return _crate_lm(tensors, heads)
-    for kind, arch, table in PUBLISHED:
-        if table["encoder.layers.{l}.sparsification.D"].format(l=0) in tensors:
-            break
-    else:
-        raise ConfigError(f"neither of format {FORMAT} nor an official checkpoint: it lacks the "
-                          "dictionary of the first layer")
-    for name in _UNUSED if kind == "mae" else ():
-        tensors.pop(name, None)
-
-    def depth(name):
-        return next(l for l in itertools.count() if table[name].format(l=l) not in tensors)
-
-    # the patch embedding, which CRATE has behind a norm, gives d and P
-    embed = table[f"encoder.embed.{int(table is _CRATE)}.{{k}}"].format(k="weight")
-    weight = tensors[embed]
-    if weight.ndim == 4:    # P x P with stride P is a Linear on patches; ours have channels last
-        weight = tensors[embed] = weight.permute(0, 2, 3, 1).flatten(1)
-    P = math.isqrt(weight.shape[1] // 3)
-    side, d = math.isqrt(tensors[table["encoder.positions"]].shape[1] - 1), len(weight)
-    sizes = sizes_of("mae" if kind == "mae" else "image", arch)
-    heads = heads or {size["width"]: size["heads"] for size in sizes.values()}.get(d)
-    if heads is None:
-        raise ConfigError(f"no published {arch} has width {d}: say how many heads this one has "
-                          "(heads=)")
-    fields = dict(arch=arch, width=d, heads=heads, image_size=P * side, patch_size=P,
-                  layers=depth("encoder.layers.{l}.sparsification.D"))
-    if kind == "mae":
-        fields |= dict(decoder_layers=depth("decoder.{l}.D"), lambd=0.5)
-    else:
-        fields["classes"] = len(tensors[table["head.1.{k}"].format(k="weight")])
-    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k) for ours, theirs in table.items()
-             for l in range(max(fields["layers"], fields.get("decoder_layers", 0)))
-             for k in ("weight", "bias")}
-    model_class, config_class = TASKS[kind]
-    return _filled(model_class, make_config(config_class, fields), tensors, names).eval()
-
-
-def _crate_lm(tensors, heads):
-    """Of a state dict whose head is the embedding and whose dictionaries are (4 d, d)."""
-    tensors = {name: tensor.mT if name.endswith("ista.weight") else tensor
-               for name, tensor in tensors.items()
-               if name != "lm_head.weight" and not name.endswith("attn.bias")}      # causal masks
-    (V, d), (n, _) = (tensors[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
-    depth = sum(name.endswith("ista.weight") for name in tensors)
-    fields = dict(arch="crate-lm", width=d, heads=heads or d // 64, layers=depth, vocab_size=V,
-                  context=n, expansion=tensors["transformer.h.0.ista.weight"].shape[1] // d)
-    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k) for ours, theirs in _CRATE_LM.items()
-             for l in range(depth) for k in ("weight", "bias")}
-    return _filled(LanguageModel, make_config(TextConfig, fields), tensors, names).eval()
 
 
 # -------------------------------------------------------------------------------------------------
