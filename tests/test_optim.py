@@ -7,6 +7,7 @@ import torch
 
 import optim
 import train_simdino
+from helpers import Launches
 from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
 from optim import make_optimizer, set_decay, set_lr
@@ -87,6 +88,20 @@ def test_muon_is_torchs():
             optimizer.step()
     near = 0.02 * LR * 0.2 * math.sqrt(24)
     torch.testing.assert_close(list(ours), list(theirs), atol=near, rtol=0)
+
+
+def test_the_launches_of_muon_do_not_grow_with_the_layers():
+    """Matrices of one shape are orthogonalized together, where torch's Muon loops over them."""
+    counts = []
+    for layers in (6, 12):
+        model = torch.nn.ModuleList(torch.nn.Linear(8, 8, bias=False) for _ in range(layers))
+        optimizer = optim.Muon(model.parameters(), lr=LR, weight_decay=DECAY)
+        give_gradients(model)
+        optimizer.step()                        # the first makes the momentum of each
+        with Launches() as launched:
+            optimizer.step()
+        counts.append(launched.count)
+    assert counts[0] == counts[1] < 80
 
 
 def split(model):

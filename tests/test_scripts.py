@@ -17,7 +17,7 @@ import train_gpt
 import train_mae
 import train_simdino
 import train_vit
-from helpers import losses, metrics, same, Waits, weights
+from helpers import Launches, losses, metrics, same, weights
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
@@ -90,9 +90,21 @@ def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
     """The first does, which is timed apart, and those that log or evaluate may."""
     script, *flags = STEADY[name]
     now = after_each_step(monkeypatch, lambda run: None)
-    with Waits(lambda: now[0] + 1) as waits:
+    with Launches(lambda: now[0] + 1) as launched:
         train(script, "a", *flags, "--log_every=4")
-    assert 1 in waits.seen and waits.seen <= {1, 4, 8, 10, 11}      # 11: the end
+    assert 1 in launched.waits and launched.waits <= {1, 4, 8, 10, 11}      # 11: the end
+
+
+@pytest.mark.parametrize("script, function, flag", [
+    (train_vit, "classify", "--srr_weight=0.1"), (train_vit, "classify", "--ema=0.9"),
+    (train_simdino, "features", "--drop_path=0")])
+def test_what_is_evaluated_is_compiled(train, monkeypatch, script, function, flag):
+    compiled, evaluated, evaluate = [], [], getattr(script, function)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(script, function, lambda model, *args: (
+        evaluated.append(model) or evaluate(model, *args)))
+    train(script, "a", "--compile=true", "--epochs=0.1", flag)
+    assert evaluated and {*map(id, evaluated)} <= {*map(id, compiled)}
 
 
 RESUMED = {
@@ -131,7 +143,7 @@ ACCUMULATED = {
     "srr": (train_vit, "--micro_batch=7", "--srr_weight=0.1"),
     "mae": (train_mae, "--micro_batch=7"),
     "mae-after": (train_mae, "--micro_batch=10", "--mask_tokens=after"),
-    "gpt": (train_gpt, "--micro_batch=3"), "gpt-one": (train_gpt, "--micro_batch=1"),
+    "gpt": (train_gpt, "--micro_batch=3"),
     "bert": (train_gpt, "--micro_batch=3", "--objective=masked"),
 }
 
@@ -200,7 +212,7 @@ def test_any_mistake_is_one_line(train, tmp_path, monkeypatch, capsys, script, l
     assert says in err and err.count("\n") == 1
 
 
-OTHER = {train_vit: {"--width=32": "width=16, the flags say 32", "--ema=0.9": "ema=0.0, the flags say 0.9"},
+OTHER = {train_vit: {"--ema=0.9": "ema=0.0, the flags say 0.9"},
          train_mae: {"--layers=1": "layers=2, the flags say 1"},
          train_simdino: {"--method=dino": "prototypes"},
          train_gpt: {"--objective=masked": "vocab_size=97, the flags say 98"}}
