@@ -147,8 +147,8 @@ def test_short_commands_parse(cuda):
 
 
 def test_gpu_goes_on_after_failures(run, monkeypatch, capsys):
-    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=4 "
-             "--log_every=2 --out_dir={}/a")
+    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=2 "
+             "--log_every=2 --patch_size=8 --out_dir={}/a")
     monkeypatch.setattr(bench, "short_commands",
                         lambda cuda: ([train], ["-c open('{}/a/best.pt')"], ["-c 1/0"]))
     with pytest.raises(SystemExit, match="1 of 3 failed"):      # a message: status 1

@@ -47,11 +47,10 @@ def test_flags_take_their_fields_types():
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("larg", "did you mean large"), ("--widht=3", "did you mean --width"),
     ("--model=tost", "did you mean --arch"), ("--rat=1", "unknown flag --rat"),
     ("--width=3.5", "whole number"), ("--width=99999999999", "too large"),
     ("--width=0", "at least 1"), ("--rate=0", "more than 0"), ("--rate=2", "at most 1"),
-    ("--rate=nan", "not finite"), ("--rate=x", "a number"), ("--arch=crat", "did you mean crate"),
+    ("--rate=nan", "not finite"), ("--rate=x", "a number"),
     ("--flip=maybe", "true or false"), ("--width", "--width: expected one argument"),
     ("tiny extra", "unknown argument"), ("-w3", "unknown argument")])
 def test_bad_flags_are_one_line(argv, says):
@@ -118,15 +117,6 @@ def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys, joined, says
         with pytest.raises(SystemExit, match="2"):
             flags.cli(main)
         assert capsys.readouterr().err == line
-
-
-def test_stdout_on_a_full_disk_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["here/script.py"])
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", full)
-        with pytest.raises(SystemExit, match="2"):
-            flags.cli(lambda argv: print("a result"))
-    assert capsys.readouterr().err == "script.py: No space left on device\n"
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback():

@@ -1,6 +1,4 @@
 """data/prepare.py: what is written, and that it appears whole or not at all."""
-import json
-
 import datasets
 import numpy as np
 import pytest

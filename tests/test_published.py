@@ -113,22 +113,3 @@ def test_from_official(kind):
     assert from_official(official(kind, d=576)).config.heads == 12      # a published width
     with pytest.raises(ConfigError, match="width 16.*heads="):
         from_official(tensors)
-
-
-# None: the tensor is missing
-@pytest.mark.parametrize("kind, name, shape, message", [
-    ("crate", "transformer.layers.1.0.fn.qkv.weight", None, "layers.1.0.fn.qkv.weight"),
-    ("crate", "transformer.layers.0.1.fn.weight", (16, 64), r"fn.weight.*16, 64\).*\(16, 16\)"),
-    ("crate", "pos_embedding", (1, 9, 16), "pos_embedding.*1, 9, 16")])
-def test_what_does_not_fit_is_named(kind, name, shape, message):
-    tensors = official(kind) | {name: torch.zeros(shape or 1)}
-    if shape is None:
-        del tensors[name]
-    with pytest.raises((ConfigError, KeyError), match=message):
-        from_official(tensors, heads=4)
-
-
-def test_other_files_are_refused():
-    for content in ({"state_dict": {}}, {"epoch": 3}, {"a": torch.zeros(2)}):
-        with pytest.raises(ConfigError, match="official"):
-            from_official(content)

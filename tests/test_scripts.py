@@ -25,14 +25,9 @@ KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--mic
             "--randaugment=1", "--crop=resized", "--optimizer=lion", "--lr=1e-4"]
 
 
-# -------------------------------------------------------------------------------------------------
-# Presets
-# -------------------------------------------------------------------------------------------------
+# ---- Presets
 
 PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
-# Parameters without positions; the sizes of model.py that they come from are tested there
-PUBLISHED = {"openwebtext": 59_886_336, "crate-alpha": 109_431_552, "tost": 109_597_584,
-             "aot": 101_868_544, "gpt2": 123_587_328, "bert": 59_886_336}
 
 
 @pytest.mark.parametrize("script, preset", PRESETS, ids=[f"{s.__name__}-{p}" for s, p in PRESETS])
@@ -42,30 +37,12 @@ def test_presets_build(script, preset):
     tokenizer = SimpleNamespace(n_vocab=50257 if c.data == "openwebtext" else 97)
     with torch.device("meta"):
         model = script.build_model(c, *{train_vit: [100], train_gpt: [tokenizer]}.get(script, []))
-    if script is train_gpt and preset in PUBLISHED:
-        assert model.count() == PUBLISHED[preset] and model.config.vocab_size == 50304
-        assert model.config.causal == (preset != "bert")
+    if script is train_gpt and c.data == "openwebtext":
+        assert model.config.vocab_size == 50304 and model.config.causal == (preset != "bert")
     assert c.batch_size % 8 == 0 or preset.endswith("shapes")           # these are for one machine
 
 
-PAPERS = {      # what their presets take from the defaults of the flags
-    train_gpt: dict(context=1024, batch_size=384, steps=600_000, warmup=2000, optimizer="adamw",
-                    lr=6e-4, min_lr=6e-5, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0),
-    train_vit: dict(label_smoothing=0.1, crop_area=0.08, flip=True, beta1=0.9, beta2=0.99),
-    train_mae: dict(mask_ratio=0.75, epochs=800, warmup_epochs=40, beta2=0.95, crop_area=0.2),
-    train_simdino: dict(method="simdino", eps=0.05 ** 0.5, momentum=0.996, gamma=None, epochs=100),
-}
-
-
-@each_script
-def test_defaults_are_the_papers_settings(script):
-    c = script.Config(**script.PRESETS[next(iter(script.PRESETS))])
-    assert {name: getattr(c, name) for name in PAPERS[script]} == PAPERS[script]
-
-
-# -------------------------------------------------------------------------------------------------
-# Runs
-# -------------------------------------------------------------------------------------------------
+# ---- Runs
 
 def after_each_step(monkeypatch, call):
     """Calls call(run) after every step; returns a list with the number of steps done."""
@@ -171,13 +148,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
     assert all(tensor.isfinite().all() for name, tensor in kept.items() if "." in name)
 
 
-# -------------------------------------------------------------------------------------------------
-# Mistakes
-# -------------------------------------------------------------------------------------------------
+# ---- Mistakes
 
 MISTAKES = {
     train_vit: {
-        "--heads=3": "does not divide width", "--arch=crat": "did you mean crate",
+        "--patch_size=3": "image_size=32", "--heads=3": "does not divide width",
+        "--arch=crat": "did you mean crate",
         "--widht=3": "did you mean --width", "shape": "did you mean shapes",
         "--lambd=0.2 --arch=transformer": "--lambd", "--device=mps": "this machine has none",
         "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "batch_size=20",
@@ -185,6 +161,7 @@ MISTAKES = {
         "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",
         "--srr_weight=0.1 --arch=transformer": "transformer"},
     train_mae: {"--decoder_layers=1000000000": "at most 10000",
+                "--decoder_width=8": "mask_tokens=after",
                 "--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_area=0.5": "--local_area=0.5 is more than --global_area=0.4",
                     "--local_size=12": "patch_size=8 does not divide"},

@@ -22,9 +22,7 @@ ROOT = Path(checkpoint.__file__).parent
 SHAPES = [*helpers.IMAGES, "--layers=1", "--eval_every=8", "--save_every=3"]
 
 
-# -------------------------------------------------------------------------------------------------
-# Whole processes
-# -------------------------------------------------------------------------------------------------
+# ---- Whole processes
 
 # The script, which gets a signal after step 5
 SIGNALLED = """
@@ -75,9 +73,7 @@ def test_a_stopped_process_goes_on_as_if_it_had_not_been(cache, tmp_path, whole)
     assert read_metrics(out)[-1]["event"] == "done" and (out / "run.png").stat().st_size > 5000
 
 
-# -------------------------------------------------------------------------------------------------
-# A kill in a save
-# -------------------------------------------------------------------------------------------------
+# ---- A kill in a save
 
 class Killed(BaseException):
     """No handler of the code under test catches it, as none catches SIGKILL."""
@@ -131,9 +127,7 @@ def test_a_kill_before_each_call_of_a_save(cache, tmp_path, whole, monkeypatch, 
     assert not list(out.glob("*.tmp"))
 
 
-# -------------------------------------------------------------------------------------------------
-# Damaged files
-# -------------------------------------------------------------------------------------------------
+# ---- Damaged files
 
 def mutants(data, n):
     """n damaged copies: the end cut off, a block of zeros, or a bit flipped."""
