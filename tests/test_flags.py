@@ -100,23 +100,15 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     assert len(err) < 330 and err.replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("joined, says", [
-    (False, {"0": "script.py: wrong\n", "1": ""}),
-    (True, dict.fromkeys("01", "script.py, rank 5: wrong\n"))])
-def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys, joined, says):
-    """Of one machine, before they join; later each process has errors of its own."""
+def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys):
     def main(argv):
-        monkeypatch.setattr(flags.dist, "is_initialized", lambda: joined)
         raise UserError("wrong")
-    for function in ("destroy_process_group", "get_rank"):
-        monkeypatch.setattr(flags.dist, function, lambda: 5)
-    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
     monkeypatch.setattr("sys.argv", ["here/script.py"])
-    for local_rank, line in says.items():
+    for local_rank, says in (("0", "script.py: wrong\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit, match="2"):
             flags.cli(main)
-        assert capsys.readouterr().err == line
+        assert capsys.readouterr().err == says
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback():

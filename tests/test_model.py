@@ -192,12 +192,6 @@ def test_attention_in_bfloat16_on_the_cpu(causal):
     assert (found - exact).norm() < 1.5 * error + 2 ** -9 * exact.norm()
 
 
-def test_mssa_with_one_head_of_full_width_has_no_W():
-    op, Z = MSSA(8, 1), torch.randn(1, 5, 8)
-    assert [name for name, _ in op.named_parameters()] == ["U.weight"]
-    assert_near(op(Z), by_column(lambda z: stacked_ssa(z, op.bases(), 8 ** -0.5, False), Z))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_mhsa(causal):
     d, K, p = 12, 3, 5

@@ -10,7 +10,7 @@ import train_simdino
 from helpers import Launches
 from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
-from optim import make_optimizer, set_decay, set_lr
+from optim import make_optimizer
 
 SMALL = dict(width=16, heads=2, layers=2)
 LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
@@ -147,11 +147,3 @@ def test_the_rest_is_adamws():
     assert torch.equal(mixed.embed.weight, alone.embed.weight)
     assert torch.equal(mixed.layers[0].norm1.weight, alone.layers[0].norm1.weight)
     assert not torch.equal(mixed.layers[0].attention.U.weight, alone.layers[0].attention.U.weight)
-
-
-def test_rates_and_decay():
-    optimizer, _ = split(build("vit"))
-    set_lr(optimizer, 0.5)
-    set_decay(optimizer, 0.7)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5, 0.5]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.7, 0.7, 0.0]

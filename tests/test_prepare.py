@@ -120,14 +120,6 @@ def documents(tokens, tokenizer):
     return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
 
 
-def test_pydoc(tmp_path):
-    data = text.load("pydoc", tmp_path)
-    assert data.tokenizer.characters == "\n" + "".join(chr(i) for i in range(32, 127))
-    expected = "".join(c if c == "\n" or " " <= c <= "~" else "\ufffd" for c in text.pydoc())
-    assert data.tokenizer.decode(np.concatenate([data.train, data.val])) == expected
-    assert len(data.train) == int(0.9 * len(expected)) and data.test is None
-
-
 def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
     """One file, or the three of the Hub."""
     play = "".join(sentences(200))

@@ -50,13 +50,6 @@ def test_round_trips(bpe):
     assert bpe.decode(bpe.encode("half \ud800 pair")) == "half \ufffd pair"
 
 
-def test_tokenizers_come_back_from_meta(bpe):
-    for tokenizer in (bpe, text.CharTokenizer("\n abc\"é")):
-        again = text.tokenizer_from_meta({"tokenizer": tokenizer.meta()})
-        assert again.n_vocab == tokenizer.n_vocab
-        assert again.encode("a cab").tolist() == tokenizer.encode("a cab").tolist()
-
-
 def test_missing_bpe_files_name_the_variable(monkeypatch):
     def unreachable(name):
         raise requests.ConnectionError("no route to host")
