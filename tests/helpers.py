@@ -47,17 +47,19 @@ def weights(path):
     return found
 
 
-class Waits(TorchDispatchMode):
-    """Around some code: `seen` has now() of each operator called that would wait for a GPU."""
+class Launches(TorchDispatchMode):
+    """Around some code: `count` of the operators called; `waits` has now() of each among them that
+    would wait for a GPU."""
 
-    def __init__(self, now):
+    def __init__(self, now=lambda: None):
         super().__init__()
-        self.seen, self.now = set(), now
+        self.count, self.waits, self.now = 0, set(), now
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
         if function.overloadpacket.__name__ in (
                 "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique2"):
-            self.seen.add(self.now())
+            self.waits.add(self.now())
         return function(*args, **kwargs or {})
 
 

@@ -62,16 +62,17 @@ def check(backbone, x, rows, eps=0.3, lambd=0.1):
         Z = step.out
 
 
-@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "aot"])
-def test_layers(save, call, cache, arch):
-    model = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
-    x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
-    flags = [f"--ckpt={save(model)}", "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2"]
-    run, = call("layers", *flags)["runs"]
-    check(model.encoder, x, run["layers"], lambd=0.2)
-    assert run["srr"] == pytest.approx(sum(row["srr"] for row in run["layers"]) / 3)
-    coded = "code_nonzeros" in run["layers"][0]
-    assert coded == (arch not in ("crate", "aot"))              # else it is Z^{l+1}
+def test_unit_bases_do_not_depend_on_the_size_of_U():
+    """And orthonormal ones are left as they are."""
+    layer = ImageClassifier(ImageConfig(**TINY)).encoder.layers[0]
+    out = torch.randn(3, 5, 16).relu()
+    U, found = torch.nn.init.orthogonal_(layer.attention.U.weight.data), []
+    for size, unit_bases in ((1, False), (1, True), (3, True), (3, False)):
+        U /= size
+        c, step = analyze.Layers(unit_bases=unit_bases), LayerTrace(out, out, None)
+        found.append(analyze.layer_numbers(layer, out, step, c)["srr"])
+    torch.testing.assert_close(found[1:3], [found[0]] * 2)
+    assert (found[3] > found[0]).all()
 
 
 def test_rates_are_computed_in_float64():
@@ -85,36 +86,23 @@ def test_rates_are_computed_in_float64():
     assert torch.allclose(found["rate"], coding_rate(Z.double(), 0.1))
 
 
-@pytest.mark.parametrize("arch", ["crate", "aot-mhsa"])
-def test_unit_bases_do_not_depend_on_the_size_of_U(arch):
-    """And orthonormal ones are left as they are."""
-    layer = ImageClassifier(ImageConfig(arch=arch, **TINY)).encoder.layers[0]
-    attention, out = layer.attention, torch.randn(3, 5, 16).relu()
-    values = (attention.QKV if arch == "aot-mhsa" else attention.U).weight.data[-16:]
-    torch.nn.init.orthogonal_(values)
-
-    def srr(unit_bases):
-        c, step = analyze.Layers(unit_bases=unit_bases), LayerTrace(out, out, None)
-        return analyze.layer_numbers(layer, out, step, c)["srr"]
-
-    plain = srr(False)
-    torch.testing.assert_close(srr(True), plain)
-    values /= 3
-    torch.testing.assert_close(srr(True), plain)
-    assert (srr(False) > plain).all()
-
-
-def test_layers_side_by_side(save, call, cache):
-    """Two tasks, each beside its untrained model; a masked autoencoder's encoder sees all."""
+@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "aot"])
+def test_layers(save, call, cache, arch):
+    """Beside the untrained model. A masked autoencoder's encoder sees all."""
+    vit = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
     mae = MaskedAutoencoder(MAEConfig(arch="crate", decoder_layers=2, **TINY)).eval()
-    vit = ImageClassifier(ImageConfig(arch="tost", **TINY))
-    a, b = save(mae, "mae", name="a.pt"), save(vit, name="b.pt")
-    flags = f"--ckpt={a},{b}", "--untrained", "--seed=5", "--samples=4", "--eps=0.3"
-    runs = call("layers", *flags)["runs"]
+    a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
+    flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
+    runs = call("layers", f"--ckpt={a},{b}", *flags)["runs"]
     assert [(run["ckpt"], run["untrained"]) for run in runs] == [(a, False), (a, True), (b, False),
                                                                  (b, True)]
     assert len({run["srr"] for run in runs}) == 4
-    check(mae.encoder, validation(cache, [0, 33, 66, 99]), runs[0]["layers"])
+    x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
+    for net, run in ((vit, runs[0]), (mae, runs[2])):
+        check(net.encoder, x, run["layers"], lambd=0.2)
+        assert run["srr"] == pytest.approx(sum(row["srr"] for row in run["layers"]) / 3)
+    coded = "code_nonzeros" in runs[0]["layers"][0]
+    assert coded == (arch not in ("crate", "aot"))              # else it is Z^{l+1}
 
 
 def test_subspaces(save, call):

@@ -102,27 +102,14 @@ def test_compared(run, command, unit, variants):
         assert rows[1]["MB"] > 2 * 4 * 4096 ** 2 / 1e6 and rows[2]["MB"] < 0.6 * rows[1]["MB"]
 
 
-def test_length_finds_the_power(run, monkeypatch):
-    """Of times that grow as n, n^2 and n^3."""
-    tokens = iter([1, 4, 8, 16, 32, 64])                        # the first is the large matmul's
-
-    def alternate(calls, device, repeats):
-        n = next(tokens)
-        return {name: 1e-6 * n ** power for power, name in enumerate(calls, 1)}
-    monkeypatch.setattr(bench, "alternate", alternate)
-    *_, tssa, mssa, mhsa = run("length", "--longest=64")
-    assert [row["as_n_to_the_power"] for row in (tssa, mssa, mhsa)] == pytest.approx([1, 2, 3])
-
-
 def test_generate(run):
     rows = run("generate", "--longest=64", "--dtype=float32")
-    caches, times = rows[:len(ARCHS)], rows[len(ARCHS):]
-    for row in caches:      # tensors of width 256 in four layers: MSSA has one, MHSA two
+    for row in rows[:len(ARCHS)]:   # tensors of width 256 in four layers: MSSA has one, MHSA two
         tensors = {"tost": 0, "aot-mhsa": 2, "transformer": 2}.get(row["variant"], 1)
         assert row["bytes_a_token"] == tensors * 4 * 256 * 4
         sums = 2 * 256 + 4 if row["variant"] == "tost" else 0   # norm and moment (K p), mass (K)
         assert row["bytes_constant"] == sums * 4 * 4
-    assert len(times) == 12 and all(row["ms"] > 0 for row in times)
+    assert len(rows) == len(ARCHS) + 12 and all(row["ms"] > 0 for row in rows[len(ARCHS):])
 
 
 @pytest.mark.parametrize("cuda", [False, True])
@@ -147,8 +134,8 @@ def test_short_commands_parse(cuda):
 
 
 def test_gpu_goes_on_after_failures(run, monkeypatch, capsys):
-    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=4 "
-             "--log_every=2 --out_dir={}/a")
+    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=2 "
+             "--log_every=2 --patch_size=8 --out_dir={}/a")
     monkeypatch.setattr(bench, "short_commands",
                         lambda cuda: ([train], ["-c open('{}/a/best.pt')"], ["-c 1/0"]))
     with pytest.raises(SystemExit, match="1 of 3 failed"):      # a message: status 1

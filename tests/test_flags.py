@@ -47,11 +47,10 @@ def test_flags_take_their_fields_types():
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("larg", "did you mean large"), ("--widht=3", "did you mean --width"),
     ("--model=tost", "did you mean --arch"), ("--rat=1", "unknown flag --rat"),
     ("--width=3.5", "whole number"), ("--width=99999999999", "too large"),
     ("--width=0", "at least 1"), ("--rate=0", "more than 0"), ("--rate=2", "at most 1"),
-    ("--rate=nan", "not finite"), ("--rate=x", "a number"), ("--arch=crat", "did you mean crate"),
+    ("--rate=nan", "not finite"), ("--rate=x", "a number"),
     ("--flip=maybe", "true or false"), ("--width", "--width: expected one argument"),
     ("tiny extra", "unknown argument"), ("-w3", "unknown argument")])
 def test_bad_flags_are_one_line(argv, says):
@@ -101,32 +100,15 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     assert len(err) < 330 and err.replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("joined, says", [
-    (False, {"0": "script.py: wrong\n", "1": ""}),
-    (True, dict.fromkeys("01", "script.py, rank 5: wrong\n"))])
-def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys, joined, says):
-    """Of one machine, before they join; later each process has errors of its own."""
+def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys):
     def main(argv):
-        monkeypatch.setattr(flags.dist, "is_initialized", lambda: joined)
         raise UserError("wrong")
-    for function in ("destroy_process_group", "get_rank"):
-        monkeypatch.setattr(flags.dist, function, lambda: 5)
-    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
     monkeypatch.setattr("sys.argv", ["here/script.py"])
-    for local_rank, line in says.items():
+    for local_rank, says in (("0", "script.py: wrong\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         with pytest.raises(SystemExit, match="2"):
             flags.cli(main)
-        assert capsys.readouterr().err == line
-
-
-def test_stdout_on_a_full_disk_is_one_line(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["here/script.py"])
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", full)
-        with pytest.raises(SystemExit, match="2"):
-            flags.cli(lambda argv: print("a result"))
-    assert capsys.readouterr().err == "script.py: No space left on device\n"
+        assert capsys.readouterr().err == says
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback():

@@ -120,19 +120,11 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     assert labels.shape == (8,) and views[0].is_meta and views[0].shape[-3:] == (3, 32, 32)
 
 
-# ---- shapes
-
-def test_shapes_depend_on_the_seed_alone():
-    first, again, other = (images.draw_shapes(60, seed) for seed in (5, 5, 6))
-    assert all(np.array_equal(a, b) for a, b in zip(first, again))
-    assert not np.array_equal(first[0], other[0])
-
-
 def test_masks_are_the_objects():
     """Told apart by the nearer of the two mean colours, pixels fall to either side as masks say."""
-    pictures, labels, masks = images.draw_shapes(4000, seed=0)
-    assert np.bincount(labels).tolist() == [400] * 10
-    assert np.bincount(labels[:1000], minlength=10).min() > 50      # in random order
+    pictures, labels, masks = images.draw_shapes(1000, seed=0)
+    assert np.bincount(labels).tolist() == [100] * 10
+    assert np.bincount(labels[:300], minlength=10).min() > 10       # in random order
     assert np.isin(masks, (0, 1)).all() and pictures.shape == (*masks.shape, 3)
     area = masks.mean((1, 2))
     assert area.min() > 0.1 and area.max() < 0.5

@@ -3,8 +3,6 @@ import math
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -127,11 +125,6 @@ def test_linear_cross_entropy(block):
     nothing = linear_cross_entropy(Z, W, torch.full_like(targets, -1), block)
     assert not any(t.any() for t in with_gradients(nothing, Z, W))
 
-    square = linear_cross_entropy(Z, W, targets, block).square()
-    gradient, = torch.autograd.grad(square, Z, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):      # it has no history
-        gradient.sum().backward()
-
 
 def test_linear_cross_entropy_in_bf16():
     torch.set_default_dtype(torch.float32)
@@ -168,28 +161,6 @@ def test_logits_are_never_whole():
         linear_cross_entropy(Z, W, targets, block=8)
     assert training.largest == evaluation.largest == 8 * 100
     assert (training.matmuls, evaluation.matmuls) == (3 * 10, 10)       # no gradient in the second
-
-
-def test_a_compiler_sees_blocks_apart():
-    """No product waits for another block's product, or for a number of all blocks, such as how many
-    targets there are."""
-    graphs, needs, mm = [], {}, torch.ops.aten.mm.default
-
-    def capture(graph, inputs):
-        graphs.append(graph.graph)
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=capture)
-    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
-    compiled(*tokens_and_head(32), 8).backward()
-    for node in graphs[0].nodes:
-        needs[node] = set().union(*({a} | needs[a] for a in node.all_input_nodes))
-    products = [needs[node] for node in needs if node.target is mm]
-    assert len(products) == 3 * 4
-    for before in products:
-        assert sum(a.target is mm for a in before) <= 1
-        assert all(a.meta["val"].ndim for a in before if a.all_input_nodes)
 
 
 @pytest.mark.parametrize("chunks", [(1,) * CONTEXT, (5, 1, 1, 5), (4, 3, 5)], ids=str)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, ISTA, ConfigError, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder,
+from model import (ARCHS, ISTA, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder,
                    MMProx, TiedODL, mae_config)
 from test_model import (assert_near, float64, orthonormal, patches_literally,     # noqa: F401
                         randomize)
@@ -211,13 +211,3 @@ def test_sparsification_is_inverted_up_to_lambda():
         error = (decoder(encoder.sparsify(half)) - half).norm(dim=-1)
         assert_near(error, A.clamp_max(lambd).norm(dim=-1))
         assert (error <= lambd * A.count_nonzero(-1) ** 0.5 + 1e-12).all()
-
-
-@pytest.mark.parametrize("fields, message", [
-    (dict(mask_ratio=0), "mask_ratio=0 masks 0 of 16"),
-    (dict(decoder_width=8), "decoder_width=8.*mask_tokens=after"),
-    (VIT | dict(decoder_heads=3), "decoder: heads=3.*8"),
-    (VIT | dict(decoder_width=6), "sincos.*6")])
-def test_config_errors(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        MaskedAutoencoder(config(**fields))

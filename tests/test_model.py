@@ -37,9 +37,7 @@ def orthonormal(*shape):
     return torch.linalg.qr(torch.randn(*shape))[0]
 
 
-# -------------------------------------------------------------------------------------------------
-# Objective
-# -------------------------------------------------------------------------------------------------
+# ---- Objective
 
 def R(Z, eps):
     d, n = Z.shape
@@ -137,9 +135,7 @@ def test_gaussian_mixture_denoise():
         assert_near(found, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
 
 
-# -------------------------------------------------------------------------------------------------
-# Compression operators
-# -------------------------------------------------------------------------------------------------
+# ---- Compression operators
 
 def column_softmax(gram, causal):
     if causal:                                              # column i keeps rows <= i
@@ -194,12 +190,6 @@ def test_attention_in_bfloat16_on_the_cpu(causal):
     assert found.dtype == torch.bfloat16
     error = (fused.transpose(1, 2).flatten(2) - exact).norm()
     assert (found - exact).norm() < 1.5 * error + 2 ** -9 * exact.norm()
-
-
-def test_mssa_with_one_head_of_full_width_has_no_W():
-    op, Z = MSSA(8, 1), torch.randn(1, 5, 8)
-    assert [name for name, _ in op.named_parameters()] == ["U.weight"]
-    assert_near(op(Z), by_column(lambda z: stacked_ssa(z, op.bases(), 8 ** -0.5, False), Z))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -323,9 +313,7 @@ def test_saliency():
     assert torch.equal(model.saliency(Pi), Pi[:, :, 1:])
 
 
-# -------------------------------------------------------------------------------------------------
-# Sparsification operators
-# -------------------------------------------------------------------------------------------------
+# ---- Sparsification operators
 
 def prox_step(A, Z, D, eta, lambd):
     """One proximal gradient step at A on 1/2 ||Z - D A||^2 + lambda ||A||_1 over A >= 0."""
@@ -380,9 +368,7 @@ def test_odl_and_mlp():
     assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
 
 
-# -------------------------------------------------------------------------------------------------
-# Layers
-# -------------------------------------------------------------------------------------------------
+# ---- Layers
 
 def config(arch="crate", **fields):
     """4 patches of 48 numbers."""
@@ -483,9 +469,7 @@ def test_train_flops(arch):
     assert ImageClassifier(config(arch)).train_flops() == mean.train_flops() - left_out
 
 
-# -------------------------------------------------------------------------------------------------
-# Image models
-# -------------------------------------------------------------------------------------------------
+# ---- Image models
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_classifier(arch):
@@ -578,13 +562,3 @@ def test_position_interpolation():
     assert encoder(torch.randn(2, 3, 64, 48)).shape == (2, 1 + 16 * 12, 16)
     with pytest.raises(ConfigError, match="patch_size=4.*30 x 32"):
         encoder(torch.randn(1, 3, 30, 32))
-
-
-@pytest.mark.parametrize("build, message", [
-    (lambda: image_config("tiny", wdth=3), "wdth.*did you mean width"),
-    (lambda: config(patch_size=3), "patch_size=3.*image_size=8"),
-    (lambda: config("crate-t", head_dim=3), "crate-t.*4 x 3 and 16"),
-    (lambda: ImageEncoder(config(positions="sincos", width=6, heads=1)), "sincos.*6")])
-def test_config_errors(build, message):
-    with pytest.raises(ConfigError, match=message):
-        build()

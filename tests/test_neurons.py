@@ -42,21 +42,20 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
     assert found == pytest.approx(dict(x=3.0, x_error=(7 / 3) ** 0.5, y=4.0))
 
 
+@torch.no_grad()
 def test_codes_of_text(tmp_path, text_cache):
     data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
     model = LanguageModel(TextConfig(arch="crate-alpha", width=16, heads=2, layers=2, context=11,
                                      vocab_size=8)).eval()
-    write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta(),
-                                         n_vocab=data.tokenizer.n_vocab))
+    meta = dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=data.tokenizer.n_vocab)
+    write_model(path, model, "gpt", meta)
     c = neurons.Neurons(data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
-    codes = neurons.last_codes(load_model(path), c)
+    codes, layer = neurons.last_codes(load_model(path), c), model.layers[-1]
     assert np.array_equal(codes.kinds[:11], data.val[:11])
     assert np.array_equal(codes.group, np.arange(9).repeat(11))
-    with torch.no_grad():
-        last = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1]
-        layer = model.layers[-1]
-        wanted = layer.sparsification.code(layer.norm2(last.half))
-    torch.testing.assert_close(codes.values, wanted.flatten(0, 1))
+    half = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1].half
+    torch.testing.assert_close(codes.values,
+                               layer.sparsification.code(layer.norm2(half)).flatten(0, 1))
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
@@ -71,7 +70,6 @@ def test_neurons_of_images(pool, tmp_path, cache):
     flags = [f"--data_dir={cache}", "--device=cpu"]
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
     assert [row["code"] for row in rows] == ["crate", "transformer"]
-
     loaded = load_model(paths[1])
     c = neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
     codes, index = neurons.last_codes(loaded, c), spread(100, 30).numpy()

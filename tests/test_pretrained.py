@@ -13,9 +13,10 @@ from train_mae import validate
 
 PROCESSES = Processes("cpu")
 CONFIG = SimpleNamespace(dtype="float32", workers=0, image_size=32)
-# Validation accuracy in %, loss of the autoencoder, nats of text
+# Validation accuracy in %, loss of the autoencoder, nats of text; simdino's neighbours are sought
+# among 1,000 pictures here (among the 10,000 of the set it has 22.3 %)
 SCORES = {"cifar10-crate": 79.0, "cifar10-transformer": 72.4, "shapes-crate": 98.1,
-          "shapes-class": 93.1, "shapes-mae": 0.232, "shapes-simdino": 22.3,
+          "shapes-class": 93.1, "shapes-mae": 0.232, "shapes-simdino": 15.6,
           "pydoc-crate": 1.308, "pydoc-transformer": 1.156}
 
 
@@ -56,7 +57,7 @@ def test_scores(name, text_cache):
         loss = validate(loaded.model, val, data, CONFIG, PROCESSES)["loss"]
         assert loss == pytest.approx(score, abs=0.002)
     else:
-        train = images.Images(*images.draw_shapes(10_000, seed=0)[:2], "cpu")
+        train = images.Images(*images.draw_shapes(1000, seed=0)[:2], "cpu")
         x, z = (features(loaded.encoder, split, data, CONFIG, PROCESSES) for split in (train, val))
         acc = nearest_neighbours(x, train.labels, z, val.labels, 10, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(score, abs=0.5)

@@ -115,25 +115,6 @@ def test_from_official(kind):
         from_official(tensors)
 
 
-# None: the tensor is missing
-@pytest.mark.parametrize("kind, name, shape, message", [
-    ("crate", "transformer.layers.1.0.fn.qkv.weight", None, "layers.1.0.fn.qkv.weight"),
-    ("crate", "transformer.layers.0.1.fn.weight", (16, 64), r"fn.weight.*16, 64\).*\(16, 16\)"),
-    ("crate", "pos_embedding", (1, 9, 16), "pos_embedding.*1, 9, 16")])
-def test_what_does_not_fit_is_named(kind, name, shape, message):
-    tensors = official(kind) | {name: torch.zeros(shape or 1)}
-    if shape is None:
-        del tensors[name]
-    with pytest.raises((ConfigError, KeyError), match=message):
-        from_official(tensors, heads=4)
-
-
-def test_other_files_are_refused():
-    for content in ({"state_dict": {}}, {"epoch": 3}, {"a": torch.zeros(2)}):
-        with pytest.raises(ConfigError, match="official"):
-            from_official(content)
-
-
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 @torch.no_grad()
 def test_crate_lm(prefix, tmp_path):

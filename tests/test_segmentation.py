@@ -69,14 +69,6 @@ def test_foreground():
     assert torch.equal(segmentation.foreground(torch.stack([frame, -frame])), twice)
 
 
-def test_maskcut():
-    mask = grid(".....", "..##.", ".###.", "..#..", ".....")
-    X = torch.where(mask.flatten()[:, None], torch.tensor([1.0, 0.2]), torch.tensor([-0.3, 1.0]))
-    X = (X + 0.05 * torch.randn(2, 25, 2)) * torch.rand(2, 25, 1).add(0.5)  # lengths do not matter
-    masks, confidence = segmentation.maskcut(X, 5)
-    assert torch.equal(masks, torch.stack([mask, mask])) and (confidence.abs() < 1e-3).all()
-
-
 @torch.no_grad()
 def test_keys_are_those_of_the_layer():
     encoder = ImageClassifier(ImageConfig(arch="transformer", **TINY)).eval().encoder

@@ -50,13 +50,6 @@ def test_round_trips(bpe):
     assert bpe.decode(bpe.encode("half \ud800 pair")) == "half \ufffd pair"
 
 
-def test_tokenizers_come_back_from_meta(bpe):
-    for tokenizer in (bpe, text.CharTokenizer("\n abc\"é")):
-        again = text.tokenizer_from_meta({"tokenizer": tokenizer.meta()})
-        assert again.n_vocab == tokenizer.n_vocab
-        assert again.encode("a cab").tolist() == tokenizer.encode("a cab").tolist()
-
-
 def test_missing_bpe_files_name_the_variable(monkeypatch):
     def unreachable(name):
         raise requests.ConnectionError("no route to host")
@@ -124,12 +117,3 @@ def test_masking_rates():
     drawn = inputs[replaced].double()
     deviation = vocab / 12 ** 0.5 / len(drawn) ** 0.5
     assert drawn.max() < vocab and abs(drawn.mean() - (vocab - 1) / 2) < 4 * deviation
-
-
-def test_masks_of_two_ranks_are_those_of_one():
-    x = torch.randint(50, (6, 40))
-    whole = text.mask_tokens(x, torch.Generator().manual_seed(3), 50, 50)
-    for rows in (slice(0, 3), slice(3, 6)):
-        part = text.mask_tokens(x[rows], torch.Generator().manual_seed(3), 50, 50, rows=rows,
-                                batch_size=6)
-        assert torch.equal(part[0], whole[0][rows]) and torch.equal(part[1], whole[1][rows])

@@ -1,23 +1,21 @@
-"""Masked autoencoding: learning, validation, the images it writes, the encoder handed on."""
+"""Masked autoencoding: learning, validation, the images it writes."""
 import numpy as np
 import pytest
 import torch
 
-from checkpoint import load_model
 from flags import parse
 from parallel import derive_seed, Processes
 import train_mae
-import train_vit
 from data import augment, images
-from helpers import losses, metrics, weights
+from helpers import losses, metrics
 
 
 @pytest.mark.parametrize("flags", [
     [], ["--mask_tokens=after"],
     ["--arch=transformer", "--mask_tokens=after", "--decoder_width=12", "--decoder_heads=2"]])
 def test_it_learns_more_than_the_mean(train, tmp_path, flags):
-    train(train_mae, "a", "--epochs=8", "--lr=4e-3", "--eval_every=1000", "--log_every=20",
-          "--warmup_epochs=2", *flags)
+    train(train_mae, "a", "--epochs=6", "--lr=6e-3", "--eval_every=1000", "--log_every=20",
+          "--warmup_epochs=1", *flags)
     first, *_, last = losses(tmp_path / "a")
     assert last < 0.85 * first and metrics(tmp_path / "a", "val")[-1]["loss"] < 0.88  # variance: 1
 
@@ -68,14 +66,3 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, 
     assert torch.equal(masked[~hidden], given[~hidden])
     assert torch.equal(pasted[hidden], guess[hidden])
     assert torch.equal(pasted[~hidden], given[~hidden])
-
-
-def test_the_encoder_is_handed_on(train, tmp_path):
-    train(train_mae, "a", "--epochs=0.2")
-    path = tmp_path / "a" / "ckpt.pt"
-    flags = ["cifar10", f"--init_from={path}", "--width=16"]
-    c, _ = parse(train_vit.Config, train_vit.PRESETS, flags, "")
-    classifier, theirs = train_vit.build_model(c, 10, load_model(path)), weights(path)
-    assert c.pool is None and classifier.config.pool == "mean"      # no loss on the class token
-    for name, value in classifier.encoder.state_dict().items():
-        assert torch.equal(value, theirs["encoder." + name]), name

@@ -1,6 +1,5 @@
 """SimDINO and DINO: losses against plain loops, views, schedules, collapse, the encoder after."""
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,9 +26,7 @@ def unit(*shape, dtype=torch.float64):
     return nn.functional.normalize(torch.randn(*shape, dtype=dtype), dim=-1)
 
 
-# -------------------------------------------------------------------------------------------------
-# Losses
-# -------------------------------------------------------------------------------------------------
+# ---- Losses
 
 def mean_by_hand(student, teacher, term):
     """The mean of term(teacher's vector, student's vector) over images and different views."""
@@ -63,24 +60,7 @@ def test_losses_are_means_over_pairs_of_different_views(local_views):
         assert train_simdino.squared_distance(student, student) > 0.1
 
 
-def test_the_coding_rate_over_two_processes():
-    """Value and gradient are those of one: DDP takes the mean of the processes' gradients."""
-    Z, eps = unit(2, 12, 16).requires_grad_(), 0.3
-    rate = coding_rate(Z, eps).mean()
-    gradient, = torch.autograd.grad(rate, Z)
-    total = (Z.mT @ Z).detach().float()
-    two = SimpleNamespace(world=2, sum=lambda mine: total)
-    for half in (slice(0, 6), slice(6, 12)):
-        mine = Z[:, half].detach().requires_grad_()
-        found = train_simdino.global_coding_rate(mine, eps, two)
-        share, = torch.autograd.grad(found, mine)
-        assert found.item() == pytest.approx(rate.item(), rel=1e-5)
-        torch.testing.assert_close(share / 2, gradient[:, half], atol=1e-6, rtol=1e-4)
-
-
-# -------------------------------------------------------------------------------------------------
-# Views and model
-# -------------------------------------------------------------------------------------------------
+# ---- Views and model
 
 @pytest.fixture
 def shapes(cache):
@@ -122,9 +102,7 @@ def test_branch():
     assert branch.encoder.config.final_norm
 
 
-# -------------------------------------------------------------------------------------------------
-# Collapse
-# -------------------------------------------------------------------------------------------------
+# ---- Collapse
 
 def test_what_a_collapse_shows_in():
     n, p = 12, 16
@@ -158,9 +136,7 @@ def test_without_the_coding_rate_the_features_collapse(train, tmp_path, capsys):
     assert sound["coding_rate"] > 2 * without["coding_rate"]
 
 
-# -------------------------------------------------------------------------------------------------
-# Runs
-# -------------------------------------------------------------------------------------------------
+# ---- Runs
 
 @pytest.mark.parametrize("method", ["simdino", "dino"])
 def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
