@@ -215,7 +215,8 @@ def layers(c):
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
     bases = ", U at unit size" * c.unit_bases
-    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
+    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)",
+                                    f"nats, eps {c.eps:g}{bases}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",

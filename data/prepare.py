@@ -300,6 +300,9 @@ def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, draw
         draft.mkdir()
         try:
             source = Path(source).resolve(strict=True) if source else None
+            if source and name not in {**IMAGES, **TEXTS} and not tokenizer:
+                if {path.suffix for path in source.rglob("*.*")} <= {".txt", ".jsonl", ".parquet"}:
+                    raise UserError("DIR holds text: add --tokenizer=gpt2 or char")
             if name in TEXTS or tokenizer:
                 meta = write_text(name, tokenizer, source, draft)
             elif name in ("shapes", "camouflage"):
@@ -324,7 +327,9 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     if not folder.exists():
         if name not in sets:
-            raise UserError(f"--data: {not_one_of(name, sets)}")
+            own = [path.parent.name for path in sorted(Path(cache).glob("*/meta.json"))]
+            raise UserError(f"--data: {not_one_of(name, dict.fromkeys([*own, *sets]))}; "
+                            "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:
             raise UserError(f"{name} is not prepared: {how_to(name, cache)}")
         prepare(name, cache=cache)
