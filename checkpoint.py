@@ -144,7 +144,9 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
             model = _filled(model_class, make_config(config_class, content["model_config"]), state)
         else:
             model, content = from_official(content, heads), {}
-            task = "mae" if isinstance(model, MaskedAutoencoder) else "vit"
+            task = next(task for task, (kind, _) in TASKS.items() if isinstance(model, kind))
+            if task == "gpt":
+                content = dict(data_meta=dict(tokenizer=dict(kind="gpt2"), n_vocab=50257))
             _check_task(task, tasks)
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
@@ -268,20 +270,35 @@ _CRATE_MAE = {name: theirs.replace("transformer.layers.{l}", "blocks.{l}.layers.
 # stored and counted in the released CRATE-MAE, but never applied
 _UNUSED = ("pos_embed", "decoder_embed.weight", "decoder_embed.bias")
 
+# of crate-lm: nanoGPT's names
+_CRATE_LM = {
+    "embed.weight": "transformer.wte.weight",
+    "positions": "transformer.wpe.weight",
+    "layers.{l}.norm1.{k}": "transformer.h.{l}.prenorm_1.{k}",
+    "layers.{l}.attention.U.weight": "transformer.h.{l}.attn.c_attn.weight",
+    "layers.{l}.attention.W.{k}": "transformer.h.{l}.attn.c_proj.{k}",
+    "layers.{l}.norm2.{k}": "transformer.h.{l}.prenorm_2.{k}",
+    "layers.{l}.sparsification.D": "transformer.h.{l}.ista.weight",
+    "norm.{k}": "transformer.ln_f.{k}",
+}
+
 # (task, arch, names): another kind of published checkpoint is another row
 PUBLISHED = [("vit", "crate", _CRATE), ("vit", "crate-alpha", _CRATE_ALPHA),
              ("mae", "crate", _CRATE_MAE)]
 
 
 def from_official(content, heads=None):
-    """A published CRATE, CRATE-alpha or CRATE-MAE as a model in evaluation mode.
+    """A published CRATE, CRATE-alpha, CRATE-MAE or crate-lm as a model in evaluation mode.
 
-    Takes the file's content or the state dict in it, with or without "module." before each name.
-    Width, patch, image size, depth and classes are read off the tensors, heads off the published
-    sizes (or `heads`). Raises KeyError or ConfigError with the name of what does not fit."""
+    Takes the file's content or the state dict in it, with or without "module." or "_orig_mod."
+    before each name. Sizes are read off the tensors, heads off the published sizes (or `heads`).
+    Raises KeyError or ConfigError with the name of what does not fit."""
     for key in ("state_dict", "model"):
         content = content.get(key, content)
-    tensors = {name.removeprefix("module."): tensor for name, tensor in content.items()}
+    tensors = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor
+               for name, tensor in content.items()}
+    if "transformer.h.0.ista.weight" in tensors:
+        return _crate_lm(tensors, heads)
     for kind, arch, table in PUBLISHED:
         if table["encoder.layers.{l}.sparsification.D"].format(l=0) in tensors:
             break
@@ -317,6 +334,20 @@ def from_official(content, heads=None):
              for k in ("weight", "bias")}
     model_class, config_class = TASKS[kind]
     return _filled(model_class, make_config(config_class, fields), tensors, names).eval()
+
+
+def _crate_lm(tensors, heads):
+    """Of a state dict whose head is the embedding and whose dictionaries are (4 d, d)."""
+    tensors = {name: tensor.mT if name.endswith("ista.weight") else tensor
+               for name, tensor in tensors.items()
+               if name != "lm_head.weight" and not name.endswith("attn.bias")}      # causal masks
+    (V, d), (n, _) = (tensors[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
+    depth = sum(name.endswith("ista.weight") for name in tensors)
+    fields = dict(arch="crate-lm", width=d, heads=heads or d // 64, layers=depth, vocab_size=V,
+                  context=n, expansion=tensors["transformer.h.0.ista.weight"].shape[1] // d)
+    names = {ours.format(l=l, k=k): theirs.format(l=l, k=k) for ours, theirs in _CRATE_LM.items()
+             for l in range(depth) for k in ("weight", "bias")}
+    return _filled(LanguageModel, make_config(TextConfig, fields), tensors, names).eval()
 
 
 # -------------------------------------------------------------------------------------------------

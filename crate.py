@@ -74,7 +74,8 @@ class Layer(nn.Module):
 
 
 class CRATE(nn.Module):
-    """Patches of P x P pixels become tokens; the mean of the last layer's, ten logits."""
+    """Patches of P x P pixels become tokens. The head reads the mean of the last
+    layer's patches and returns ten logits."""
 
     def __init__(self, d=64, K=4, L=4, P=4, size=32, classes=10):
         super().__init__()
@@ -122,8 +123,9 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 def look(model, x, y, val_x, val_y):
     """Each layer's R^c of what enters attention, and nonzeros and accuracy of its output.
 
-    R^c falls with the size of U and of tokens, so both are scaled: U as orthonormal bases, tokens as
-    LN without gain. Accuracy is by the nearest class mean; the head knows the last layer alone."""
+    R^c falls with the size of U and of tokens, so both are scaled: U to the norm of orthonormal
+    bases, tokens as by an LN without gain. Accuracy is by the nearest class mean, since the head
+    knows the last layer alone."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)

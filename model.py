@@ -12,8 +12,8 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
 What differs from a plain transformer:
 - one matrix U is query, key and value: each head compares and averages the projections U_k^* Z;
-- in place of the MLP stand a d x d dictionary and a ReLU, without a residual around them (the step
-  has one inside);
+- a d x d dictionary and a ReLU replace the MLP, without a residual around them (the step has one
+  inside);
 - so a layer of width d has 3 d^2 parameters where a transformer's has 12 d^2.
 
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
@@ -50,7 +50,7 @@ def project(Z, U):
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n).
 
-    causal, for m = n: columns <= row."""
+    With causal (m = n), row i has weights on columns <= i only."""
     gram = scale * (q @ k.mT)
     if causal:
         future = torch.ones(gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
@@ -78,12 +78,12 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
-    pairs = True                            # whether it multiplies each token by each
+    pairs = True                            # whether it compares every token with every other
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
         self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
-        self.scale = self.p ** -0.5         # keeps the Gram matrix's entries of order 1 for any p
+        self.scale = self.p ** -0.5         # keeps products of two tokens of order 1 for any p
 
     @classmethod
     def build(cls, c, causal, context):
@@ -93,10 +93,10 @@ class Attention(nn.Module):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
     def project(self, Z):
-        """What tokens are compared by, (B, K, n, p): U_k^* Z; of MHSA (queries, keys, values)."""
+        """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
 
     def map(self, Z):
-        """The attention map (B, K, n, n): row i has the weights that average to token i."""
+        """The attention map (B, K, n, n): row i holds the weights of token i's average."""
 
     def forward(self, Z, state=None, read=None):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(-2)
 
     def multiply_adds(self, n, read=None):
-        """Of a forward pass over n tokens: every weight once a token, and the two n x n products;
+        """Multiply-adds of a forward pass: every weight once a token, and the two n x n products;
         W and the products for `read` tokens alone, if given."""
         out = weight_count(self.W)
         products = 2 * n * self.heads * self.p if self.pairs else 0
@@ -197,11 +197,11 @@ class Sparsification(nn.Module):
         """The operator that BackboneConfig c describes, for sequences of `context` tokens."""
 
     def code(self, Z):
-        """The sparse code of Z (B, n, d), (B, n, m): the output, if that is the code."""
+        """The sparse code (B, n, m) of Z (B, n, d); unless overridden, the output itself."""
         return self.forward(Z)
 
     def multiply_adds(self):
-        """Of a forward pass, per token: every weight once."""
+        """Multiply-adds of a forward pass per token: every weight once."""
         return weight_count(self)
 
 
@@ -231,7 +231,7 @@ class ISTA(Sparsification):
 
 
 class LayerTrace(NamedTuple):
-    """What one layer did."""
+    """The intermediate results of one layer."""
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
     attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
@@ -276,7 +276,7 @@ class Layer(nn.Module):
         return out
 
     def compress(self, Z, state=None, read=None):
-        """Z^l -> Z^{l+1/2}, of the first `read` tokens alone, if given."""
+        """Z^l -> Z^{l+1/2}; if `read` is given, of the first `read` tokens alone."""
         return Z[:, :read] + self.branch(self.attention(self.norm1(Z), state, read), self.scale1)
 
     def sparsify(self, Z):
@@ -290,12 +290,12 @@ class Layer(nn.Module):
         return self.sparsify(self.compress(Z, state, read))
 
     def trace(self, Z):
-        """What a forward pass does."""
+        """The LayerTrace of a forward pass."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
     def multiply_adds(self, n, read=None):
-        """Of a forward pass over n tokens, of which the first `read` are computed (None: all)."""
+        """Multiply-adds of a forward pass over n tokens; `read` of them in full, if given."""
         total = self.attention.multiply_adds(n, read)
         if self.sparsification is not None:
             total += (read or n) * self.sparsification.multiply_adds()
@@ -325,7 +325,7 @@ def run_layers(layers, Z, read=None):
 
 
 def trace_layers(layers, Z):
-    """run_layers, as a list of LayerTraces."""
+    """Like run_layers, but returns a LayerTrace for each layer."""
     traces = []
     for layer in layers:
         traces.append(layer.trace(Z))
@@ -441,7 +441,7 @@ def gaussian_mixture_denoise(z, U, sigma):
 # -------------------------------------------------------------------------------------------------
 
 class MHSA(Attention):
-    """Multi-head self-attention, the baseline's, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
+    """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with `bias`; `out_bias` is on the output map."""
 
     def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
@@ -544,6 +544,61 @@ class TSSA(Attention):
         return F.dropout(out, self.dropout, self.training)
 
 
+class CBSA(Attention):
+    """Contract-and-broadcast self-attention (Wen et al. 2025), linear in n. For images.
+
+    Each head contracts its tokens w = U_k^* Z to m <= 64 representatives R, the patches' w pooled
+    over their grid to 8 x 8, lets those attend to each other, and broadcasts what they become:
+        A   = softmax(R w^* / sqrt p)                       (m, n)
+        R'  = R + s1 A w
+        out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
+    then W. s1, s2 are a number a head, N(0, 1) at the start. Released code pools all tokens but the
+    last, although the class token stands first, so its grid is shifted by one patch."""
+    pairs = False
+
+    def __init__(self, d, heads, p=None, out_bias=True, dropout=0.0):
+        super().__init__(d, heads, p, causal=False, dropout=dropout)
+        self.U = nn.Linear(d, heads * self.p, bias=False)
+        self.s1, self.s2 = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(heads))
+        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
+
+    @classmethod
+    def build(cls, c, causal, context):
+        if causal:
+            raise ConfigError(f"{c.arch} pools a grid of patches: it is for images, not text")
+        return cls(c.width, c.heads, c.head_dim, out_bias=c.out_bias, dropout=c.dropout)
+
+    bases, project = MSSA.bases, MSSA.project
+
+    def contract(self, w):
+        """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
+        side = math.isqrt(w.shape[2] - 1)
+        if side * side != w.shape[2] - 1:
+            raise ConfigError(f"cbsa needs a square grid of patches, not {w.shape[2] - 1} tokens")
+        grid = w[:, :, 1:].mT.unflatten(-1, (side, side)).flatten(0, 1)     # (B K, p, side, side)
+        R = F.adaptive_avg_pool2d(grid, min(side, 8)).flatten(2).mT.unflatten(0, w.shape[:2])
+        return R, attention_map(R, w, self.scale)
+
+    def map(self, Z):
+        """A^* A (B, K, n, n): how much two tokens share representatives."""
+        A = self.contract(self.project(Z))[1]
+        return A.mT @ A
+
+    def multiply_adds(self, n, read=None):
+        m = min(n - 1, 64)
+        products = m * self.heads * self.p * (2 * n + 2 * m + (read or n))
+        return super().multiply_adds(n, read) + products
+
+    def forward(self, Z, state=None, read=None):
+        w = self.project(Z)
+        R, A = self.contract(w)
+        R = R + self.s1[:, None, None] * (A @ w)
+        out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
+        out = self.s2[:, None, None] * (A[..., :read].mT @ out)
+        out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
+        return F.dropout(out, self.dropout, self.training)
+
+
 class ResidualISTA(ISTA):
     """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone. It
     is no proximal step any more, but more layers then help with text."""
@@ -606,8 +661,23 @@ class ODL(Sparsification):
         return self.code(Z) @ self.D_hat.mT
 
 
+class TiedODL(ODL):
+    """ODL with one dictionary both ways, D_hat = D, and no residual around it (crate-lm)."""
+    residual = False
+
+    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
+        super().__init__(d, C, eta, lambd)
+        del self.D_hat
+
+    def multiply_adds(self):
+        return 4 * self.D.numel()
+
+    def forward(self, Z):
+        return self.code(Z) @ self.D.mT
+
+
 class MLP(Sparsification):
-    """Linear, GELU, Linear: the baseline's. [B] Eq. (7.2.20) prints ReLU; ViT, GPT-2: GELU."""
+    """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
 
     def __init__(self, d, m, bias=True, dropout=0.0):
         super().__init__()
@@ -651,7 +721,7 @@ def check_word(name, word, words):
 class Family(NamedTuple):
     """What the authors of some archs put around the operators of an image model."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # residual streams grow; not behind ISTA
+    final_norm: bool = True             # a residual stream grows, ISTA's output does not
     norm_eps: float = 1e-6
     out_bias: bool = True               # on the attention's output map
     init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
@@ -673,6 +743,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
+    text_biases: bool = False           # of a language model's LayerNorms and W
 
 
 ARCHS = {
@@ -683,9 +754,11 @@ ARCHS = {
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
     "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
     "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
+    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_biases=True),     # Bai and Ma 2025
+    "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
     # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
-    # d = 768. With 1 it is 2 % above
+    # d = 768. With 1 it is 1 to 2 % above
     "tost": Arch(TSSA, MLP, "vit", layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
@@ -737,7 +810,7 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None means: as the arch's family has it."""
+    """What the layers of every model share. None: the default of the arch's family."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -992,7 +1065,7 @@ class MAEConfig(ImageConfig):
             raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
 
     def decoder(self):
-        """The config of its layers; of the encoder's width and heads, it has its head_dim too."""
+        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
         size = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
         if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
             size["head_dim"] = None
@@ -1033,7 +1106,7 @@ class DecoderLayer(nn.Module):
         return Y - self.attention(self.norm2(Y))
 
     def trace(self, Z):
-        """What a forward pass does; `half` is Y."""
+        """The LayerTrace of a forward pass; `half` is Y."""
         Y = self.norm1(Z) @ self.D.mT
         return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
@@ -1106,7 +1179,7 @@ class MaskedAutoencoder(nn.Module):
         return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
 
     def predicted(self, x, mask):
-        """The guess of every patch: (B, n, P^2 C)."""
+        """The prediction for every patch: (B, n, P^2 C)."""
         Z = self.encoder.norm(run_layers(self.encoder.layers, self.encoder_tokens(x, mask)))
         Z = self.decoder_norm(run_layers(self.decoder, self.decoder_tokens(Z, mask)))
         return self.predict(Z)[:, 1:]
@@ -1151,21 +1224,23 @@ class MaskedAutoencoder(nn.Module):
 
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
-    """A language model. No biases, as in nanoGPT and ToST's text code."""
+    """A language model. No biases, as in nanoGPT and ToST's text code, but for crate-lm's."""
     task: ClassVar = "text"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-    norm_bias: bool = False
+    norm_bias: bool | None = None
     qkv_bias: bool | None = False
-    out_bias: bool | None = False
+    out_bias: bool | None = None
     mlp_bias: bool = False
     norm_eps: float | None = 1e-5
 
     def __post_init__(self):
         super().__post_init__()
-        if self.layer_scale is None:
-            self.layer_scale = ARCHS[self.arch].layer_scale
+        row = ARCHS[self.arch]
+        self.layer_scale = row.layer_scale if self.layer_scale is None else self.layer_scale
+        self.norm_bias = row.text_biases if self.norm_bias is None else self.norm_bias
+        self.out_bias = row.text_biases if self.out_bias is None else self.out_bias
 
 
 def text_config(size, arch="crate", **overrides):

@@ -85,7 +85,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [N] B.1.2
         data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
-        batch_size=2048, epochs=155, warmup_epochs=5,
+        batch_size=2048, epochs=155, warmup_epochs=5,     # 5 of warm-up, then 150
         # "random cropping" in [N]; RandomResizedCrop(224) in the released main.py, which is
         # followed here. It cuts from whole images, ours are stored as squares of 256 px
         crop="resized"),
@@ -212,8 +212,8 @@ class LogitsAndLayers(nn.Module):
 def subspace_rate_loss(model, outputs, chosen, eps):
     """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l.
 
-    [S] adds 1/L sum_l lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l) to the loss and stops the gradient
-    through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only the
+    [S] adds eta / L sum_l (lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l)) to the loss and stops the
+    gradient through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only the
     cross-entropy keeps U away from it, so the weight has to be small."""
     bases = [model.encoder.layers[l].attention.bases() for l in chosen]         # (K, d, p) each
     rates = [subspace_coding_rate(outputs[l].detach(), U, eps) for l, U in zip(chosen, bases)]

@@ -125,9 +125,18 @@ def read_rows(row, source, draft, **how):
     how["cache_dir"] = str(draft / "scratch")
     suffixes = {path.suffix for path in source.rglob("*")}
     if ".txt" in suffixes and not suffixes & {".parquet", ".jsonl"}:
-        return load_dataset("text", data_dir=str(source), sample_by="document",
+        sets = load_dataset("text", data_dir=str(source), sample_by="document",
                             encoding_errors="replace", **how)
+        utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
+        say_left_out("documents", sum(len(sets[k]) - len(utf8[k]) for k in sets), "no UTF-8")
+        return utf8
     return load_dataset(str(source), **how)
+
+
+def say_left_out(what, number, why):
+    """One line for all that cannot be read."""
+    if number:
+        print(f"{number} {what} left out: {why}", file=sys.stderr)
 
 
 def hold_out(sets, share):
@@ -158,13 +167,13 @@ def write_images(name, size, source, draft):
     features = sets["train"].features
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
-    classes = getattr(features[label], "names", None)
+    classes, problems = getattr(features[label], "names", None), []
 
     def read(cell):
         file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
         pixels, problem = images.read_picture(file, row.size)
         if problem:
-            print(f"{name}: {cell['path']} is left out: {problem}", file=sys.stderr)
+            problems.append(f"{cell['path']} ({problem})")
         return pixels
 
     for split, part in (("train", "train"), ("val", row.val)):
@@ -184,6 +193,7 @@ def write_images(name, size, source, draft):
             raise UserError(f"the labels of {part} are {min(labels)} to {max(labels)}, of "
                             f"{len(classes)} classes")
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
+    say_left_out("pictures", len(problems), ", ".join(problems[:3]) + ", ..." * (len(problems) > 3))
     return image_meta(classes, draft)
 
 

@@ -1,8 +1,8 @@
 """
 Does the MSSA step lower R^c?
 
-Claim of [J] Eq. (31)-(36): an MSSA step approximates a gradient step on R^c(Z | U). [S] tests it:
-five updates are iterated on random tokens and subspaces, and R^c is followed.
+Claim of [J] Eq. (31)-(36): an MSSA step approximates a gradient step on R^c(Z | U). [S] tests it
+in a toy. Here five updates are iterated on random tokens and subspaces, and R^c is followed.
 
     mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
@@ -15,7 +15,7 @@ where its step diverges.
 
 Verdict (2026-11-21): no. The step Z + MSSA raises R^c on small and on large tokens, as [S] found.
 Its negative lowers R^c a little; the exact gradient and Eq. (34), which shrinks Z, lower it. MSSA
-stands for the second Taylor term of R^c alone and raises the first more than the second. Behind a
+stands for the second Taylor term of R^c alone; on small tokens it raises the first more. Behind a
 LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
 """
 from dataclasses import dataclass

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
-                   ImageConfig, ImageEncoder, Layer, MMProx, ResidualISTA, image_config)
+from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
+                   ImageConfig, ImageEncoder, Layer, MMProx, ResidualISTA, TiedODL, image_config)
 
 
 @pytest.fixture(autouse=True)
@@ -241,6 +241,33 @@ def test_tssa(causal, size):
     assert size == 1 or (op(0 * Z) == op.W.bias).all()
 
 
+def cbsa(z, op, side):
+    """Contract and broadcast, tokens as columns of z (12, 1 + side^2)."""
+    out = []
+    for U, s1, s2 in zip(op.bases(), op.s1, op.s2):
+        w = U.T @ z                                                     # (p, n)
+        edges = [(side * i // 8, -(-side * (i + 1) // 8)) for i in range(8)]
+        grid = w[:, 1:].reshape(-1, side, side)
+        R = torch.stack([grid[:, a:b, c:d].mean((1, 2)) for a, b in edges for c, d in edges], 1)
+        A = (R.T @ w / len(w) ** 0.5).softmax(1)                        # (m, n)
+        R = R + s1 * w @ A.T
+        out.append(s2 * R @ (R.T @ R / len(w) ** 0.5).softmax(1).T @ A)
+    return op.W.weight @ torch.cat(out) + op.W.bias[:, None]
+
+
+@pytest.mark.parametrize("side", [8, 11, 16])
+@torch.no_grad()
+def test_cbsa(side):
+    """At grids of any size; only of squares; what it costs grows with n, not with its square."""
+    op, Z = randomize(CBSA(12, 3, p=5)), torch.randn(2, 1 + side ** 2, 12)
+    assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
+    assert_near(op(Z, read=1), op(Z)[:, :1])
+    with pytest.raises(ConfigError, match="square grid of patches, not 6 tokens"):
+        op(Z[:, :7])
+    cost = [op.multiply_adds(n) for n in (257, 513, 769)]
+    assert cost[2] - cost[1] == cost[1] - cost[0]
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @torch.no_grad()
 def test_tssa_drops_its_statistics(causal):
@@ -332,6 +359,10 @@ def test_odl_and_mlp():
 
     assert_near(op.code(Z), by_column(code, Z))
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
+    tied = TiedODL(d, C, eta, lambd)
+    assert [name for name, _ in tied.named_parameters()] == ["D"]
+    tied.D.data = op.D.data
+    assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
 
     mlp = MLP(d, 8)
     assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
@@ -360,7 +391,7 @@ def test_layer(arch):
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
-    if type(nonlinear) in (ISTA, MMProx):
+    if type(nonlinear) in (ISTA, MMProx, TiedODL):
         out = nonlinear(ln(half, layer.norm2))
     elif nonlinear is not None:
         out = half + layer.scale2 * nonlinear(ln(half, layer.norm2))
@@ -414,11 +445,11 @@ def test_drop_path(arch):
 
 
 # multiply-adds of one token with the matrices of an operator, in units of d^2 (a new one: a row)
-MATRICES = {MSSA: 2, TSSA: 2, MHSA: 4, None: 0, ISTA: 1, MMProx: 1, ResidualISTA: 1,
-            ODL: 3 * 4 + 4, MLP: 8}
+MATRICES = {MSSA: 2, TSSA: 2, CBSA: 2, MHSA: 4, None: 0, ISTA: 1, MMProx: 1, ResidualISTA: 1,
+            ODL: 3 * 4 + 4, TiedODL: 4 * 4, MLP: 8}
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch != "cbsa"])
 def test_train_flops(arch):
     """2 operations a multiply-add, 3 passes: 6 N + 12 L n d, without the second part for TSSA."""
     attention, sparsification = ARCHS[arch][:2]

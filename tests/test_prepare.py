@@ -98,7 +98,8 @@ def test_own_pictures(tmp_path, capsys):
         if root == "split":
             assert sorted(train) == sorted(val) == [*range(20)]
     assert sorted([*train, *val]) == [*range(20)] and 2 <= len(val) <= 3
-    assert "zz.jpg is left out" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "1 pictures left out: " in told and "zz.jpg (" in told
     assert_fails("1 classes", prepare.prepare, "one", tmp_path / "one", tmp_path / "cache")
 
 
@@ -141,8 +142,8 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
-def test_end_of_text_after_each_document(kind, tmp_path, bpe):
-    """In order, whatever the batches; what is no UTF-8 becomes U+FFFD."""
+def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
+    """In order, whatever the batches; what is no UTF-8 is left out and counted."""
     rows = sentences(90) + ["", "caf\ufffd"]
     for split, part in (("train", rows), ("validation", rows[:4])):
         folder = tmp_path / "a" / split
@@ -156,6 +157,9 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
             (table.to_json if kind == "jsonl" else table.to_parquet)(folder / f"0.{kind}")
     prepare.prepare("books", tmp_path / "a", tmp_path)
     data = text.load("books", tmp_path)
+    if kind == "txt":
+        rows = rows[:-1]
+        assert "1 documents left out: no UTF-8" in capsys.readouterr().err
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
     # of one part alone, a hundredth of the documents validates

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from checkpoint import from_official
+from checkpoint import from_official, load_model
 from model import ConfigError
 from test_model import assert_near, float64, patches_literally          # noqa: F401 (a fixture)
 
@@ -113,3 +113,40 @@ def test_from_official(kind):
     assert from_official(official(kind, d=576)).config.heads == 12      # a published width
     with pytest.raises(ConfigError, match="width 16.*heads="):
         from_official(tensors)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@torch.no_grad()
+def test_crate_lm(prefix, tmp_path):
+    """A nanoGPT-style file opens as the authors' network, for every command."""
+    V, n, d = 11, 6, 128
+    shapes = {"transformer.wte.weight": (V, d), "transformer.wpe.weight": (n, d),
+              "transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+    for l in range(LAYERS):
+        h = f"transformer.h.{l}."
+        shapes |= {f"{h}attn.c_attn.weight": (d, d), f"{h}attn.c_proj.weight": (d, d),
+                   f"{h}attn.c_proj.bias": (d,), f"{h}ista.weight": (4 * d, d)}
+        shapes |= {f"{h}prenorm_{i}.{k}": (d,) for i in (1, 2) for k in ("weight", "bias")}
+    t = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    t["lm_head.weight"] = t["transformer.wte.weight"]
+    path = tmp_path / "ckpt.pt"
+    torch.save(dict(model={prefix + name: x for name, x in t.items()}, iter_num=3), path)
+    loaded = load_model(path, ("gpt",))
+    assert loaded.meta["tokenizer"] == dict(kind="gpt2") and loaded.model.config.heads == 2
+
+    ids = torch.randint(V, (2, n))
+    Z = t["transformer.wte.weight"][ids] + t["transformer.wpe.weight"]
+    for l in range(LAYERS):
+        h = f"transformer.h.{l}."
+        y = F.layer_norm(Z, (d,), t[f"{h}prenorm_1.weight"], t[f"{h}prenorm_1.bias"])
+        w = y @ t[f"{h}attn.c_attn.weight"].T
+        future = torch.full((n, n), -torch.inf).triu(1)
+        heads = [(h @ h.mT / 8 + future).softmax(-1) @ h for h in w.split(64, -1)]
+        Z = Z + torch.cat(heads, -1) @ t[f"{h}attn.c_proj.weight"].T + t[f"{h}attn.c_proj.bias"]
+        x = F.layer_norm(Z, (d,), t[f"{h}prenorm_2.weight"], t[f"{h}prenorm_2.bias"])
+        D = t[f"{h}ista.weight"]
+        a1 = (0.1 * x @ D.T - 0.01).relu()
+        a2 = (a1 - 0.1 * a1 @ D @ D.T + 0.1 * x @ D.T - 0.01).relu()
+        Z = a2 @ D
+    Z = F.layer_norm(Z, (d,), t["transformer.ln_f.weight"], t["transformer.ln_f.bias"])
+    assert_near(loaded.model(ids), Z @ t["lm_head.weight"].T)
