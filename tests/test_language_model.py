@@ -3,6 +3,8 @@ import math
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,7 +33,8 @@ def seeded(seed):
 
 
 @pytest.mark.parametrize("arch, size, millions, count", [
-    ("crate", "base", 60, 59_886_336), ("crate-lm", "base", 81, 81_148_416), ("crate-alpha", "small", 57, 57_225_728),
+    ("crate", "base", 60, 59_886_336), ("crate-alpha", "small", 57, 57_225_728),
+    ("crate-lm", "base", 81, 81_148_416),
     ("transformer", "small", 64, 63_517_184), ("transformer", "base", 124, 123_587_328),
     ("tost", "base", 110, 109_597_584), ("tost", "medium", 304, 303_662_464),
     ("tost", "large", 655, 655_136_720), ("aot", "base", 102, 101_868_544),
@@ -161,6 +164,28 @@ def test_logits_are_never_whole():
         linear_cross_entropy(Z, W, targets, block=8)
     assert training.largest == evaluation.largest == 8 * 100
     assert (training.matmuls, evaluation.matmuls) == (3 * 10, 10)       # no gradient in the second
+
+
+def test_a_compiler_sees_blocks_apart():
+    """No product waits for another block's product, or for a number of all blocks, such as how many
+    targets there are."""
+    graphs, needs, mm = [], {}, torch.ops.aten.mm.default
+
+    def capture(graph, inputs):
+        graphs.append(graph.graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=capture)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend=backend)
+    compiled(*tokens_and_head(32), 8).backward()
+    for node in graphs[0].nodes:
+        needs[node] = set().union(*({a} | needs[a] for a in node.all_input_nodes))
+    products = [needs[node] for node in needs if node.target is mm]
+    assert len(products) == 3 * 4
+    for before in products:
+        assert sum(a.target is mm for a in before) <= 1
+        assert all(a.meta["val"].ndim for a in before if a.all_input_nodes)
 
 
 @pytest.mark.parametrize("chunks", [(1,) * CONTEXT, (5, 1, 1, 5), (4, 3, 5)], ids=str)
