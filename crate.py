@@ -22,14 +22,15 @@ from torch.nn import functional as F
 from data.images import draw_shapes
 
 
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
-    """R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (15), and R^c alone, of Z (B, n, d), U (K, d, p)."""
-    def rate(Z):                                    # 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8)
-        n, d = Z.shape[-2:]
-        return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
+def coding_rate(Z, eps=0.5):
+    """R(Z) = 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8), of Z (..., n, d)."""
+    n, d = Z.shape[-2:]                                                     # of U_k^* Z d is p
+    return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
 
-    Rc = rate(Z[:, None] @ U).sum(1)                # the rates of all U_k^* Z, Eq. (13)
-    return rate(Z) - Rc - lambd * (Z != 0).sum((1, 2)), Rc
+
+def subspace_coding_rate(Z, U, eps=0.5):
+    """R^c(Z | U), the sum of R(U_k^* Z), Eq. (13), of Z (B, n, d), U (K, d, p)."""
+    return coding_rate(Z[:, None] @ U, eps).sum(1)
 
 
 class MSSA(nn.Module):
@@ -74,8 +75,7 @@ class Layer(nn.Module):
 
 
 class CRATE(nn.Module):
-    """Patches of P x P pixels become tokens. The head reads the mean of the last
-    layer's patches and returns ten logits."""
+    """Patches of P x P pixels become tokens; their mean after the last layer gives ten logits."""
 
     def __init__(self, d=64, K=4, L=4, P=4, size=32, classes=10):
         super().__init__()
@@ -101,18 +101,18 @@ class CRATE(nn.Module):
 
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]        # every U, W and D
-    others = [p for p in model.parameters() if all(p is not q for q in matrices)]
-    muon = torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    matrices = {name: p for name, p in model.layers.named_parameters("layers") if p.ndim == 2}
+    others = [p for name, p in model.named_parameters() if name not in matrices]
+    muon = torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(others, weight_decay=0)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # shift, mirror
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
-        rate = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         for optimizer in muon, adamw:
-            optimizer.param_groups[0]["lr"] = rate
+            optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
         if step % 200 == 199:
@@ -121,19 +121,20 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """Each layer's R^c of what enters attention, and nonzeros and accuracy of its output.
+    """Each layer's R and R^c of what enters attention, and nonzeros and accuracy of its output.
 
-    R^c falls with the size of U and of tokens, so both are scaled: U to the norm of orthonormal
-    bases, tokens as by an LN without gain. Accuracy is by the nearest class mean, since the head
-    knows the last layer alone."""
+    Rates depend on sizes, so U is scaled to the norm of orthonormal bases, tokens as by an LN
+    without gain. Accuracy is by the nearest class mean: the head knows the last layer alone."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U[:, 0].numel() ** 0.5 / U.norm())
-        Rc = sparse_rate_reduction(F.layer_norm(Z, Z.shape[-1:]), U)[1].mean()
+        Z = F.layer_norm(Z, Z.shape[-1:])
+        R, Rc = coding_rate(Z).mean(), subspace_coding_rate(Z, U).mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
         near = torch.cdist(val_out.mean(1), means).argmin(1)
-        rows.append((Rc, 100 * (val_out != 0).float().mean(), 100 * (near == val_y).float().mean()))
+        nonzeros, accuracy = (val_out != 0).float().mean(), (near == val_y).float().mean()
+        rows.append((R, Rc, 100 * nonzeros, 100 * accuracy))
     return rows
 
 
@@ -150,7 +151,7 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained   R^c, nats        nonzeros, %      accuracy, %")
+    print("untrained -> trained   R, nats          R^c, nats        nonzeros, %      accuracy, %")
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))
     with torch.no_grad():

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import ARCHS, ConfigError, MLP, not_one_of
+from model import ARCHS, ConfigError, not_one_of
 
 ROOT = Path(__file__).resolve().parent
 
@@ -248,7 +248,7 @@ def parse(config_class, presets, argv, doc, default=None):
     given |= {name: tuple(words) for name in positional}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
     arch = getattr(config, "arch", None) or "crate"
-    if {"lambd", "eta"} & given.keys() and ARCHS[arch].sparsification in (None, MLP):
+    if {"lambd", "eta"} & given.keys() and not getattr(ARCHS[arch].sparsification, "sparse", False):
         raise UserError(f"--lambd and --eta are of sparse coding, which {arch} does not do")
     return config, preset
 

@@ -79,6 +79,7 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
     pairs = True                            # whether it compares every token with every other
+    has_bias = False                        # of its queries in image models
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
@@ -191,6 +192,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 class Sparsification(nn.Module):
     """The interface of what stands in the MLP's place. forward(Z): (B, n, d) -> (B, n, d)."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
+    sparse = True           # whether it codes sparsely, with eta and lambda
 
     @classmethod
     def build(cls, c, context):
@@ -399,8 +401,8 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
     entries of Z (..., n, d); returns (...). The measure of [S] is its negative."""
     check_word("norm", norm, ("l0", "l1"))
     Z = at_least_float32(Z)
-    size = (Z != 0).sum((-2, -1)).to(Z.dtype) if norm == "l0" else Z.abs().sum((-2, -1))
-    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * size
+    norms = (Z != 0).to(Z.dtype) if norm == "l0" else Z.abs()
+    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * norms.sum((-2, -1))
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
@@ -443,6 +445,7 @@ def gaussian_mixture_denoise(z, U, sigma):
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with `bias`; `out_bias` is on the output map."""
+    has_bias = True
 
     def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
         super().__init__(d, heads, p, causal, dropout)
@@ -483,7 +486,7 @@ class TSSA(Attention):
     then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
     b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
     not decayed. Generation keeps the three running sums, of constant size."""
-    pairs = False
+    pairs, has_bias = False, True
 
     def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
                  dropout=0.0):
@@ -635,21 +638,21 @@ class ODL(Sparsification):
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
         output = D_hat a2
     D and D_hat are (d, C d)."""
+    tied = False
 
     def __init__(self, d, C=4, eta=0.1, lambd=0.1):
         super().__init__()
         self.eta, self.lambd = eta, lambd
-        self.D = nn.Parameter(torch.empty(d, C * d))
-        self.D_hat = nn.Parameter(torch.empty(d, C * d))
-        for D in (self.D, self.D_hat):
-            nn.init.uniform_(D, -(6 / d) ** 0.5, (6 / d) ** 0.5)    # the released training code's
+        for name in ["D"] if self.tied else ["D", "D_hat"]:
+            D = torch.empty(d, C * d).uniform_(-(6 / d) ** 0.5, (6 / d) ** 0.5)     # as released
+            self.register_parameter(name, nn.Parameter(D))
 
     @classmethod
     def build(cls, c, context):
         return cls(c.width, c.expansion, c.eta, c.lambd)
 
     def multiply_adds(self):
-        return super().multiply_adds() + 2 * self.D.numel()         # D is applied three times
+        return 4 * self.D.numel()           # D is applied three times, D_hat once
 
     def code(self, Z):
         """a2 (B, n, C d), entries >= 0."""
@@ -658,26 +661,17 @@ class ODL(Sparsification):
         return F.relu(a1 + self.eta * (Z - a1 @ self.D.mT) @ self.D - threshold)
 
     def forward(self, Z):
-        return self.code(Z) @ self.D_hat.mT
+        return self.code(Z) @ (self.D if self.tied else self.D_hat).mT
 
 
 class TiedODL(ODL):
     """ODL with one dictionary both ways, D_hat = D, and no residual around it (crate-lm)."""
-    residual = False
-
-    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
-        super().__init__(d, C, eta, lambd)
-        del self.D_hat
-
-    def multiply_adds(self):
-        return 4 * self.D.numel()
-
-    def forward(self, Z):
-        return self.code(Z) @ self.D.mT
+    residual, tied = False, True
 
 
 class MLP(Sparsification):
     """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
+    sparse = False
 
     def __init__(self, d, m, bias=True, dropout=0.0):
         super().__init__()
@@ -766,14 +760,14 @@ ARCHS = {
 }
 
 
-def size(width, heads, layers, **fields):
+def _size(width, heads, layers, **fields):
     return dict(width=width, heads=heads, layers=layers) | fields
 
 
-SMALL, BASE, LARGE = size(576, 12, 12), size(768, 12, 12), size(1024, 16, 24)
-CRATE = dict(tiny=size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # [N] Table 1
+SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
+CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # [N] Table 1
 # DeiT's tiny and small, ViT's base and large
-VIT = dict(tiny=size(192, 3, 12), small=size(384, 6, 12), base=BASE, large=LARGE)
+VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; those in no row have vit's. Image sizes are the released
@@ -781,23 +775,23 @@ VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 # base has 109.4M here, which does not match the published 120M)
 SIZES = {
     "image": {
-        "crate": CRATE,
-        "crate-alpha": VIT | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
-        "tost": dict(tiny=size(192, 4, 12), small=size(384, 8, 12), medium=size(512, 8, 24)),
-        "aot": CRATE,
-        "vit": VIT},
+        "crate": CRATE_SIZES,
+        "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
+        "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12), medium=_size(512, 8, 24)),
+        "aot": CRATE_SIZES,
+        "vit": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL | dict(lambd=0.5), base=BASE | dict(lambd=0.5)),
-        "tost": dict(small=size(384, 8, 12)),
+        "tost": dict(small=_size(384, 8, 12)),
         "aot": dict(small=SMALL, base=BASE),
-        "transformer": dict(small=size(384, 6, 12, decoder_width=512, **VIT_DECODER),
+        "transformer": dict(small=_size(384, 6, 12, decoder_width=512, **VIT_DECODER),
                             base=BASE | dict(decoder_width=768, **VIT_DECODER)),
-        "vit": dict(small=size(384, 6, 12), base=BASE)},
+        "vit": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
-        "tost": dict(base=BASE, medium=LARGE, large=size(1280, 20, 36)),
-        "aot": dict(base=LARGE, medium=size(1280, 20, 36)),
-        "aot-mhsa": dict(base=size(896, 14, 24)),
-        "vit": dict(small=size(512, 8, 12), base=BASE)},
+        "tost": dict(base=BASE, medium=LARGE, large=_size(1280, 20, 36)),
+        "aot": dict(base=LARGE, medium=_size(1280, 20, 36)),
+        "aot-mhsa": dict(base=_size(896, 14, 24)),
+        "vit": dict(small=_size(512, 8, 12), base=BASE)},
 }
 
 
@@ -881,14 +875,14 @@ class ImageConfig(BackboneConfig):
         super().__post_init__()
         row = ARCHS[self.arch]
         family = FAMILIES[row.family]._asdict()
-        family["qkv_bias"] = row.attention in (MHSA, TSSA)      # MSSA's U never has one
+        family["qkv_bias"] = row.attention.has_bias
         family["layer_scale"] = row.layer_scale if self.layers <= 12 else row.deep_layer_scale
         for name in ("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"):
             if getattr(self, name) is None:
                 setattr(self, name, family[name])
-        P, size = self.patch_size, self.image_size
-        if size % P:
-            raise ConfigError(f"patch_size={P} does not divide image_size={size}")
+        if self.image_size % self.patch_size:
+            raise ConfigError(f"patch_size={self.patch_size} does not divide "
+                              f"image_size={self.image_size}")
         check_word("stem", self.stem, ("norm", "plain"))
         check_word("positions", self.positions, ("learned", "sincos"))
         check_word("pool", self.pool, ("class", "mean"))
@@ -1066,11 +1060,11 @@ class MAEConfig(ImageConfig):
 
     def decoder(self):
         """The decoder's config. With the encoder's width and heads it has its head_dim too."""
-        size = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
+        ours = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
         if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
-            size["head_dim"] = None
+            ours["head_dim"] = None
         try:
-            return replace(self, **size)
+            return replace(self, **ours)
         except ConfigError as error:
             raise ConfigError(f"decoder: {error}") from None
 
@@ -1310,8 +1304,8 @@ class LanguageModel(nn.Module):
     def advance(self, ids, state):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `state`.
 
-        `state` is a list, empty at first, of one dict a layer: one tensor for MSSA, one of twice
-        the size for MHSA, running sums for TSSA."""
+        `state` is a list, empty at first, then of one dict a layer: room (the context), n (tokens
+        so far), past (see `cached`); TSSA has its running sums energy, moment, mass for past."""
         if not self.config.causal:
             raise ConfigError("causal=False cannot generate: tokens attend to later ones")
         if not state:
@@ -1351,8 +1345,8 @@ class LanguageModel(nn.Module):
 
 
 def cached(state, new):
-    """The tokens `new` (B, K, m, p) behind the state["n"] before: (B, K, n + m, p). The first call
-    makes a buffer for state["room"] tokens."""
+    """The tokens `new` (B, K, m, p) behind the n of the state: (B, K, n + m, p). The first call
+    makes state["past"] for `room` tokens: w of MSSA, keys and values side by side of MHSA."""
     start = state.get("n", 0)
     if not start:
         state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])

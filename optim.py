@@ -80,7 +80,7 @@ class Muon(torch.optim.Optimizer):
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 
     s = 0.2 sqrt(max(rows, columns)) gives an entry the size of a step of AdamW, so that both share
-    one scale of rates."""
+    one scale of learning rates."""
 
     def __init__(self, params, lr, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
@@ -142,7 +142,7 @@ _HIDDEN = {"layers", "decoder", "projector", "predict"}
 
 
 def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
-    """lion, adamw or muon; scale(key) multiplies the rate of the parameter of that name.
+    """lion, adamw or muon; scale(key) multiplies the learning rate of the parameter key.
 
     Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
     model here has a convolution: its weight (4-D) would have to be let in."""
@@ -160,6 +160,9 @@ def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
               scale=factor) for (spared, factor), params in sorted(groups.items())]
         for groups in (hidden, others))
     if name == "muon":
+        if not hidden:
+            raise UserError("muon found none of its matrices: no name begins with one of "
+                            f"{', '.join(sorted(_HIDDEN))}")
         return MuonAdamW(hidden, others, lr, betas)
     if name == "lion":
         return Lion(others, lr=lr, betas=betas)

@@ -28,7 +28,10 @@ _HARMLESS = "resume overwrite out_dir data_dir size device compile workers log_e
 class Run:
     """One training run in one folder. All processes call every method, rank 0 writes: config.json,
     metrics.jsonl, ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt and, at the end,
-    run.png. A write that fails ends the run; --resume continues from the last checkpoint."""
+    run.png. A write that fails ends the run; --resume continues from the last checkpoint.
+
+    Order: Run, restore, begin, describe; in each step log_step, then, if evaluation_due, in untimed
+    record_scores, and save; end_step; at last done."""
 
     def __init__(self, config, task, preset, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -41,14 +44,15 @@ class Run:
         self.bar = tqdm(disable=True)       # until begin
         self.metrics = None                 # the open file, on rank 0
         self.handlers = {}                  # of the signals, before this run's own
-        self.fresh, self.pending = [], []   # losses since the last line: on the device, as numbers
+        self.on_device = []                 # losses of the last steps, not yet waited for
+        self.losses = []                    # those before, since the last line, as numbers
         self.paused = 0.0                   # seconds of evaluation and saving
         self.resuming = processes.main_only(self._open)
 
     # ---- the folder
 
     def _open(self):
-        """Locks the folder and returns whether to resume in it; if not, removes the run in it."""
+        """Locks the folder. Returns True to resume its run; else removes that and returns False."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved and not restarted:
@@ -75,7 +79,7 @@ class Run:
 
         unit: "images" or "tokens"; per_step of them a step; `flops` each, for MFU."""
         self.total, self.unit, self.per_step = total, unit, per_step
-        self.rate_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
+        self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.eval_every = self.config.eval_every or eval_every
         # the share of the GPUs' bf16 peak that the mathematics of one image or token needs a second
         self.mfu = flops / (peak_flops(self.processes.device) or math.inf) / self.processes.world
@@ -89,7 +93,7 @@ class Run:
         self.handlers = {number: signal.signal(number, self._on_signal)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
-        self.lap = self.second = self._mark()   # where the last line, the second step began
+        self.lap = self.after_first = self._mark()      # after the last line, after the first step
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines after the checkpoint's step, which come again.
@@ -110,20 +114,20 @@ class Run:
         """Counts an optimizer step, and every log_every steps writes a line with the mean loss of
         those steps. `loss` and `values` may be tensors; they stay on the device until then."""
         self.step += 1
-        self.fresh.append(loss.detach())
+        self.on_device.append(loss.detach())
         if self.step == self.start + 1:         # with compilation: not timed
             loss.item()
-            self.lap = self.second = self._mark()
+            self.lap = self.after_first = self._mark()
         self.bar.update(1)
         if not self.log_due(self.step):
             return
         self.check_finite()
-        mean, rate = sum(self.pending) / len(self.pending), self._rate(self.lap)
-        self.pending, self.lap = [], self._mark()
-        line = {"step": self.step, "split": "train", "loss": mean, "lr": lr, self.rate_name: rate}
-        self.write(line | values | (dict(mfu=rate * self.mfu) if self.mfu else {}))
-        text = f"loss {mean:.4f}, {rate:,.0f} {self.unit}/s"
-        text += f", mfu {rate * self.mfu:.1%}" if self.mfu else ""
+        mean, speed = sum(self.losses) / len(self.losses), self._speed(self.lap)
+        self.losses, self.lap = [], self._mark()
+        line = {"step": self.step, "split": "train", "loss": mean, "lr": lr, self.speed_name: speed}
+        self.write(line | values | (dict(mfu=speed * self.mfu) if self.mfu else {}))
+        text = f"loss {mean:.4f}, {speed:,.0f} {self.unit}/s"
+        text += f", mfu {speed * self.mfu:.1%}" if self.mfu else ""
         if self.bar.disable:
             per_step = (time.perf_counter() - self.began) / (self.step - self.start)
             left = (self.total - self.step) * per_step
@@ -135,14 +139,15 @@ class Run:
         """(steps done, seconds on a clock that stands still in evaluation and saving)."""
         return self.step, time.perf_counter() - self.paused
 
-    def _rate(self, since):
+    def _speed(self, since):
         """Images or tokens per second since a mark."""
         (before, began), (step, now) = since, self._mark()
         return self.per_step * (step - before) / max(now - began, 1e-9)
 
     @contextlib.contextmanager
     def untimed(self):
-        """Around evaluation and saving: their seconds do not count in the training rate."""
+        """Around evaluation and saving: their seconds do not count in the speed of training."""
+        self.check_finite()                 # the seconds before, and no scores of NaN
         began = time.perf_counter()
         try:
             yield
@@ -158,13 +163,13 @@ class Run:
         return self.step % self.eval_every == 0 or self.step == self.total
 
     def check_finite(self):
-        """Waits for the losses of the last steps, the mean over all processes of each. Raises
-        Diverged if one is not finite."""
-        if not self.fresh:
+        """Waits for the losses of the last steps, moves the mean over all processes of each from
+        `on_device` to `losses`, and raises Diverged if one is not finite."""
+        if not self.on_device:
             return
-        sums = self.processes.sum(torch.stack(self.fresh).float())      # NaN and infinity survive
-        losses, self.fresh = (sums / self.processes.world).tolist(), []
-        self.pending += losses
+        sums = self.processes.sum(torch.stack(self.on_device).float())      # NaN and infinity survive
+        losses, self.on_device = (sums / self.processes.world).tolist(), []
+        self.losses += losses
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
         if bad:
             self.close()
@@ -203,7 +208,7 @@ class Run:
             if best:
                 weights = whole | dict(optimizer={}, extra={})
                 write_checkpoint(self.dir / "best.pt", weights, keep_previous=False)
-            whole["extra"] = whole["extra"] | dict(losses=self.pending)     # of the line to come
+            whole["extra"] = whole["extra"] | dict(losses=self.losses)     # of the line to come
             write_checkpoint(self.dir / "ckpt.pt", whole)
         with self.untimed():
             self.processes.main_only(write)
@@ -233,7 +238,7 @@ class Run:
                 load_into(model, content["extra"]["student"], self.dir)
             load_optimizer(optimizer, content["optimizer"])
             self.step, self.best = content["step"], content["best"]
-            self.pending = content["extra"]["losses"]
+            self.losses = content["extra"]["losses"]
         return content
 
     def _newest_whole(self):
@@ -279,16 +284,16 @@ class Run:
         self.say(f"{text}, {'bfloat16' if half else 'float32'}")
 
     def done(self, *then):
-        """The last line of metrics.jsonl, with the mean rate after the first step, that of the
-        terminal, and run.png; returns the line.
+        """Writes the last line of metrics.jsonl, with the mean speed after the first step, and that
+        of the terminal, draws run.png, and returns the line.
 
         `then`: commands to try next, {ckpt} in them stands for the best checkpoint."""
-        seconds, rate = time.perf_counter() - self.began, self._rate(self.second)
+        seconds, speed = time.perf_counter() - self.began, self._speed(self.after_first)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
-                self.rate_name: rate, "best": self.best}
+                self.speed_name: speed, "best": self.best}
         self.write(line)
         text = f"in {seconds:.0f} s" if self.step > self.start else "and nothing left to do"
-        text += f", {rate:,.0f} {self.unit}/s" if rate else ""
+        text += f", {speed:,.0f} {self.unit}/s" if speed else ""
         text += f"; best validation {self.best:.4f}" if self.best is not None else ""
         self.say(f"done: {self.step} steps {text}; written to {self.dir}")
         for command in then:
