@@ -6,7 +6,9 @@ from torch.autograd.function import once_differentiable
 
 
 def _summed_cross_entropy(Z, W, targets, needs_grad):
-    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W."""
+    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W.
+
+    A function of its own, so that the logits of a block are freed before those of the next."""
     wide = torch.promote_types(Z.dtype, torch.float32)
     valid, index = targets >= 0, targets.clamp_min(0)
     p = (Z @ W.mT).to(wide)
@@ -44,7 +46,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # count divides in backward alone: gradients that share a number would be compiled into one
         # kernel, and the logits of all blocks live at once
         count = (targets >= 0).sum().clamp_min(1)
-        ctx.save_for_backward(*(t for t in (dZ, dW, count) if t is not None))
+        if needs_grad:
+            ctx.save_for_backward(dZ, dW, count)
         return total / count
 
     @staticmethod
