@@ -139,9 +139,15 @@ def derive_seed(*purpose):
     return int.from_bytes(digest, "big") >> 1
 
 
-def accumulating(model, last):
-    """no_sync of DDP on all but the last of a step's micro-batches."""
-    return contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+def micro_batches(model, size, *batch):
+    """The tensors of a batch, `size` rows at a time; all if None. After each but the last DDP keeps
+    its gradients, and exchanges their sum after that."""
+    *before, last = zip(*(t.split(size or len(t)) for t in batch))
+    unshared = getattr(model, "no_sync", contextlib.nullcontext)
+    for part in before:
+        with unshared():
+            yield part
+    yield last
 
 
 def wants_compile(config, processes, flops):

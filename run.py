@@ -167,7 +167,7 @@ class Run:
         `on_device` to `losses`, and raises Diverged if one is not finite."""
         if not self.on_device:
             return
-        sums = self.processes.sum(torch.stack(self.on_device).float())      # NaN and infinity survive
+        sums = self.processes.sum(torch.stack(self.on_device).float())  # NaN and infinity survive
         losses, self.on_device = (sums / self.processes.world).tolist(), []
         self.losses += losses
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
@@ -200,23 +200,21 @@ class Run:
     def save(self, content, best=False):
         """Writes ckpt.pt and, if `best`, first best.pt: a run killed between the two evaluates that
         step again. content() returns {model, model_config, data_meta, optimizer, extra}."""
-        self.check_finite()                 # a checkpoint of NaN would replace a good one
-
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                          **content())
             if best:
                 weights = whole | dict(optimizer={}, extra={})
                 write_checkpoint(self.dir / "best.pt", weights, keep_previous=False)
-            whole["extra"] = whole["extra"] | dict(losses=self.losses)     # of the line to come
+            whole["extra"] = whole["extra"] | dict(losses=self.losses)      # of the line to come
             write_checkpoint(self.dir / "ckpt.pt", whole)
-        with self.untimed():
+        with self.untimed():                # a checkpoint of NaN would replace a good one
             self.processes.main_only(write)
         self.saved_step = self.step
 
     def restore(self, model_config, optimizer, model, averaged=None):
-        """If the run resumes: fills weights and optimizer, sets step, best score and pending
-        losses, and returns the checkpoint's content; else None.
+        """If the run resumes: fills weights and optimizer, sets step, best score and losses
+        of the line to come, and returns the checkpoint's content; else None.
 
         `averaged` (EMA, teacher) takes the evaluated weights, `model` then the student's. Raises
         UserError if the flags describe another model; says which other flags differ."""

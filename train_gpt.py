@@ -16,15 +16,11 @@ import torch
 import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
 from optim import make_optimizer, set_lr, warmup_cosine
-from parallel import accumulating, derive_seed, device_name, Processes, wants_compile
+from parallel import derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import text
 from scores import language_scores
 from model import LanguageModel, TextConfig, text_config
-
-# -------------------------------------------------------------------------------------------------
-# Config
-# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -59,14 +55,14 @@ class Config(RunFlags, ModelFlags):
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
     "openwebtext": dict(    # [B] 7.4: nanoGPT's setting
-        _OWT | dict(micro_batch=16)),       # fits 40 GB
+        _OWT, micro_batch=16),              # fits 40 GB
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
     "aot": dict(_OWT, arch="aot"),
     "gpt2": dict(_OWT, arch="transformer"),
-    "bert": dict(           # BERT's rate, decay and length; its 15 % are --mask_rate
-        _OWT | dict(micro_batch=32), objective="masked", context=512, batch_size=256, lr=1e-4,
+    "bert": dict(           # BERT's lr, decay and length; its 15 % are --mask_rate
+        _OWT, micro_batch=32, objective="masked", context=512, batch_size=256, lr=1e-4,
         min_lr=0.0, weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),
     # nanoGPT's shakespeare_char; CPU: --width=128 --heads=4 --layers=4 --context=64
     "shakespeare": dict(
@@ -81,10 +77,6 @@ PRESETS = {
         log_every=50),
 }
 
-
-# -------------------------------------------------------------------------------------------------
-# Model and evaluation
-# -------------------------------------------------------------------------------------------------
 
 def build_model(c, tokenizer):
     """The language model that the flags describe, filled from --init_from if given."""
@@ -135,7 +127,9 @@ def main(argv):
     tokenizer = data.tokenizer
     if data.train is None or data.val is None:
         raise UserError(f"{c.data} has no training or no validation part: it is for evaluate.py")
-    text.batch(data.train, 0, 1, c.context, c.seed)     # too short a text is an error here
+    if len(data.train) <= c.context:
+        raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
+                        f"--context={c.context}")
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -182,23 +176,19 @@ def main(argv):
             targets = processes.sum((y >= 0).sum().float()).clamp_min(1)
 
         # forward and backward
-        loss, at_once = 0.0, c.micro_batch or len(x)
-        micro_batches = list(zip(x.split(at_once), y.split(at_once)))
-        for i, (micro_x, micro_y) in enumerate(micro_batches):
-            with accumulating(ddp, last=i == len(micro_batches) - 1):
-                with processes.autocast(c.dtype):
-                    micro_loss = ddp(micro_x, micro_y)
-                # from a mean over its own targets to its part of the mean over all;
-                # DDP averages over the processes, so multiply by their number
-                micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / targets)
-                micro_loss.backward()
+        loss = 0.0
+        for micro_x, micro_y in micro_batches(ddp, c.micro_batch, x, y):
+            with processes.autocast(c.dtype):
+                micro_loss = ddp(micro_x, micro_y)
+            # from a mean over its own targets to its part of the mean over all;
+            # DDP averages over the processes, so multiply by their number
+            micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / targets)
+            micro_loss.backward()
             loss = loss + micro_loss.detach()
 
-        # clip
+        # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-
-        # step
         set_lr(optimizer, schedule[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

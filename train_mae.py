@@ -17,20 +17,16 @@ import torch
 
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields
 from optim import make_optimizer, set_lr, steps_per_epoch, warmup_cosine
-from parallel import accumulating, count, derive_seed, device_name, Processes, wants_compile
+from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
 from scores import model_input, validation_noise, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config
 
-# -------------------------------------------------------------------------------------------------
-# Config
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Flags of this script; None is shown as auto. --layers encode."""
+    """Flags of this script; None is shown as auto. --layers is the encoder's depth."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
@@ -65,7 +61,7 @@ PRESETS = {
         lr=4.8e-4,          # 3e-5 for a batch of 256, and as much more as the batch is larger
         micro_batch=256,    # two of them in a step of 8 GPUs
         eval_every=3120),   # ten epochs
-    "cifar10": dict(        # width, rate and length are our choice
+    "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=192, heads=6, layers=6,
         patch_size=4,       # 64 patches, of which 16 are seen
         lambd=0.5,          # the encoder's, as in the released code
@@ -83,10 +79,6 @@ PRESETS = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
-# Data
-# -------------------------------------------------------------------------------------------------
-
 def augmented(pixels, rng, c, data):
     """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
     x = augment.to_float(pixels)
@@ -95,10 +87,6 @@ def augmented(pixels, rng, c, data):
         x = augment.flip(x, rng)
     return augment.normalize(x, data.mean, data.std)
 
-
-# -------------------------------------------------------------------------------------------------
-# Model and evaluation
-# -------------------------------------------------------------------------------------------------
 
 def build_model(c):
     """The masked autoencoder that the flags describe."""
@@ -175,20 +163,16 @@ def main(argv):
         noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches())
 
         # forward and backward
-        loss, at_once = 0.0, c.micro_batch or len(x)
-        micro_batches = list(zip(x.split(at_once), noise.split(at_once)))
-        for i, (micro_x, micro_noise) in enumerate(micro_batches):
-            with accumulating(ddp, last=i == len(micro_batches) - 1):
-                with processes.autocast(c.dtype):
-                    micro_loss = ddp(micro_x, micro_noise) * (len(micro_x) / len(x))
-                micro_loss.backward()
+        loss = 0.0
+        for micro_x, micro_noise in micro_batches(ddp, c.micro_batch, x, noise):
+            with processes.autocast(c.dtype):
+                micro_loss = ddp(micro_x, micro_noise) * (len(micro_x) / len(x))
+            micro_loss.backward()
             loss = loss + micro_loss.detach()
 
-        # clip
+        # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-
-        # step
         set_lr(optimizer, schedule[step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
