@@ -29,10 +29,6 @@ from scores import features, nearest_neighbours, write_overlays
 from model import (gram_coding_rate, image_config, ImageConfig, ImageEncoder, saliency,
                    train_flops)
 
-# -------------------------------------------------------------------------------------------------
-# Config
-# -------------------------------------------------------------------------------------------------
-
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
@@ -92,7 +88,7 @@ PRESETS = {
         # follow [B] Eq. (7.2.34), gamma weighs about double
         rate_of="mean",
         eval_every=6255),   # five epochs
-    "cifar10": dict(        # width, rate and length are our choice
+    "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=384, heads=6, layers=12,
         patch_size=4,       # 65 tokens a global view, 17 a local one
         blur=0.0,           # a deviation of 2 px leaves little of 32 px
@@ -116,10 +112,6 @@ PRESETS = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
-# Views
-# -------------------------------------------------------------------------------------------------
-
 def random_numbers(c, step, rows, device):
     """A BatchRandom for the global views of a step, and one for the local ones if there are any."""
     return [augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
@@ -142,10 +134,6 @@ def make_views(pixels, *rngs, c, data):
         views.append(v.unflatten(0, (n, -1)))
     return views
 
-
-# -------------------------------------------------------------------------------------------------
-# Model: encoder, projector, prototypes (DINO)
-# -------------------------------------------------------------------------------------------------
 
 class Branch(nn.Module):
     """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p.  [B] Section
@@ -185,10 +173,6 @@ def build_model(c):
     config = image_config(c.size, **set_fields(ImageConfig, c, classes=1, final_norm=True))
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
-
-# -------------------------------------------------------------------------------------------------
-# Losses
-# -------------------------------------------------------------------------------------------------
 
 def mean_over_pairs(score):
     """The mean of score (2, V): teacher's global view by student's view, no view paired with
@@ -236,9 +220,16 @@ def clip_each(params, limit):
     torch._foreach_mul_(grads, (limit / (norms + 1e-6)).clamp(max=1).unbind())
 
 
-# -------------------------------------------------------------------------------------------------
-# Evaluation, and the watch for a collapse
-# -------------------------------------------------------------------------------------------------
+def schedules(c, total, epoch):
+    """What changes over the run, [B] 7.2: lists of a value for each step."""
+    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # every step; DINO's every epoch
+    return dict(
+        lr=warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr)),
+        weight_decay=warmup_cosine(c.weight_decay, total, final=c.weight_decay_end),
+        momentum=warmup_cosine(c.momentum, total, final=1.0),
+        temperature=[c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
+                     for i in range(total)])
+
 
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
@@ -253,6 +244,10 @@ def feature_statistics(Z, eps, processes):
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(mean.square().sum().item() - n) / (n * (n - 1)))
+
+
+def collapsed(statistics):
+    return statistics["effective_rank"] < 2 or statistics["cosine"] > 0.99
 
 
 def score_neighbours(teacher, train, val, data, c, processes):
@@ -295,14 +290,9 @@ def main(argv):
     params, averages = list(student.parameters()), list(teacher.parameters())
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
-    # ---- optimizer, and everything that changes over the run ([B] 7.2)
+    # ---- optimizer
     optimizer = make_optimizer(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999))
-    rates = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
-    decays = warmup_cosine(c.weight_decay, total, final=c.weight_decay_end)
-    momenta = warmup_cosine(c.momentum, total, final=1.0)
-    rise = max(round(c.warmup_temp_epochs * epoch), 1)
-    temps = [c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
-             for i in range(total)]         # it rises every step; DINO's every epoch
+    schedule = schedules(c, total, epoch)
     # the weight of the coding rate as its authors set it: (p + N m) / (p N m) = 1 / p + 1 / N m
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
@@ -319,9 +309,8 @@ def main(argv):
     config = student.encoder.config
     flops = views * train_flops(student.encoder.layers, 1 + config.patches())
     if wants_compile(c, processes, total * c.batch_size * flops):
-        student.compile()
-        teacher.compile()
-        teacher.encoder.compile()           # the part of it that is evaluated
+        for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
+            module.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, flops)
     run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
@@ -355,45 +344,42 @@ def main(argv):
         with processes.autocast(c.dtype):
             s, s_logits = ddp(views)
 
-        # loss
+        # loss and backward
         if c.method == "simdino":
-            distance = squared_distance(s, t)
             Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
-            rate = global_coding_rate(Z, c.eps, processes)
-            loss = distance - gamma * rate
-            terms = dict(distance=distance, expansion=gamma * rate)
+            terms = dict(distance=squared_distance(s, t),
+                         expansion=gamma * global_coding_rate(Z, c.eps, processes))
+            loss = terms["distance"] - terms["expansion"]
         else:
-            loss = dino_loss(s_logits, t_logits, center, temps[step])
+            loss = dino_loss(s_logits, t_logits, center, schedule["temperature"][step])
             terms = dict(cross_entropy=loss)
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world
             center.lerp_(mean, 0.1)
 
-        # backward and clip
         loss.backward()
+
+        # clip and step
         if c.clip_each:
             clip_each(params, c.clip_each)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
-
-        # step
-        set_lr(optimizer, rates[step])
-        set_decay(optimizer, decays[step])
+        set_lr(optimizer, schedule["lr"][step])
+        set_decay(optimizer, schedule["weight_decay"][step])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        ema_update(averages, params, momenta[step])
+        ema_update(averages, params, schedule["momentum"][step])
 
         # log; during warm-up random features look collapsed, which is no news
         seen = {}
         if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            seen |= {name: (processes.sum(term.detach().clone()) / processes.world).item()
-                     for name, term in terms.items()}
-            flat = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
-            if flat and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
+            if collapsed(seen) and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
                 warned = True
                 run.say(f"step {step + 1}: the features have collapsed (effective rank "
                         f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-        run.log_step(loss, rates[step], **seen)
+            for name, term in terms.items():
+                seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
+        run.log_step(loss, schedule["lr"][step], **seen)
 
         # evaluate
         if run.evaluation_due():
