@@ -305,9 +305,9 @@ class Layer(nn.Module):
 
 
 def make_layers(config, causal=False, context=None):
-    """The L layers of a model, the rate of drop path rising linearly with depth."""
-    rates = [config.drop_path * l / max(config.layers - 1, 1) for l in range(config.layers)]
-    return nn.ModuleList(Layer(config, causal, context, rate) for rate in rates)
+    """The L layers of a model, drop path rising linearly with depth."""
+    drops = [config.drop_path * l / max(config.layers - 1, 1) for l in range(config.layers)]
+    return nn.ModuleList(Layer(config, causal, context, drop) for drop in drops)
 
 
 def init_linears(module, init, **options):
@@ -816,7 +816,7 @@ class BackboneConfig:
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
-    drop_path: float = 0.0              # rate of the last layer, rising linearly from 0
+    drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none
     norm_eps: float | None = None
     norm_bias: bool = True

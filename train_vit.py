@@ -170,7 +170,7 @@ def lr_scale(name, L, decay):
 
 
 def srr_layers(c, L, step):
-    """The layers, counted from 0, whose rate this step adds to the loss."""
+    """The layers, counted from 0, whose coding rate this step adds to the loss."""
     if c.srr_layers == "all":
         return range(L)
     if c.srr_layers == "random":
