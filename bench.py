@@ -4,8 +4,8 @@ Speed and memory: the fast paths beside the literal form of the same function an
     python bench.py vit --json=rows.jsonl       one table; --help lists the others
     python bench.py gpu                         a new GPU: does everything run, and how fast
 
-Literal is what the released code computes, with the same parameters. The variants of a table take
-turns in one process, so that a disturbance meets all of them; times are medians. GFLOP/s counts the
+Literal is what the printed equations compute, with the same parameters. The variants of a table
+take turns in one process, so that a disturbance meets all of them; times are medians. GFLOP/s counts the
 operations that the mathematics needs (`train_flops`); the first row is a large matmul's.
 """
 import copy
@@ -48,7 +48,7 @@ class Flags(DeviceFlags):
 
 
 # -------------------------------------------------------------------------------------------------
-# The literal form: what the released code computes, with the same parameters
+# The literal form: what the equations compute, as printed, with the same parameters
 # -------------------------------------------------------------------------------------------------
 
 def literal_attend(self, q, k, v):

@@ -1,7 +1,7 @@
 """
 CRATE in one file: a transformer in which every layer is one step of an optimizer.
 
-    python crate.py         trains on drawn shapes for about a minute, then looks inside every layer
+    python crate.py         trains on drawn shapes for minutes, then looks inside every layer
 
 Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
 sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. Each layer takes two steps on this objective.

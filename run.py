@@ -55,6 +55,8 @@ class Run:
         """Locks the folder. Returns True to resume its run; else removes that and returns False."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
+        if c.resume and c.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
         if c.resume and not saved and not restarted:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
@@ -124,8 +126,10 @@ class Run:
         self.check_finite()
         mean, speed = sum(self.losses) / len(self.losses), self._speed(self.lap)
         self.losses, self.lap = [], self._mark()
-        line = {"step": self.step, "split": "train", "loss": mean, "lr": lr, self.speed_name: speed}
-        self.write(line | values | (dict(mfu=speed * self.mfu) if self.mfu else {}))
+        line = {"step": self.step, "split": "train", "loss": mean, "lr": lr} | values
+        if speed:                               # 0 right after the first step, which is not timed
+            line |= {self.speed_name: speed} | (dict(mfu=speed * self.mfu) if self.mfu else {})
+        self.write(line)
         text = f"loss {mean:.4f}, {speed:,.0f} {self.unit}/s"
         text += f", mfu {speed * self.mfu:.1%}" if self.mfu else ""
         if self.bar.disable:
@@ -173,8 +177,9 @@ class Run:
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
         if bad:
             self.close()
-            raise Diverged(f"the loss is not finite at step {bad[-1]}; the last good checkpoint, "
-                           f"if there is one, is {self.dir / 'ckpt.pt'}")
+            path = self.dir / "ckpt.pt"
+            saved = f"the last good checkpoint is {path}" if path.exists() else "nothing was saved"
+            raise Diverged(f"the loss is not finite at step {bad[-1]}: try a lower --lr; {saved}")
 
     def end_step(self, content):
         """Saves every --save_every steps, and leaves, with a checkpoint, after a signal."""
@@ -265,14 +270,17 @@ class Run:
 
     def record_scores(self, key, value=None, **scores):
         """Writes a validation's scores; returns whether scores[key] (or `value`, if given) is the
-        best so far: the lowest loss, the highest of anything else."""
+        best so far: the lowest loss; the highest of anything else, the last of equal ones."""
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        value = scores[key] if value is None else value
+        if value is None:
+            value = scores[key]
+        else:
+            self.say(f"step {self.step}: {key} {value:.4f} as before, on --eval_windows")
         better = math.isfinite(value) and (
-            self.best is None or (value < self.best if key == "loss" else value > self.best))
+            self.best is None or (value < self.best if key == "loss" else value >= self.best))
         self.best = value if better else self.best
         return better
 
@@ -345,6 +353,7 @@ def main(argv):
     if not (folders and out.startswith("--out=") and all(map(read_metrics, folders))):
         raise UserError("usage: python run.py FOLDER ... --out=FILE, metrics.jsonl in each FOLDER")
     draw_curves(folders, out.removeprefix("--out="))
+    print(f"wrote {out.removeprefix('--out=')}")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, ISTA, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder,
-                   MMProx, TiedODL, mae_config)
+from model import (ARCHS, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder, mae_config)
 from test_model import (assert_near, float64, orthonormal, patches_literally,     # noqa: F401
                         randomize)
 
@@ -38,7 +37,7 @@ def test_published_parameter_counts(size, arch, published):
 def test_decoder(arch):
     """CRATE's runs backwards; its size is the encoder's, head_dim included, unless it is given."""
     operator = ARCHS[arch].sparsification
-    kind = DecoderLayer if operator in (ISTA, MMProx, TiedODL) else Layer
+    kind = Layer if operator is None or operator.residual else DecoderLayer
     p = 4 if arch == "crate-t" else 6
     for fields, heads, head_dim in ((dict(head_dim=p), 4, p), (dict(decoder_heads=2), 2, 8),
                                     (dict(VIT, arch=arch), 2, 4)):

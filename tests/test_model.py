@@ -391,7 +391,7 @@ def test_layer(arch):
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
-    if type(nonlinear) in (ISTA, MMProx, TiedODL):
+    if nonlinear is not None and not nonlinear.residual:
         out = nonlinear(ln(half, layer.norm2))
     elif nonlinear is not None:
         out = half + layer.scale2 * nonlinear(ln(half, layer.norm2))

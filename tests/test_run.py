@@ -146,7 +146,7 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
 def test_which_evaluation_is_the_best(tmp_path):
     run, *_ = start(tmp_path)
     assert [run.record_scores("acc", acc=a) for a in (math.nan, 0.5, 0.5, 0.4, 0.6)] == \
-        [False, True, False, False, True]
+        [False, True, True, False, True]            # of equal ones the last
     run.best = None
     assert [run.record_scores("loss", loss=a) for a in (2.0, 3.0, 1.0)] == [True, False, True]
     assert not run.record_scores("loss", 1.5, loss=0.5)         # another value decides
