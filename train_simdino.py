@@ -346,10 +346,10 @@ def main(argv):
 
         # loss and backward
         if c.method == "simdino":
+            distance = squared_distance(s, t)
             Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
-            terms = dict(distance=squared_distance(s, t),
-                         expansion=gamma * global_coding_rate(Z, c.eps, processes))
-            loss = terms["distance"] - terms["expansion"]
+            expansion = gamma * global_coding_rate(Z, c.eps, processes)
+            loss, terms = distance - expansion, dict(distance=distance, expansion=expansion)
         else:
             loss = dino_loss(s_logits, t_logits, center, schedule["temperature"][step])
             terms = dict(cross_entropy=loss)
