@@ -129,7 +129,7 @@ def main(argv):
         raise UserError(f"{c.data} has no training or no validation part: it is for evaluate.py")
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
-                        f"--context={c.context}")
+                        f"--context={c.context}: use a smaller context")
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
