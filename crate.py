@@ -33,6 +33,11 @@ def subspace_coding_rate(Z, U, eps=0.5):
     return coding_rate(Z[:, None] @ U, eps).sum(1)
 
 
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
+    """The objective R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (15), of Z (B, n, d), U (K, d, p)."""
+    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * (Z != 0).sum((1, 2))
+
+
 class MSSA(nn.Module):
     """W [SSA(Z | U_1) .. SSA(Z | U_K)], SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: (35)-(37).
     As in the released code, w^* w is divided by sqrt(p)."""
@@ -121,20 +126,20 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """Each layer's R and R^c of what enters attention, and nonzeros and accuracy of its output.
+    """R^c of what enters each layer's attention; objective, nonzeros and accuracy of its output.
 
-    Rates depend on sizes, so U is scaled to the norm of orthonormal bases, tokens as by an LN
+    R^c depends on sizes: U is scaled to the norm of orthonormal bases, what enters as by an LN
     without gain. Accuracy is by the nearest class mean: the head knows the last layer alone."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U[:, 0].numel() ** 0.5 / U.norm())
-        Z = F.layer_norm(Z, Z.shape[-1:])
-        R, Rc = coding_rate(Z).mean(), subspace_coding_rate(Z, U).mean()
+        Rc = subspace_coding_rate(F.layer_norm(Z, Z.shape[-1:]), U).mean()
+        objective = sparse_rate_reduction(val_out, U).mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
         near = torch.cdist(val_out.mean(1), means).argmin(1)
         nonzeros, accuracy = (val_out != 0).float().mean(), (near == val_y).float().mean()
-        rows.append((R, Rc, 100 * nonzeros, 100 * accuracy))
+        rows.append((Rc, objective, 100 * nonzeros, 100 * accuracy))
     return rows
 
 
@@ -151,7 +156,7 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained   R, nats          R^c, nats        nonzeros, %      accuracy, %")
+    print("untrained -> trained   R^c, nats        objective        nonzeros, %      accuracy, %")
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))
     with torch.no_grad():

@@ -38,6 +38,8 @@ def test_the_rates_are_those_of_model():
     torch.testing.assert_close(crate.coding_rate(Z, 0.3), model.coding_rate(Z, 0.3))
     expected = model.subspace_coding_rate(Z, U, 0.3)
     torch.testing.assert_close(crate.subspace_coding_rate(Z, U, 0.3), expected)
+    expected = model.sparse_rate_reduction(Z, U, 0.3, 0.2)
+    torch.testing.assert_close(crate.sparse_rate_reduction(Z, U, 0.3, 0.2), expected)
 
 
 def test_it_learns_and_looks_inside():
