@@ -78,6 +78,7 @@ PRESETS = {
 }
 
 
+# ---- Model --------------------------------------------------------------------------------------
 def build_model(c, tokenizer):
     """The language model that the flags describe, filled from --init_from if given."""
     masked = c.objective == "masked"
@@ -92,6 +93,7 @@ def build_model(c, tokenizer):
     return model
 
 
+# ---- Evaluation ---------------------------------------------------------------------------------
 def validate(model, tokens, c, tokenizer, processes, all_tokens):
     """Loss per predicted token (and, masked, accuracy) over the validation text, or over the first
     --eval_windows windows of it."""

@@ -79,6 +79,7 @@ PRESETS = {
 }
 
 
+# ---- Data ---------------------------------------------------------------------------------------
 def augmented(pixels, rng, c, data):
     """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
     x = augment.to_float(pixels)
@@ -88,11 +89,13 @@ def augmented(pixels, rng, c, data):
     return augment.normalize(x, data.mean, data.std)
 
 
+# ---- Model --------------------------------------------------------------------------------------
 def build_model(c):
     """The masked autoencoder that the flags describe."""
     return MaskedAutoencoder(mae_config(c.size, **set_fields(MAEConfig, c)))
 
 
+# ---- Evaluation ---------------------------------------------------------------------------------
 @torch.no_grad()
 def validate(model, val, data, c, processes, batch_size=256):
     """The mean loss over the validation images, every one once, shared among the processes."""

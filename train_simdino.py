@@ -112,6 +112,7 @@ PRESETS = {
 }
 
 
+# ---- Views --------------------------------------------------------------------------------------
 def random_numbers(c, step, rows, device):
     """A BatchRandom for the global views of a step, and one for the local ones if there are any."""
     return [augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
@@ -135,6 +136,7 @@ def make_views(pixels, *rngs, c, data):
     return views
 
 
+# ---- Model: encoder, projector, prototypes (DINO) -----------------------------------------------
 class Branch(nn.Module):
     """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p.  [B] Section
     7.2.3.
@@ -174,6 +176,7 @@ def build_model(c):
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 
+# ---- Losses, gradients, schedules ---------------------------------------------------------------
 def mean_over_pairs(score):
     """The mean of score (2, V): teacher's global view by student's view, no view paired with
     itself."""
@@ -231,6 +234,7 @@ def schedules(c, total, epoch):
                      for i in range(total)])
 
 
+# ---- Evaluation, and the watch for a collapse ---------------------------------------------------
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
     """What a collapse shows in, for unit features Z (m, p) of each process: the coding rate, the

@@ -124,6 +124,7 @@ PRESETS = {
 }
 
 
+# ---- Data ---------------------------------------------------------------------------------------
 def augmented(pixels, rng, c, data):
     """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
     x = augment.to_float(pixels)
@@ -141,6 +142,7 @@ def augmented(pixels, rng, c, data):
     return augment.normalize(x, data.mean, data.std)
 
 
+# ---- Model --------------------------------------------------------------------------------------
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
     if loaded is None:
@@ -169,6 +171,7 @@ def lr_scale(name, L, decay):
     return decay ** (L + 1 - l)
 
 
+# ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def srr_layers(c, L, step):
     """The layers, counted from 0, whose coding rate this step adds to the loss."""
     if c.srr_layers == "all":
