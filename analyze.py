@@ -215,8 +215,7 @@ def layers(c):
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
     bases = ", U at unit size" * c.unit_bases
-    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)",
-                                    f"nats, eps {c.eps:g}{bases}"),
+    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",

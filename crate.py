@@ -24,7 +24,7 @@ from data.images import draw_shapes
 
 def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8), of Z (..., n, d)."""
-    n, d = Z.shape[-2:]                                                     # of U_k^* Z d is p
+    n, d = Z.shape[-2:]                                                # for U_k^* Z, d is p
     return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
 
 
@@ -112,7 +112,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     adamw = torch.optim.AdamW(others, weight_decay=0)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
-        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # shift, mirror
+        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # one shift
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -133,7 +133,7 @@ def look(model, x, y, val_x, val_y):
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
-        U = U * (U[:, 0].numel() ** 0.5 / U.norm())
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         Rc = subspace_coding_rate(F.layer_norm(Z, Z.shape[-1:]), U).mean()
         objective = sparse_rate_reduction(val_out, U).mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])

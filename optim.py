@@ -75,7 +75,7 @@ def newton_schulz(G, dtype=torch.bfloat16):
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024), for matrices of one shape together: torch's own takes one at a
-    time, with 33 launches each.
+    time, with 33 launches each. MHSA's QKV counts as one matrix; Jordan advises Q, K, V apart.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 
@@ -127,11 +127,6 @@ class MuonAdamW:
     def state_dict(self):
         """{"muon": ..., "adamw": ...}, each as torch has it."""
         return {name: part.state_dict() for name, part in self.parts.items()}
-
-    def load_state_dict(self, state):
-        """Raises KeyError or ValueError for another optimizer's state."""
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
 
 
 # Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and

@@ -286,8 +286,8 @@ def main(argv):
                                              label_smoothing=c.label_smoothing)
             if c.srr_weight:
                 chosen = srr_layers(c, model.config.layers, step)
-                coding_rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
-                micro_loss = micro_loss + c.srr_weight * coding_rate
+                subspace_rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
+                micro_loss = micro_loss + c.srr_weight * subspace_rate
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()
