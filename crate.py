@@ -106,6 +106,7 @@ class CRATE(nn.Module):
 
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
+    """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = {name: p for name, p in model.layers.named_parameters("layers") if p.ndim == 2}
     others = [p for name, p in model.named_parameters() if name not in matrices]
     muon = torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")
