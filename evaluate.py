@@ -1,12 +1,12 @@
 """
 Numbers on a trained checkpoint.
 
-    python evaluate.py accuracy --ckpt=out/vit-cifar10/best.pt      top-1 on its validation split
+    python evaluate.py accuracy --ckpt=out/vit-cifar10/ckpt.pt      top-1 on its validation split
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
-    python evaluate.py linear --ckpt=out/vit-cifar10/best.pt        logistic regression on features
-    python evaluate.py knn --ckpt=out/vit-cifar10/best.pt           the 20 nearest neighbours
-    python evaluate.py segment --ckpt=out/vit-shapes/best.pt        attention against object masks
-    python evaluate.py predict --ckpt=out/vit-cifar10/best.pt a.jpg b.png    your own pictures
+    python evaluate.py linear --ckpt=out/vit-cifar10/ckpt.pt        logistic regression on features
+    python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
+    python evaluate.py segment --ckpt=out/vit-shapes/ckpt.pt        attention against object masks
+    python evaluate.py predict --ckpt=out/vit-cifar10/ckpt.pt a.jpg b.png    your own pictures
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
     python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt       which of ten words fits a gap

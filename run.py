@@ -293,7 +293,7 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed after the first step, and that
         of the terminal, draws run.png, and returns the line.
 
-        `then`: commands to try next, {ckpt} in them stands for the best checkpoint."""
+        `then`: commands to try next, with the last weights, {ckpt}, or the best, {best}."""
         seconds, speed = time.perf_counter() - self.began, self._speed(self.after_first)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
@@ -303,7 +303,7 @@ class Run:
         text += f"; best validation {self.best:.4f}" if self.best is not None else ""
         self.say(f"done: {self.step} steps {text}; written to {self.dir}")
         for command in then:
-            self.say("  " + command.format(ckpt=self.dir / "best.pt"))
+            self.say("  " + command.format(ckpt=self.dir / "ckpt.pt", best=self.dir / "best.pt"))
         if self.metrics is not None:
             draw_curves([self.dir], self.dir / "run.png")
         self.close()

@@ -210,9 +210,9 @@ def main(argv):
             run.save(content, best)
         run.end_step(content)
     if masked:
-        return run.done("python sample.py --ckpt={ckpt} --fill='The ___ is red.'")
-    return run.done("python sample.py --ckpt={ckpt} --prompt='The '",
-                    "python evaluate.py lm --ckpt={ckpt}")
+        return run.done("python sample.py --ckpt={best} --fill='The ___ is red.'")
+    return run.done("python sample.py --ckpt={best} --prompt='The '",
+                    "python evaluate.py lm --ckpt={best}")
 
 
 if __name__ == "__main__":
