@@ -243,14 +243,14 @@ class Layer(nn.Module):
     """One layer of any arch, pre-norm. Z^l (B, n, d) -> Z^{l+1}:
 
         Z^{l+1/2} = Z^l + attention(LN(Z^l))
-        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t: [J] Eq. (45)
+        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t, cbsa: [J] Eq. (45)
         Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost: [B] 7.5;
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    crate-mm has MMProx in ISTA's place, crate-residual adds ISTA to Z^{l+1/2}. The LN is that of
-    [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop path act on the
-    residual branches only."""
+    crate-mm has MMProx in ISTA's place, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}.
+    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop
+    path act on the residual branches only."""
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()

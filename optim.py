@@ -60,8 +60,8 @@ def newton_schulz(G, dtype=torch.bfloat16):
 
         X = 3.4445 X + (-4.7750 A + 2.0315 A^2) X,   A = X X^*,
 
-    from X = G / ||G||_F, which bring every singular value to between 0.7 and 1.2. The coefficients
-    are Jordan's: steep at 0 rather than exact at 1. bfloat16 is enough for that."""
+    from X = G / ||G||_F, which bring singular values above 0.0015 ||G||_F to between 0.68 and 1.2.
+    The coefficients are Jordan's: steep at 0 rather than exact at 1. bfloat16 is enough."""
     X = G.to(dtype)
     tall = X.shape[-2] > X.shape[-1]
     X = X.mT if tall else X                 # the smaller Gram matrix

@@ -99,7 +99,7 @@ def features(encoder, split, data, config, processes, kind="class", batch_size=5
 
 def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperature=0.07):
     """Accuracy of a vote among the k nearest by cosine, each with the weight
-    exp(cosine / temperature), DINO's protocol ([B] Section 7.2): dict(acc, k). x (N, D), y (N,)."""
+    exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
     right, mine = torch.zeros((), device=x.device), slice(processes.rank, None, processes.world)
     for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
