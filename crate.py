@@ -13,6 +13,7 @@ Attention compresses Z against the subspaces; ISTA makes it sparse in a dictiona
 Equations are those of arXiv 2311.13110, where Z is d x n, one token a column; here it is (B, n, d),
 one token a row. model.py has the same operators made fast, and their variants.
 """
+import argparse
 import math
 
 import torch
@@ -151,6 +152,7 @@ def shapes(n, seed):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(usage=__doc__).parse_args()     # --help; it has no flags
     torch.manual_seed(0)
     (x, y), (val_x, val_y) = shapes(10_000, seed=0), shapes(2_000, seed=1)
     model = CRATE()
