@@ -158,6 +158,9 @@ def read_picture(file, size):
             image = ImageOps.exif_transpose(Image.open(file))       # upright
         if image.mode.startswith("I"):          # 16 bits a pixel, which convert() would clip at 255
             image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return np.asarray(resize_crop(image.convert("RGB"), size)), None
     except Exception as error:  # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__
