@@ -47,10 +47,7 @@ class Flags(DeviceFlags):
     longest: int = option(4096, "of `length` and `generate`: the largest number of tokens", low=64)
 
 
-# -------------------------------------------------------------------------------------------------
-# The literal form: what the equations compute, as printed, with the same parameters
-# -------------------------------------------------------------------------------------------------
-
+# ---- The literal form: what the equations compute, as printed, with the same parameters ---------
 def literal_attend(self, q, k, v):
     """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (37)."""
     ssa = attention_map(q, k, self.scale, self.causal) @ v
@@ -94,10 +91,7 @@ def literal(model):
     return model
 
 
-# -------------------------------------------------------------------------------------------------
-# Clock, memory, a row
-# -------------------------------------------------------------------------------------------------
-
+# ---- Clock, memory, a row -----------------------------------------------------------------------
 def alternate(calls, device, repeats):
     """{name: median seconds} of functions called in turn, after one turn that is not measured."""
     wait = getattr(torch, device.type).synchronize
@@ -337,10 +331,7 @@ def bench_generate(c, processes):
             row(c, f"one token behind {n}", name, ms=1e3 * seconds)
 
 
-# -------------------------------------------------------------------------------------------------
-# A new GPU: does everything run, and how fast
-# -------------------------------------------------------------------------------------------------
-
+# ---- A new GPU: does everything run, and how fast -----------------------------------------------
 SHORT = dict(vit="train_vit.py shapes --epochs=1", gpt="train_gpt.py pydoc --steps=8",
              mae="train_mae.py shapes --epochs=1", simdino="train_simdino.py shapes --epochs=1",
              dino="train_simdino.py shapes --epochs=1 --method=dino",

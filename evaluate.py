@@ -34,17 +34,13 @@ from scores import (classify, features, language_scores, linear_probe, load_imag
                     model_input, nearest_neighbours, on_device, pooling, statistics_of,
                     stretched, write_overlays, write_reconstructions)
 
-# -------------------------------------------------------------------------------------------------
-# Images
-# -------------------------------------------------------------------------------------------------
-
+# ---- Images -------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class ImageFlags(DeviceFlags):
     ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
     random: bool = option(False, "the checkpoint's model at random initialization instead")
     seed: int = option(0, "of that initialization, and of linear's held-out tenth", low=0)
-    batch_size: int = option(500, "images at once", low=1)
 
 
 @dataclass(kw_only=True)
@@ -52,6 +48,7 @@ class Accuracy(ImageFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     split: str = option("val", "which part", choices=("train", "val"))
+    batch_size: int = option(500, "images at once", low=1)
 
 
 @dataclass(kw_only=True)
@@ -62,6 +59,7 @@ class Probe(ImageFlags):
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
         choices=("class", "mean", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
+    batch_size: int = option(500, "images at once", low=1)
 
 
 @dataclass(kw_only=True)
@@ -222,10 +220,7 @@ def segment(c):
                 iou=mean, iou_heads=heads, iou_prior=prior, foreground=foreground)
 
 
-# -------------------------------------------------------------------------------------------------
-# Text
-# -------------------------------------------------------------------------------------------------
-
+# ---- Text ---------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class TextFlags(DeviceFlags):
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
