@@ -29,11 +29,12 @@ class UserError(Exception):
 
 class Diverged(Exception):
     """A loss that is not finite."""
-    exit_status = 3
+    exit_status, shared = 3, True
 
 
 class Stopped(Exception):
     """A saved SIGINT or SIGTERM; the exit status is 128 + the signal's number, as in shells."""
+    shared = True           # every process raises it
 
     def __init__(self, number):
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -44,13 +45,17 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
     after a saved signal. Each of these errors is one line on stderr."""
     status = 0
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # shells ignore it in the background
+    signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
+    for name in ("stdout", "stderr"):                   # None where the shell has closed them
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="backslashreplace")   # file names in another encoding
     try:
-        main(sys.argv[1:])
-        sys.stdout.flush()                      # a full disk shows here at the latest
+        try:
+            main(sys.argv[1:])
+            sys.stdout.flush()                  # a full disk shows here at the latest
+        finally:
+            signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)    # another one would end the ending
         status = 130
     except BrokenPipeError:                     # `... | head`: the reader has what it wanted
         pass
@@ -58,13 +63,13 @@ def cli(main):
         status, message = getattr(error, "exit_status", 2), _explain(error)
         if message is None:
             raise
-        name, joined = Path(sys.argv[0]).name, dist.is_initialized()
-        name += f", rank {dist.get_rank()}" if joined else ""
+        # Before the processes join, those of a machine all meet the same error, and some errors
+        # are shared later too: one process speaks. Else it may be an error of one alone.
+        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         line = "".join(c if c.isprintable() else " " for c in message).split()
-        # Before the processes join, those of a machine all meet the same error: one speaks.
-        # Afterwards it may be an error of one alone.
-        if joined or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"{name}: {' '.join(line)[:300]}", file=sys.stderr, flush=True)
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+            sys.stderr.write(f"{name}: {' '.join(line)[:300]}\n")      # at once, unlike print
     flush_or_mute()
     if dist.is_initialized():
         if status == 0:
@@ -72,6 +77,12 @@ def cli(main):
         dist.destroy_process_group()
         os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
+
+
+def interrupt(number, frame):
+    """The first Ctrl-C ends a command. Another one would end that ending with a traceback."""
+    signal.signal(number, lambda *_: os._exit(130))
+    raise KeyboardInterrupt
 
 
 def _explain(error):
@@ -88,18 +99,14 @@ def _explain(error):
 
 
 def flush_or_mute():
-    """What is left for stdout is written, or, where it cannot be, dropped: Python would try again
-    at exit and report that in two lines."""
+    """Writes what is left for stdout or drops it; else Python tries again at exit, and reports."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-# -------------------------------------------------------------------------------------------------
-# Fields
-# -------------------------------------------------------------------------------------------------
-
+# ---- Fields -------------------------------------------------------------------------------------
 def option(default, help, choices=None, low=None, high=None, above=None, displaces=(),
            positional=False):
     """A field with its --help text and range: low <= value <= high, value > above.
@@ -126,7 +133,8 @@ class DeviceFlags:
 @dataclass(kw_only=True)
 class RunFlags(DeviceFlags):
     """The flags of every training script."""
-    out_dir: str | None = option(None, "where the run writes; default out/TASK-PRESET")
+    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET, or with "
+                                 "--data another set than the preset's out/TASK-PRESET-DATA")
     resume: bool = option(False, "continue the run in out_dir from its checkpoint")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run", low=0)
@@ -167,10 +175,7 @@ def needed(value, flag):
     return value
 
 
-# -------------------------------------------------------------------------------------------------
-# Command lines
-# -------------------------------------------------------------------------------------------------
-
+# ---- Command lines ------------------------------------------------------------------------------
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 _LIMITS = dict(low=("at least", operator.ge), above=("more than", operator.gt),
                high=("at most", operator.le))
@@ -201,18 +206,7 @@ def _convert(text, field, kind, optional):
     return value
 
 
-def _unknown(word, flags):
-    """The error for a word that no flag takes."""
-    if not word.startswith("--"):
-        return UserError(f"unknown argument {word!r}: flags are --name=value")
-    name = word.partition("=")[0]
-    near = [flag for flag, f in flags.items() if name in f.metadata["help"]]
-    near += difflib.get_close_matches(name[2:], flags, 1)
-    hint = f", did you mean --{near[0]}?" if near else ""
-    return UserError(f"unknown flag {name}{hint} (--help lists all)")
-
-
-def parse(config_class, presets, argv, doc, default=None):
+def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     """[PRESET] [--name=value ...] as (config, preset's name); presets: {name: {field: value}}.
 
     A bare --name means true. Raises UserError for an unknown name, and for a value of the wrong
@@ -223,10 +217,12 @@ def parse(config_class, presets, argv, doc, default=None):
         if preset not in presets:
             raise UserError(f"preset {not_one_of(preset, presets)}")
     values, hints = presets.get(preset, {}), typing.get_type_hints(config_class)
+    spec = sys.modules["__main__"].__spec__                 # of python -m
+    command = f"-m {spec.name}" if spec else Path(sys.argv[0]).name + subcommand
     parser = _Parser(
-        usage=f"%(prog)s{' [PRESET]' if presets else ''} [--name=value ...]", allow_abbrev=False,
+        usage=f"python {command}{' [PRESET]' if presets else ''} [--name=value ...]",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
-        description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS,
+        description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,
         epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
     flags = {f.name: f for f in fields(config_class) if not f.metadata["positional"]}
     for name, f in flags.items():
@@ -244,9 +240,15 @@ def parse(config_class, presets, argv, doc, default=None):
     positional = [f.name for f in fields(config_class) if f.name not in flags]
     for word in words:
         if not positional or word.startswith("-"):
-            raise _unknown(word, flags)
+            name = word.lstrip("-").partition("=")[0]
+            near = [flag for flag, f in flags.items() if f"--{name}" in f.metadata["help"]]
+            near += difflib.get_close_matches(name, flags, 1)
+            hint = f", did you mean --{near[0]}?" if near else ""
+            raise UserError(f"unknown argument {word}{hint} (--help lists all)")
     given |= {name: tuple(words) for name in positional}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
+    if preset and values.get("data") != getattr(config, "data", None):
+        preset += f"-{config.data}"             # for a folder of its own
     arch = getattr(config, "arch", None) or "crate"
     if {"lambd", "eta"} & given.keys() and not getattr(ARCHS[arch].sparsification, "sparse", False):
         raise UserError(f"--lambd and --eta are of sparse coding, which {arch} does not do")
@@ -263,5 +265,5 @@ def parse_command(commands, argv, doc):
         sys.exit(0 if argv else 2)
     if argv[0] not in commands:
         raise UserError(f"subcommand {not_one_of(argv[0], commands)}")
-    config_class = commands[argv[0]]
-    return argv[0], parse(config_class, {}, argv[1:], config_class.__doc__)[0]
+    name, config_class = argv[0], commands[argv[0]]
+    return name, parse(config_class, {}, argv[1:], config_class.__doc__, subcommand=f" {name}")[0]

@@ -82,6 +82,7 @@ class Processes:
         if self.world > 1:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
+            outcome[0].shared = True
             raise outcome.pop()     # an error in a variable would keep this frame, and a run's lock
         return outcome[0]
 

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import load_into, load_optimizer, read_checkpoint, reading, write_checkpoint
-from flags import cli, Diverged, flush_or_mute, ROOT, Stopped, UserError
+from flags import cli, Diverged, flush_or_mute, interrupt, ROOT, Stopped, UserError
 from parallel import in_bfloat16, peak_flops
 
 # Flags that may change when a run is resumed, without a note
@@ -197,7 +197,7 @@ class Run:
         """The first signal ends the run after its step. A second Ctrl-C does not wait; but torchrun
         sends every signal again, so that among its processes a second one means nothing."""
         if number == signal.SIGINT == self.signal and self.processes.world == 1:
-            raise KeyboardInterrupt
+            interrupt(number, frame)
         self.signal = self.signal or number
 
     # ---- saving and resuming

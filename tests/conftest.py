@@ -1,5 +1,6 @@
 """One thread and one seed for every test, and small sets to train on."""
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ torch.cpu.get_capabilities = dict       # --dtype=auto is float32, whatever the 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # flags.cli has its own
 
 
 @pytest.fixture(scope="session")

@@ -157,8 +157,15 @@ def test_a_start_does_not_see_stale_addresses_of_previous_workers():
 
 FAULTS = f"""
 import os, signal, sys
+from contextlib import suppress
+from unittest.mock import patch
 sys.path.insert(0, {str(ROOT)!r})
 import flags, run, train_vit
+def cli(main):                  # without the end of the process
+    with patch("os._exit"), patch.object(flags.dist, "destroy_process_group"), suppress(SystemExit):
+        flags.cli(main)
+def alone(argv):
+    raise flags.UserError("alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
 end_step = run.Run.end_step
 def fault(self, content):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -170,10 +177,10 @@ def fault(self, content):
 def main(argv):
     train_vit.main([*argv, "--out_dir=whole"])
     run.Run.end_step = fault
-    try:
-        train_vit.main([*argv, "--out_dir=cut"])
-    except flags.Stopped:
-        train_vit.main([*argv, "--out_dir=cut", "--resume"])
+    cli(lambda argv: train_vit.main([*argv, "--out_dir=cut"]))
+    cli(lambda argv: train_vit.main([*argv, "--out_dir=cut"]))
+    train_vit.main([*argv, "--out_dir=cut", "--resume"])
+    cli(alone)
 flags.cli(main)
 """
 
@@ -181,7 +188,7 @@ flags.cli(main)
 def test_four_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_path):
     """One gets SIGTERM after step 6, and all stop together; resumed, the one that writes is killed
     after step 15, and torchrun starts all again. With more than two, the order in which gradients
-    are added shows in the last bits."""
+    are added shows in the last bits. An error of all is one line, and so is that of one alone."""
     (tmp_path / "faults.py").write_text(FAULTS)
     flags = [*FLAGS["train_vit"], "--batch_size=12", "--epochs=0.6", "--save_every=10", "--clip=1",
              "--eval_every=1000", "--dropout=0.1", "--drop_path=0.1", "--ema=0.9"]   # 20 steps
@@ -191,6 +198,8 @@ def test_four_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_p
         said = agent.communicate(timeout=400)[0]
     assert agent.returncode == 0, said[-5000:]
     assert "resuming after step 6" in said and "resuming after step 10" in said
+    errors = ("faults.py: stopped", "faults.py: cut is", "faults.py, rank 1: alone", "faults.py, ")
+    assert [said.count(words) for words in errors] == [1, 1, 1, 1]
     counts = [said.count(f"step {step}/20:") for step in (1, 6, 7, 10, 11, 15, 16, 20)]
     assert counts == [2, 2, 2, 2, 3, 3, 2, 2]
     cut, whole = tmp_path / "cut", tmp_path / "whole"

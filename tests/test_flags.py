@@ -1,4 +1,5 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
+import operator
 import signal
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def test_flags_take_their_fields_types():
 
 
 @pytest.mark.parametrize("argv, says", [
-    ("--model=tost", "did you mean --arch"), ("--rat=1", "unknown flag --rat"),
+    ("--model=tost", "did you mean --arch"), ("--rat=1", "unknown argument --rat=1"),
     ("--width=3.5", "whole number"), ("--width=99999999999", "too large"),
     ("--width=0", "at least 1"), ("--rate=0", "more than 0"), ("--rate=2", "at most 1"),
     ("--rate=nan", "not finite"), ("--rate=x", "a number"),
@@ -68,17 +69,20 @@ def test_help_names_every_flag_with_the_presets_value(capsys):
     assert all(f"--{name} " in words for name in Config.__dataclass_fields__)
 
 
-def test_subcommands(capsys):
+def test_subcommands(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["here/script.py"])
+    monkeypatch.setattr("__main__.__spec__", None)          # of python -m pytest
     name, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
     assert name == "look" and c.width == 3
     _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--sure", "b.png"], "doc")
     assert c.files == ("a.png", "b.png") and c.sure
     with pytest.raises(UserError, match="did you mean look"):
         flags.parse_command(COMMANDS, ["lok"], "doc")
-    with pytest.raises(SystemExit) as exit:
-        flags.parse_command(COMMANDS, [], "doc")
-    assert exit.value.code == 2
-    assert "  look        The rate by [J] Eq. (8), in nats\n" in capsys.readouterr().out
+    for argv, status, says in (([], "2", "  look        The rate by [J] Eq. (8), in nats\n"),
+                               (["look", "--help"], "0", "usage: python script.py look [--name")):
+        with pytest.raises(SystemExit, match=status):
+            flags.parse_command(COMMANDS, argv, "doc")
+        assert says in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error, status, says", [
@@ -100,15 +104,20 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     assert len(err) < 330 and err.replace("\n", "").isprintable()
 
 
-def test_an_error_of_all_processes_is_one_line(monkeypatch, capsys):
-    def main(argv):
-        raise UserError("wrong")
-    monkeypatch.setattr("sys.argv", ["here/script.py"])
-    for local_rank, says in (("0", "script.py: wrong\n"), ("1", "")):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        with pytest.raises(SystemExit, match="2"):
-            flags.cli(main)
-        assert capsys.readouterr().err == says
+@pytest.mark.parametrize("name", ["signal.signal", "flush_or_mute"])
+@pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT),
+                                  lambda argv: flags.needed(None, "a flag")])
+def test_ctrl_c_has_no_traceback(monkeypatch, name, main):
+    """Not a second one either, in the handler of the first, nor one in the end of a command."""
+    def start(argv):
+        real = operator.attrgetter(name)(flags)
+        monkeypatch.setattr(f"flags.{name}", lambda *args: (
+            monkeypatch.setattr(f"flags.{name}", real), signal.raise_signal(2), real(*args)))
+        main(argv)
+    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
+    monkeypatch.setattr("sys.stdout", None)                 # closed, as by python ... >&-
+    with pytest.raises(SystemExit, match="130"):
+        flags.cli(start)
 
 
 def test_a_mistake_of_the_program_keeps_its_traceback():

@@ -32,28 +32,26 @@ PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 
 @pytest.mark.parametrize("script, preset", PRESETS, ids=[f"{s.__name__}-{p}" for s, p in PRESETS])
 def test_presets_build(script, preset):
-    """Each builds, and its batch divides among 1 to 8 GPUs."""
-    c, _ = parse(script.Config, script.PRESETS, [preset], "")
+    """Each builds, and its batch divides among 1 to 8 GPUs. Other data have another folder."""
+    c, name = parse(script.Config, script.PRESETS, [preset], "")
+    other = parse(script.Config, script.PRESETS, [preset, "--data=x"], "")[1]
     tokenizer = SimpleNamespace(n_vocab=50257 if c.data == "openwebtext" else 97)
     with torch.device("meta"):
         model = script.build_model(c, *{train_vit: [100], train_gpt: [tokenizer]}.get(script, []))
     if script is train_gpt and c.data == "openwebtext":
         assert model.config.vocab_size == 50304 and model.config.causal == (preset != "bert")
     assert c.batch_size % 8 == 0 or preset.endswith("shapes")           # these are for one machine
+    assert (name, other) == (preset, f"{preset}-x")
 
 
 # ---- Runs
 
 def after_each_step(monkeypatch, call):
-    """Calls call(run) after every step; returns a list with the number of steps done."""
-    log_step, done = Run.log_step, [0]
-
-    def log_and_call(run, *args, **values):
+    """Calls call(run) after every step."""
+    def log_and_call(run, *args, log_step=Run.log_step, **values):
         log_step(run, *args, **values)
-        done[0] = run.step
         call(run)
     monkeypatch.setattr(Run, "log_step", log_and_call)
-    return done
 
 
 STEADY = {"vit": (train_vit, *KEEP_ALL, "--epochs=0.5"), "mae": (train_mae, "--epochs=0.5"),
@@ -65,9 +63,9 @@ STEADY = {"vit": (train_vit, *KEEP_ALL, "--epochs=0.5"), "mae": (train_mae, "--e
 @pytest.mark.parametrize("name", STEADY)
 def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
     """The first does, which is timed apart, and those that log or evaluate may."""
-    script, *flags = STEADY[name]
-    now = after_each_step(monkeypatch, lambda run: None)
-    with Launches(lambda: now[0] + 1) as launched:
+    (script, *flags), done = STEADY[name], []
+    after_each_step(monkeypatch, done.append)
+    with Launches(lambda: len(done) + 1) as launched:
         train(script, "a", *flags, "--log_every=4")
     assert 1 in launched.waits and launched.waits <= {1, 4, 8, 10, 11}      # 11: the end
 
@@ -153,12 +151,11 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 MISTAKES = {
     train_vit: {
         "--patch_size=3": "image_size=32", "--heads=3": "does not divide width",
-        "--arch=crat": "did you mean crate",
-        "--widht=3": "did you mean --width", "shape": "did you mean shapes",
-        "--lambd=0.2 --arch=transformer": "--lambd", "--device=mps": "this machine has none",
+        "--arch=crat": "did you mean crate", "--widht=3": "did you mean --width",
+        "shape": "did you mean shapes", "--lambd=0.2 --arch=transformer": "--lambd",
         "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "batch_size=20",
-        "--data=cifar10": "--source DIR", "--init_from=nowhere.pt": "nowhere.pt",
-        "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",
+        "--data=cifar10": "--source DIR", "--device=mps": "this machine has none",
+        "--init_from=nowhere.pt": "nowhere.pt", "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",
         "--srr_weight=0.1 --arch=transformer": "transformer"},
     train_mae: {"--decoder_layers=1000000000": "at most 10000",
                 "--decoder_width=8": "mask_tokens=after",
