@@ -7,7 +7,7 @@ from the background by about as much as their texture varies, so that pixels do 
 
     python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt
-    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --random    # untrained
+    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --random
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --features=pixels
 
 Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two seeds, of a transformer
