@@ -190,7 +190,8 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 
 class Sparsification(nn.Module):
-    """The interface of what stands in the MLP's place. forward(Z): (B, n, d) -> (B, n, d)."""
+    """The interface of what stands in the MLP's place. Z reaches the output through `code` alone,
+    so that whoever replaces `code` on an instance steers it."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
     sparse = True           # whether it codes sparsely, with eta and lambda
 
@@ -199,8 +200,11 @@ class Sparsification(nn.Module):
         """The operator that BackboneConfig c describes, for sequences of `context` tokens."""
 
     def code(self, Z):
-        """The sparse code (B, n, m) of Z (B, n, d); unless overridden, the output itself."""
-        return self.forward(Z)
+        """The sparse code (B, n, m) of Z (B, n, d)."""
+
+    def forward(self, Z):
+        """(B, n, d) -> (B, n, d): unless overridden, the code itself."""
+        return self.code(Z)
 
     def multiply_adds(self):
         """Multiply-adds of a forward pass per token: every weight once."""
@@ -225,7 +229,7 @@ class ISTA(Sparsification):
     def build(cls, c, context):
         return cls(c.width, c.eta, c.lambd)
 
-    def forward(self, Z):
+    def code(self, Z):
         if Z.numel() < self.D.numel():      # fewer than d (generation, class tokens): G costs more
             return ista(Z, self.D, self.eta, self.lambd)
         G = self.eta * (self.D - self.D.mT @ self.D)
@@ -624,7 +628,7 @@ class MMProx(Sparsification):
     def build(cls, c, context):
         return cls(c.width, c.lambd, c.mm_eps, context)
 
-    def forward(self, Z):
+    def code(self, Z):
         n, d = Z.shape[-2:]
         alpha = d / ((self.context or n) * self.eps ** 2)
         return F.relu((1 + 4 / (9 * (1 + alpha))) * (Z @ self.D) - 4 * self.lambd / (9 * alpha))
