@@ -4,6 +4,7 @@ Text from a trained language model.
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
     python sample.py --ckpt=out/gpt-bert/best.pt --fill="The ___ is red."    masked models fill gaps
+    python sample.py --ckpt=... --steer=2:148:5    entry 148 of layer 2's sparse code is always 5
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
@@ -31,6 +32,7 @@ class Sample(DeviceFlags):
     prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, empty is a new "
                          "document")
     fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")
+    steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
@@ -44,6 +46,22 @@ class Sample(DeviceFlags):
 def decode(tokenizer, ids):
     """The text of token ids, without those that only pad the vocabulary."""
     return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
+
+
+def steer(model, words):
+    """Holds an entry (from 0) of a layer's (from 1) sparse code at a value, at every token."""
+    found = re.fullmatch(r"(\d+):(\d+):(-?\d+\.?\d*)", words)
+    if found is None:
+        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:148:5")
+    layer, entry, value = int(found[1]), int(found[2]), float(found[3])
+    operator = model.layers[layer - 1].sparsification if 1 <= layer <= len(model.layers) else None
+    if operator is None:
+        raise UserError(f"--steer={words}: of {len(model.layers)} layers, {layer} has no code")
+    code, entries = operator.code, operator.code(model.positions[None, :1]).shape[-1]
+    if entry >= entries:
+        raise UserError(f"--steer={words}: the entries of layer {layer} are 0 to {entries - 1}")
+    column = torch.arange(entries, device=model.positions.device) == entry
+    operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 
 @torch.no_grad()
@@ -93,6 +111,8 @@ def main(argv):
     processes = Processes(c.device)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)
+    if c.steer is not None:
+        steer(model, c.steer)
     if c.fill is not None:
         filled = fill(model, tokenizer, c.fill, processes.device)
         print(filled)
