@@ -1,22 +1,21 @@
 """
-Can single neurons of the last layer be read?
+Can single neurons be read?
 
-A neuron is an entry of the last layer's code: of ISTA's Z^{l+1}, ODL's a_2, what is behind an MLP's
-GELU. Means and standard errors over the checkpoints of an arch.
+A neuron is an entry of the last layer's code: ISTA's Z^{l+1}, which the head reads, or ODL's a_2 or
+what is behind an MLP's GELU, inside a branch. Means and standard errors over an arch's checkpoints.
 
 k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
 images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
 the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
-mean over 100 neurons that fire at least 20 times. Each model offers as many neurons as the
-narrowest is wide.
+mean over 100 that fire 20 times. Each model offers as many neurons as the narrowest is wide.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
+    python -m experiments.neurons --ckpt=a.pt --examples    what excites five of them, in the text
 
 Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
-0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0). The
-head reads ISTA's code itself; of ODL and MLP the code is a branch's inner layer.
+0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0).
 """
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -26,13 +25,16 @@ import torch
 
 from analyze import backbone_of, batches, OneModel, open_images, open_model, print_table
 from checkpoint import load_model
+from data.text import tokenizer_from_meta
 from flags import cli, needed, option, parse, UserError
-from scores import load_tokens, logistic_regression, pooling
+from scores import logistic_regression, pooling
 
 
 @dataclass(kw_only=True)
 class Neurons(OneModel):
     ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
+    examples: bool = option(False, "print passages that excite the neurons that tell most, marked")
+    layer: int = option(0, "which layer's neurons; 0 is the last", low=0)
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
 
@@ -62,20 +64,20 @@ class Codes(NamedTuple):
 
 
 @torch.no_grad()
-def last_codes(loaded, c):
-    """The Codes of the last layer."""
-    given, found = [], []
-    layer = backbone_of(loaded).layers[-1]
-    if layer.sparsification is None:
-        raise UserError(f"arch {loaded.model.config.arch} has no sparsification to look into")
+def read_codes(loaded, c):
+    """The Codes of layer c.layer."""
+    given, found, layers = [], [], backbone_of(loaded).layers
+    layer = layers[min(c.layer, len(layers)) - 1]
+    if c.layer > len(layers) or layer.sparsification is None:
+        raise UserError(f"layer {c.layer or len(layers)} of {len(layers)} has no sparse code")
     for index, x in batches(loaded, c):
-        last = backbone_of(loaded).trace(x)[-1]
+        half = backbone_of(loaded).trace(x)[c.layer - 1].half
         given.append(index.cpu())
-        found.append(layer.sparsification.code(layer.norm2(last.half)).float().cpu())
+        found.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
     given, values = torch.cat(given).numpy(), torch.cat(found)      # values (samples, tokens, m)
     nonzeros, group = (values != 0).float().mean().item(), np.arange(len(given))
     if loaded.task == "gpt":
-        decode = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[0].tokenizer.decode
+        decode = tokenizer_from_meta(loaded.meta).decode
         rows = [text_properties([decode([i]) for i in window]) for window in given]
         properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
         return Codes(values.flatten(0, 1), nonzeros, properties, given.flatten(),
@@ -116,6 +118,26 @@ def purity(codes, columns):
                      for kinds in codes.kinds[top].T])
 
 
+def print_examples(loaded, c):
+    """For each of the five properties that correlate most with one neuron, the ten windows of text
+    that excite this neuron most, a line each: the tokens around the one where it is highest, with
+    «marks» where it is at least half as high."""
+    if loaded.task != "gpt":
+        raise UserError("--examples prints passages of text; this checkpoint is of images")
+    codes, decode = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode
+    has = torch.from_numpy(np.array([*codes.properties.values()])).float()
+    correlation = torch.corrcoef(torch.cat([has, codes.values.mT]))[:len(has), len(has):]
+    best, entries = correlation.nan_to_num().max(1)
+    for i in best.argsort(descending=True)[:5].tolist():
+        print(f"entry {entries[i]}, correlation {best[i]:.2f} with: {[*codes.properties][i]}")
+        values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
+        for window in values.amax(1).argsort(descending=True)[:10]:
+            row, ids = values[window], codes.kinds.reshape(values.shape)[window]
+            at, pieces = int(row.argmax()), [decode([i]).replace("\n", "↵") for i in ids]
+            pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
+            print("   ", "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", ""))
+
+
 def measure(codes, width, seed):
     """The numbers of one row of the table, of `width` of the code's neurons."""
     generator = torch.Generator().manual_seed(seed)
@@ -123,9 +145,8 @@ def measure(codes, width, seed):
     values, found = codes.values[:, chosen], dict(neurons=codes.values.shape[1])
     found["nonzeros"] = codes.nonzeros
     for k in (1, 5, 20):
-        scores = [sparse_probe(values, has, codes.group, k, seed)
-                  for has in codes.properties.values()]
-        scores = [score for score in scores if score is not None]
+        scores = [score for has in codes.properties.values()
+                  if (score := sparse_probe(values, has, codes.group, k, seed)) is not None]
         found[f"k={k}"] = float(np.mean(scores)) if scores else None
     alive = chosen[(values != 0).sum(0) >= 20][:100]
     found["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
@@ -147,13 +168,15 @@ def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
+    if c.examples:
+        return [print_examples(open_model(path, c, c.untrained), c) for path in paths]
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):
         for untrained in (False, True) if c.untrained else (False,):
             name = config.arch + ", untrained" * untrained
             seed = c.seed + len(runs.setdefault(name, []))
-            codes = last_codes(open_model(path, replace(c, seed=seed), untrained), c)
+            codes = read_codes(open_model(path, replace(c, seed=seed), untrained), c)
             runs[name].append(measure(codes, width, seed))
     rows = [dict(code=name, runs=len(found)) | averages(found) for name, found in runs.items()]
     print_table(rows)

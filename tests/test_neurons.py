@@ -8,6 +8,7 @@ from analyze import spread
 from checkpoint import load_model
 from data import images, text
 from experiments import neurons
+from flags import UserError
 from helpers import write_model
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
@@ -43,19 +44,27 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
 
 
 @torch.no_grad()
-def test_codes_of_text(tmp_path, text_cache):
+def test_codes_of_text(tmp_path, text_cache, capsys):
     data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
     model = LanguageModel(TextConfig(arch="crate-alpha", width=16, heads=2, layers=2, context=11,
                                      vocab_size=8)).eval()
     meta = dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=data.tokenizer.n_vocab)
     write_model(path, model, "gpt", meta)
     c = neurons.Neurons(data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
-    codes, layer = neurons.last_codes(load_model(path), c), model.layers[-1]
+    codes, layer = neurons.read_codes(load_model(path), c), model.layers[-1]
     assert np.array_equal(codes.kinds[:11], data.val[:11])
     assert np.array_equal(codes.group, np.arange(9).repeat(11))
     half = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1].half
     torch.testing.assert_close(codes.values,
                                layer.sparsification.code(layer.norm2(half)).flatten(0, 1))
+    # nine passages an entry; in the first it is at its highest
+    neurons.main([f"--ckpt={path}", f"--data_dir={text_cache}", "--samples=9", "--examples"])
+    lines, words = capsys.readouterr().out.splitlines(), data.tokenizer.decode(codes.kinds)
+    for head, passage in zip(lines[::10], lines[1::10], strict=True):
+        y = codes.values[:, int(head.split()[1][:-1])]
+        marked = [f"«{s}»" if high else s for s, high in zip(words, y >= y.max() / 2)]
+        best = "".join(marked[y.argmax() // 11 * 11:][:11])
+        assert passage.strip() == best.replace("»«", "").replace("\n", "↵")
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
@@ -68,11 +77,13 @@ def test_neurons_of_images(pool, tmp_path, cache):
         paths.append(str(tmp_path / f"{arch}.pt"))
         write_model(paths[-1], model, "vit", data.meta())
     flags = [f"--data_dir={cache}", "--device=cpu"]
+    for wrong in ("--examples", "--layer=4"):           # these are images, of three layers
+        with pytest.raises(UserError):
+            neurons.main([f"--ckpt={paths[0]}", wrong, *flags])
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", *flags])
     assert [row["code"] for row in rows] == ["crate", "transformer"]
-    loaded = load_model(paths[1])
-    c = neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
-    codes, index = neurons.last_codes(loaded, c), spread(100, 30).numpy()
+    loaded, c = load_model(paths[1]), neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
+    codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()
     assert np.array_equal(codes.kinds, data.val_labels[index])
     red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
     assert np.array_equal(codes.properties["red"], red)
