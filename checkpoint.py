@@ -233,7 +233,7 @@ def publish(path, name):
     flags = {key: value for key, value in content["run_config"].items()
              if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
     kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
-    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept)
+    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept, keep_previous=False)
 
 
 # -------------------------------------------------------------------------------------------------
