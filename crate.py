@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from data.images import draw_shapes
+from data.shapes import draw_shapes
 
 
 def coding_rate(Z, eps=0.5):

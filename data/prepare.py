@@ -38,7 +38,7 @@ if __name__ == "__main__":
 import numpy as np
 from tqdm import tqdm
 
-from data import images, text
+from data import images, shapes, text
 from flags import UserError, cli
 from model import not_one_of
 
@@ -201,11 +201,11 @@ def write_shapes(name, counts, draft):
     """Draws `shapes` or `camouflage`; returns what meta.json says of them."""
     print(f"{name}: drawing {sum(counts):,} pictures, once", file=sys.stderr, flush=True)
     for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
-        hidden = images.CAMOUFLAGE[split] if name == "camouflage" else {}
-        arrays = images.draw_shapes(n, seed, **hidden)
+        hidden = shapes.CAMOUFLAGE[split] if name == "camouflage" else {}
+        arrays = shapes.draw_shapes(n, seed, **hidden)
         for kind, array in zip(("images", "labels", "masks"), arrays):
             np.save(draft / f"{split}_{kind}.npy", array)
-    return image_meta(list(images.SHAPES), draft)
+    return image_meta(list(shapes.SHAPES), draft)
 
 
 def image_meta(classes, draft):

@@ -1,4 +1,4 @@
-"""data/images.py: batches, pictures, and what `shapes` shows."""
+"""data/images.py: batches and pictures; data/shapes.py: what `shapes` shows."""
 import itertools
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import train_mae
 import train_simdino
 import train_vit
-from data import augment, images
+from data import augment, images, shapes
 from flags import UserError, parse
 
 
@@ -122,7 +122,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
 
 def test_masks_are_the_objects():
     """Told apart by the nearer of the two mean colours, pixels fall to either side as masks say."""
-    pictures, labels, masks = images.draw_shapes(1000, seed=0)
+    pictures, labels, masks = shapes.draw_shapes(1000, seed=0)
     assert np.bincount(labels).tolist() == [100] * 10
     assert np.bincount(labels[:300], minlength=10).min() > 10       # in random order
     assert np.isin(masks, (0, 1)).all() and pictures.shape == (*masks.shape, 3)
@@ -138,7 +138,7 @@ def test_masks_are_the_objects():
 
 def test_camouflaged_objects_differ_by_what_their_texture_varies():
     """Mean colours are 0.3 apart, pixels as far from their mean; no place is a good guess."""
-    pictures, _, masks = images.draw_shapes(1000, seed=3, **images.CAMOUFLAGE["val"])
+    pictures, _, masks = shapes.draw_shapes(1000, seed=3, **shapes.CAMOUFLAGE["val"])
     x, inside = pictures / 255, masks[..., None].astype(bool)
     object_, ground = (x.mean((1, 2), where=where) for where in (inside, ~inside))
     assert 0.24 < np.median(np.linalg.norm(object_ - ground, axis=1)) < 0.32

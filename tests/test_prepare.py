@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data import images, prepare, text
+from data import images, prepare, shapes, text
 from flags import UserError
 from test_text import bpe, encoding, sentences      # noqa: F401 (fixtures)
 
@@ -105,12 +105,12 @@ def test_own_pictures(tmp_path, capsys):
 
 
 def test_drawn_sets_are_prepared_on_first_use(tmp_path, monkeypatch):
-    draw = images.draw_shapes
-    monkeypatch.setattr(images, "draw_shapes", lambda n, seed, **more: draw(n // 100, seed, **more))
+    draw = shapes.draw_shapes
+    monkeypatch.setattr(shapes, "draw_shapes", lambda n, seed, **more: draw(n // 100, seed, **more))
     data = images.load("camouflage", tmp_path)
-    assert data.classes == list(images.SHAPES) and data.image_size == 32
+    assert data.classes == list(shapes.SHAPES) and data.image_size == 32
     assert data.train_images.shape == (100, 32, 32, 3) and data.val_masks.shape == (20, 32, 32)
-    assert np.array_equal(data.val_images, draw(20, 1, **images.CAMOUFLAGE["val"])[0])
+    assert np.array_equal(data.val_images, draw(20, 1, **shapes.CAMOUFLAGE["val"])[0])
 
 
 # ---- text

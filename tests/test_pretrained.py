@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import checkpoint
-from data import images, text
+from data import images, shapes, text
 from parallel import Processes
 from scores import classify, features, language_scores, nearest_neighbours, statistics_of
 from train_mae import validate
@@ -49,7 +49,7 @@ def test_scores(name, text_cache):
             guess, mirrored = (loaded.model(v).argmax(1) for v in (x, x.flip(3)))
         assert (guess == mirrored).float().mean() > 0.5 and len(guess.unique()) > 4
         return
-    val = images.Images(*images.draw_shapes(2000, seed=1)[:2], "cpu")
+    val = images.Images(*shapes.draw_shapes(2000, seed=1)[:2], "cpu")
     if loaded.task == "vit":
         acc = classify(loaded.model, val, data, CONFIG, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(score, abs=0.3)
@@ -57,7 +57,7 @@ def test_scores(name, text_cache):
         loss = validate(loaded.model, val, data, CONFIG, PROCESSES)["loss"]
         assert loss == pytest.approx(score, abs=0.002)
     else:
-        train = images.Images(*images.draw_shapes(1000, seed=0)[:2], "cpu")
+        train = images.Images(*shapes.draw_shapes(1000, seed=0)[:2], "cpu")
         x, z = (features(loaded.encoder, split, data, CONFIG, PROCESSES) for split in (train, val))
         acc = nearest_neighbours(x, train.labels, z, val.labels, 10, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(score, abs=0.5)

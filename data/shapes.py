@@ -1,0 +1,95 @@
+"""`shapes`: pictures of ten kinds of object, drawn, so that everything works without a network."""
+import math
+
+import numpy as np
+
+SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "crescent", "heart",
+          "arrow")
+# Contrasts to learn from and to be scored at; small, so that no one place is a good guess
+CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
+                  val=dict(contrast=(0.3, 0.3), scale=(0.18, 0.28)))
+
+
+def _inside(shape, x, y):
+    """Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07."""
+    if shape == "circle":
+        return x * x + y * y < 0.8**2
+    if shape == "ellipse":
+        return x * x + (y / 0.5) ** 2 < 1.05**2
+    if shape == "square":
+        return np.maximum(abs(x), abs(y)) < 0.7
+    if shape == "triangle":
+        return np.maximum(math.sqrt(0.75) * abs(x) + 0.5 * y, -y) < 0.53
+    if shape == "cross":
+        return (np.minimum(abs(x), abs(y)) < 0.28) & (np.maximum(abs(x), abs(y)) < 0.95)
+    if shape == "star":  # in a pentagram is what lies beyond at most one of its five edges' lines
+        turns = 2 * math.pi / 5 * np.arange(5)
+        return sum((x * math.sin(t) + y * math.cos(t) > 0.33).astype(np.int8) for t in turns) < 2
+    if shape == "ring":
+        return abs(x * x + y * y - 0.58) < 0.34
+    if shape == "crescent":
+        return (x * x + y * y < 1) & ((x - 0.5) ** 2 + y * y > 0.75**2)
+    if shape == "heart":
+        x2, y = (1.3 * x) ** 2, 1.3 * y + 0.1
+        return (x2 + y * y - 1) ** 3 < x2 * y**3
+    assert shape == "arrow"
+    return np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1))
+
+
+def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
+    """float32 (n, size, size, 3) around 0: interpolated noise of (cells a side, strength) each."""
+    out = np.zeros((n, size * size, 3), np.float32)
+    for cells, strength in scales:
+        at = np.linspace(0, cells - 1, size)
+        weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells))).astype(np.float32)
+        grid = rng.standard_normal((n, cells * cells, 3), np.float32)
+        out += strength * (np.kron(weights, weights) @ grid)
+    return out.reshape(n, size, size, 3)
+
+
+def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
+    """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
+
+    One whole object an image, of random place, tilt, colour and scale (about half its height, in
+    heights of the image). Its colours and texture come from the background's distribution, so that
+    only the outline tells the class. Every class is as frequent. With `contrast` (low, high) the
+    colours are that far apart, under a texture of two pixels a grain, 0.23 from its colour."""
+    rng = np.random.default_rng(seed)
+    labels = rng.permutation(np.arange(n) % len(SHAPES))
+    images = np.empty((n, size, size, 3), np.uint8)
+    masks = np.empty(images.shape[:3], np.uint8)
+    grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4  # 4 x 4 points in each pixel
+    for label, shape in enumerate(SHAPES):
+        for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
+            m = len(rows)
+            # the share of each pixel that the object covers
+            radius = rng.uniform(*scale, m).astype(np.float32) * size
+            reach = 1.07 * radius
+            centre = reach + rng.random((2, m), np.float32) * (size - 2 * reach)
+            angle = rng.uniform(-math.pi / 9, math.pi / 9, m)  # 20 degrees: a heart stays a heart
+            cos = (np.cos(angle) / radius).astype(np.float32)
+            sin = (np.sin(angle) / radius).astype(np.float32)
+            dx, dy = grid - centre[0][:, None], centre[1][:, None] - grid  # (m, 4 size); y upwards
+            x = (cos[:, None] * dx)[:, None] + (sin[:, None] * dy)[:, :, None]  # (m, row, column)
+            y = (cos[:, None] * dy)[:, :, None] - (sin[:, None] * dx)[:, None]
+            inside = _inside(shape, x, y).reshape(m, size, 4, size, 4)
+            cover = inside.mean((2, 4), dtype=np.float32)
+            if contrast:
+                colour = rng.uniform(0.3, 0.7, (m, 1, 1, 3)).astype(np.float32)
+                apart = rng.standard_normal((m, 1, 1, 3), np.float32)
+                apart /= np.linalg.norm(apart, axis=-1, keepdims=True)
+                apart *= rng.uniform(*contrast, (m, 1, 1, 1)).astype(np.float32)
+                back, front = (shade + _texture(rng, m, size, [(16, 0.2)])
+                               for shade in (colour - apart / 2, colour + apart / 2))
+            else:
+                # a colour for the background, and the first of seven that stands out, else the best
+                colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
+                distance = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
+                choice = 1 + np.argmax(np.where(distance > 0.6, 2, distance), 1)
+                back = colours[:, 0][:, None, None] + _texture(rng, m, size)
+                front = colours[np.arange(m), choice][:, None, None] + _texture(rng, m, size)
+            image = back + cover[..., None] * (front - back)
+            image += 0.04 * rng.standard_normal(image.shape, np.float32)
+            images[rows] = (255 * image.clip(0, 1)).round()
+            masks[rows] = cover >= 0.5
+    return images, labels, masks
