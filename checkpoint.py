@@ -182,12 +182,6 @@ def _misfit(own, state):
             return f"{name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
 
 
-def from_official(content, heads=None):
-    """The model in evaluation mode of a published file's content; see published.describe."""
-    task, config, tensors, names = published.describe(content, heads)
-    return _filled(TASKS[task][0], config, tensors, names).eval()
-
-
 def load_into(module, state, path):
     """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
     if problem := _misfit(module.state_dict(), state):

@@ -1,6 +1,6 @@
-"""Checkpoint files, and loading models of every task and published ones.
+"""Checkpoint files, and loading models of every task.
 
-Damage is in test_survive.py, saving and resuming a run in test_run.py."""
+Damage is in test_survive.py, resuming a run in test_run.py, published files in test_published.py."""
 from dataclasses import asdict
 
 import pytest
@@ -13,7 +13,6 @@ from helpers import same
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
 from optim import make_optimizer
-from test_published import official
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
@@ -89,16 +88,6 @@ def test_one_loader_for_every_task(tmp_path, task):
         found = {f"encoder.{k}": v for k, v in found.items()} \
             | {k: v for k, v in full["model"].items() if "projector" in k}
     assert same(found, full["model"])
-
-
-def test_the_same_loader_reads_published_files(tmp_path):
-    """Their numbers are in test_published.py."""
-    path = tmp_path / "their.pth"
-    torch.save(dict(state_dict={f"module.{k}": t for k, t in official("crate").items()}), path)
-    loaded = checkpoint.load_model(path, ("vit", "mae"), heads=4)
-    assert loaded.task == "vit" and loaded.meta == loaded.content == {}
-    with pytest.raises(UserError, match="their.pth .*no published .* has width 16"):
-        checkpoint.load_model(path)
 
 
 @pytest.mark.parametrize("task", KINDS)

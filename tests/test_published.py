@@ -1,10 +1,10 @@
-"""checkpoint.from_official on random tensors, against the authors' networks written once more."""
+"""Published files, of random tensors, against the authors' networks written once more."""
 import pytest
 import torch
 from torch.nn import functional as F
 
-from checkpoint import from_official, load_model
-from model import ConfigError
+from checkpoint import load_model
+from flags import UserError
 from test_model import assert_near, float64, patches_literally          # noqa: F401 (a fixture)
 
 d, P, SIDE, LAYERS, DECODER_LAYERS, CLASSES = 16, 4, 3, 2, 3, 7
@@ -97,22 +97,27 @@ def released_forward(t, x, masked=None, heads=4):
 
 @pytest.mark.parametrize("kind", ["crate", "crate-alpha", "crate-mae"])
 @torch.no_grad()
-def test_from_official(kind):
+def test_published_files_open_as_the_authors_networks(kind, tmp_path):
+    def load(tensors, heads=None):
+        whole = dict(state_dict={f"module.{name}": t for name, t in tensors.items()}, epoch=799)
+        torch.save(whole, tmp_path / "their.pth")
+        return load_model(tmp_path / "their.pth", ("vit", "mae"), heads)
+
     tensors, x, noise = official(kind), torch.randn(2, 3, 12, 12), torch.rand(2, 9)
-    net = from_official({"model": tensors, "epoch": 799}, heads=4)
-    c = net.config
+    loaded = load(tensors, heads=4)
+    net, c = loaded.model, loaded.model.config
     assert (c.width, c.layers, c.patch_size, c.image_size) == (d, LAYERS, P, 12)
-    assert not net.training
+    assert not net.training and loaded.meta == loaded.content == {}
     if kind == "crate-mae":
         mask = net.draw_mask(noise)
         found, masked = net.predicted(x, mask), mask.masked
-        assert (c.decoder_layers, c.lambd) == (DECODER_LAYERS, 0.5)
+        assert (loaded.task, c.decoder_layers, c.lambd) == ("mae", DECODER_LAYERS, 0.5)
     else:
         found, masked = net(x), None
     assert_near(found, released_forward(tensors, x, masked))
-    assert from_official(official(kind, d=576)).config.heads == 12      # a published width
-    with pytest.raises(ConfigError, match="width 16.*heads="):
-        from_official(tensors)
+    assert load(official(kind, d=576)).model.config.heads == 12         # a published width
+    with pytest.raises(UserError, match="their.pth .*no published .* has width 16.*heads="):
+        load(tensors)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
