@@ -50,9 +50,10 @@ def text_cache(tmp_path_factory):
 @pytest.fixture
 def train(cache, text_cache, tmp_path, monkeypatch):
     """train(module, name, *flags): a tiny run of a training script in this process, into
-    tmp_path/name, without its picture; returns its last line of metrics."""
+    tmp_path/name, without its pictures; returns its last line of metrics."""
     from helpers import FLAGS
-    monkeypatch.setattr("run.draw_curves", lambda folders, path: None)
+    for name in ("run.draw_curves", "scores.write_sheet"):
+        monkeypatch.setattr(name, lambda *picture: None)
 
     def run(module, name, *flags):
         data_dir = text_cache if module.__name__ == "train_gpt" else cache

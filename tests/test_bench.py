@@ -71,7 +71,7 @@ def run(monkeypatch, tmp_path):
         MAE | dict(image_size=32) if config is MAEConfig else dict(TEXT)))
     monkeypatch.setattr(bench, "IMAGE_MODELS", [("a", IMAGE, 2), ("b", IMAGE, 4)])
     monkeypatch.setattr(bench, "SHAPES", [(2, 9, 16, 2), (2, 5, 32, 4)])
-    monkeypatch.setattr(bench, "HEAD", (4096, 16, 4096))
+    monkeypatch.setattr(bench, "HEAD", (2048, 16, 2048))
 
     def run(*argv):
         path = tmp_path / "rows"
@@ -100,7 +100,7 @@ def test_compared(run, command, unit, variants):
         flops = 2 * ImageClassifier(ImageConfig(**IMAGE)).train_flops()
         assert rows[0]["GFLOP_per_s"] == pytest.approx(1e-6 * flops / rows[0]["ms"])
     if command == "head" and rows[1]["MB"] is not None:     # the logits and their gradient, or less
-        assert rows[1]["MB"] > 2 * 4 * 4096 ** 2 / 1e6 and rows[2]["MB"] < 0.6 * rows[1]["MB"]
+        assert rows[1]["MB"] > 2 * 4 * 2048 ** 2 / 1e6 and rows[2]["MB"] < 0.6 * rows[1]["MB"]
 
 
 def test_generate(run):
@@ -135,14 +135,23 @@ def test_short_commands_parse(cuda):
         assert c.ckpt.removesuffix("/best.pt") in written
 
 
-def test_gpu_goes_on_after_failures(run, monkeypatch, capsys):
-    train = ("train_vit.py shapes --train_images=50 --width=16 --heads=2 --layers=1 --epochs=2 "
-             "--log_every=2 --patch_size=8 --out_dir={}/a")
-    monkeypatch.setattr(bench, "short_commands",
-                        lambda cuda: ([train], ["-c open('{}/a/best.pt')"], ["-c 1/0"]))
+TRAIN = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1].removeprefix("--out_dir="))
+folder.mkdir()
+(folder / "metrics.jsonl").write_text('{"examples_per_s": 7}\\n')
+(folder / "best.pt").touch()
+"""
+
+
+def test_gpu_goes_on_after_failures(run, monkeypatch, capsys, tmp_path):
+    """And reads the rate of a run, which a few lines stand for here, from its metrics."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    commands = ([f"{tmp_path}/train.py --out_dir={{}}/a"], ["-c open('{}/a/best.pt')"], ["-c 1/0"])
+    monkeypatch.setattr(bench, "short_commands", lambda cuda: commands)
     with pytest.raises(SystemExit, match="1 of 3 failed"):      # a message: status 1
         run("gpu")
     printed = capsys.readouterr().out.splitlines()[1:]
     done, fine, fails = (re.split(r" {2,}\S+ s ", line)[-1] for line in printed)
-    assert done.startswith("ok") and done.endswith(" examples/s") and fine == "ok"
+    assert done.split() == ["ok", "7", "examples/s"] and fine == "ok"
     assert fails.startswith("FAILED (1) ZeroDivisionError")

@@ -1,6 +1,4 @@
-"""Two processes under torchrun do what one does, share the evaluation, and outlive one of them.
-
-The two have an agent of torchrun each, as on two machines, and meet over the loopback."""
+"""Two processes do what one does and share the evaluation; torchrun's outlive one of them."""
 import contextlib
 import importlib
 import json
@@ -32,11 +30,12 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
     "gpt-muon": (*GPT, "--optimizer=muon", "--lr=3e-3"),
     "bert": (*GPT, "--objective=masked", "--arch=transformer"),
 }
-# "again" starts where "vit" has ended, and only one of the agents counts it as a restart
+# "again" starts where "vit" has ended, and only one of the two counts it as a restart
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import flags
+import flags, run, scores
+run.draw_curves = scores.write_sheet = lambda *picture: None
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -48,22 +47,18 @@ flags.cli(main)
 """
 
 
-def torchrun(*args, cwd=ROOT):
-    """A Popen of torchrun, its output in one pipe."""
-    command = [sys.executable, "-m", "torch.distributed.run", *map(str, args)]
-    return subprocess.Popen(command, cwd=cwd, text=True, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 @contextlib.contextmanager
-def ended(*agents):
-    """Ends the agents by SIGTERM, which reaches their workers; SIGKILL would orphan these."""
+def started(cwd, *args, **environment):
+    """A Popen of Python, its output in one pipe. SIGTERM ends it, which torchrun hands on to its
+    workers; SIGKILL would orphan these."""
+    python = subprocess.Popen([sys.executable, *args], cwd=cwd, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT,
+                              env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     try:
-        yield
+        yield python
     finally:
-        for agent in agents:
-            agent.terminate()
-            agent.communicate()
+        python.terminate()
+        python.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -77,27 +72,29 @@ def odd(tmp_path_factory, text_cache):
 
 @pytest.fixture(scope="module")
 def runs(odd, tmp_path_factory):
-    """(a folder with all RUNS of one process in one/ and of two in rank0/; exit
-    statuses of the agents; their output)."""
+    """(a folder with all RUNS of one process in one/ and of two in rank0/; their exit statuses;
+    their output)."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "runs.py").write_text(SCRIPT)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     todo = {name: [script, *FLAGS[script], *flags, f"--data_dir={odd}"]
             for name, (script, *flags) in (RUNS | dict(again=RUNS["vit"])).items()}
-    agents = [torchrun("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
-                       f"--rdzv_endpoint={endpoint}", "--local_addr=127.0.0.1", "runs.py",
-                       json.dumps(list(todo.items())), cwd=folder) for _ in range(2)]
-    with ended(*agents):
+    todo_both = "runs.py", json.dumps(list(todo.items()))
+    with started(folder, *todo_both, RANK="0", WORLD_SIZE="2", **place) as first, \
+            started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second, \
+            pytest.MonkeyPatch.context() as patch:
+        for picture in ("run.draw_curves", "scores.write_sheet"):
+            patch.setattr(picture, lambda *picture: None)
         for name in RUNS:
             script, *flags = todo[name]
             importlib.import_module(script).main([*flags, f"--out_dir={folder / 'one' / name}"])
-        said = [agent.communicate(timeout=400)[0] for agent in agents]
-    return folder, [agent.returncode for agent in agents], "\n".join(said)
+        said = [process.communicate(timeout=400)[0] for process in (first, second)]
+    return folder, [first.returncode, second.returncode], "\n".join(said)
 
 
-def test_both_agents_end_well_and_one_process_writes(runs):
+def test_both_end_well_and_one_process_writes(runs):
     folder, status, said = runs
     assert status == [0, 0], said[-5000:]
     assert sorted(os.listdir(folder)) == ["one", "rank0", "runs.py"]
@@ -161,6 +158,7 @@ from contextlib import suppress
 from unittest.mock import patch
 sys.path.insert(0, {str(ROOT)!r})
 import flags, run, train_vit
+run.draw_curves = lambda *picture: None
 def cli(main):                  # without the end of the process
     with patch("os._exit"), patch.object(flags.dist, "destroy_process_group"), suppress(SystemExit):
         flags.cli(main)
@@ -192,9 +190,8 @@ def test_four_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_p
     (tmp_path / "faults.py").write_text(FAULTS)
     flags = [*FLAGS["train_vit"], "--batch_size=12", "--epochs=0.6", "--save_every=10", "--clip=1",
              "--eval_every=1000", "--dropout=0.1", "--drop_path=0.1", "--ema=0.9"]   # 20 steps
-    agent = torchrun("--standalone", "--nproc_per_node=4", "--max-restarts=2", "faults.py", *flags,
-                     f"--data_dir={odd}", cwd=tmp_path)
-    with ended(agent):
+    with started(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4",
+                 "--max-restarts=2", "faults.py", *flags, f"--data_dir={odd}") as agent:
         said = agent.communicate(timeout=400)[0]
     assert agent.returncode == 0, said[-5000:]
     assert "resuming after step 6" in said and "resuming after step 10" in said
