@@ -145,7 +145,7 @@ def compare(c, processes, title, items, unit, variants):
     for name, (forward, leaves, _) in variants.items():
         if wants_compile(c, processes, 0):
             forward = torch.compile(forward)
-        steps[name] = partial(forward_backward, c, processes, forward, leaves)
+        steps[name] = partial(forward_backward, processes, forward, leaves)
         steps[name]()           # compiles
         memory[name] = peak_memory(steps[name], processes.device)
     times = alternate(steps, processes.device, c.repeats)
@@ -155,9 +155,9 @@ def compare(c, processes, title, items, unit, variants):
             **{f"{unit}_per_s": items / seconds})
 
 
-def forward_backward(c, processes, forward, leaves):
+def forward_backward(processes, forward, leaves):
     """forward() and the gradient of its sum; none is left in the leaves."""
-    with processes.autocast(c.dtype):
+    with processes.autocast():
         total = forward().sum()
     total.backward()
     for leaf in leaves:
@@ -283,7 +283,7 @@ def bench_length(c, processes):
     medians = {name: [] for name in operators}
     for n in lengths:
         Z = torch.randn(larger(1, device), n, 256, device=device, requires_grad=True)
-        steps = {name: partial(forward_backward, c, processes, partial(operator, Z),
+        steps = {name: partial(forward_backward, processes, partial(operator, Z),
                                [Z, *operator.parameters()])
                  for name, operator in operators.items()}
         for name, seconds in alternate(steps, device, c.repeats).items():
@@ -294,10 +294,10 @@ def bench_length(c, processes):
 
 
 @torch.no_grad()
-def advance(c, processes, model, ids, state):
+def advance(processes, model, ids, state):
     """The state behind the tokens `ids`; the given one stays as it is."""
     state = [dict(layer) for layer in state]
-    with processes.autocast(c.dtype):
+    with processes.autocast():
         model.advance(ids, state)
     return state
 
@@ -318,7 +318,7 @@ def bench_generate(c, processes):
     for arch in TEXT_ARCHS:     # a small vocabulary, so that the head does not hide the layers
         model = LanguageModel(TextConfig(arch=arch, width=256, heads=4, layers=4, vocab_size=512,
                                          context=c.longest + 1)).to(ids.device).eval()
-        behind[arch] = partial(advance, c, processes, model)
+        behind[arch] = partial(advance, processes, model)
         one, two = (cache_bytes(behind[arch](ids[:, :n], [])) for n in (1, 2))
         row(c, "4 layers of width 256", arch, bytes_a_token=two - one, bytes_constant=2 * one - two)
     for n in (c.longest // 32, c.longest):
@@ -398,10 +398,10 @@ def main(argv):
     flags = {name: type(name, (Flags,), dict(__doc__=function.__doc__))
              for name, function in COMMANDS.items()}
     command, c = parse_command(flags, argv, __doc__)
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     n = larger(1024, processes.device)
     a, b = torch.randn(2, n, n, device=processes.device)
-    with processes.autocast(c.dtype):
+    with processes.autocast():
         seconds = alternate({"matmul": lambda: a @ b}, processes.device, 5)["matmul"]
     row(c, device_name(processes.device), f"torch {torch.__version__}",
         GFLOP_per_s_of_a_large_matmul=2e-9 * n ** 3 / seconds)

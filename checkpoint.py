@@ -201,22 +201,21 @@ def load_resized(encoder, loaded, path):
     load_into(encoder, state, path)
 
 
-def load_optimizer(optimizer, saved):
+def load_optimizers(optimizers, saved):
     """Fills the state of each parameter. Rates, betas and decays stay those of the flags.
 
     A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
     each shape is compared first. Raises ValueError."""
-    parts = getattr(optimizer, "parts", None)
-    for name, part in (parts or {"": optimizer}).items():
-        theirs, own = saved[name] if parts else saved, part.state_dict()["param_groups"]
-        params = [p for group in part.param_groups for p in group["params"]]
+    for optimizer, theirs in zip(optimizers, saved, strict=True):
+        own = optimizer.state_dict()["param_groups"]
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         if [g["params"] for g in theirs["param_groups"]] != [g["params"] for g in own]:
             raise ValueError("its optimizer has other parameters")
         for i, kept in theirs["state"].items():
             for key, tensor in kept.items():
                 if tensor.shape != (() if key == "step" else params[i].shape):
                     raise ValueError(f"{key} of parameter {i} is not like the parameter")
-        part.load_state_dict(dict(state=theirs["state"], param_groups=own))
+        optimizer.load_state_dict(dict(state=theirs["state"], param_groups=own))
 
 
 def publish(path, name):

@@ -84,7 +84,7 @@ def load_image_model(c, *tasks):
     """(`Loaded`, on its device, with --random at random initialization; Processes)."""
     seed = c.seed if c.random else None
     loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, seed)
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     loaded.model.to(processes.device)
     return loaded, processes
 
@@ -104,7 +104,7 @@ def accuracy(c):
 def probe(c):
     """(what was read, (x, y, x_test, y_test, classes), Processes): features of both parts."""
     if c.features == "pixels":
-        encoder, meta, used, processes = None, {}, None, Processes(c.device)
+        encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
     else:
         loaded, processes = load_image_model(c, "vit", "mae", "simdino")
         encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.random else c.ckpt
@@ -149,7 +149,7 @@ def predict(c):
     shares = [{} for _ in c.files]
     if loaded.task == "vit":
         names = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             best = model(x).float().softmax(-1).topk(min(c.top, len(names)))
         shares = [{names[i]: round(p, 4) for p, i in zip(*row)}
                   for row in zip(best.values.tolist(), best.indices.tolist())]
@@ -164,7 +164,7 @@ def predict(c):
     if loaded.task == "mae":
         write_reconstructions(c.out, model, pixels, data, labels)
     else:
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             attention = loaded.encoder.trace(x)[-1].attention.float()
         maps = saliency(attention, config.pool).mean(1, keepdim=True)
         write_overlays(c.out, augment.to_float(pixels), maps, ["saliency"], labels)
@@ -201,7 +201,7 @@ def segment(c):
     side, prior, ious = size // patch, masks.float().mean(0, keepdim=True), []
     for index in torch.arange(len(masks)).split(c.batch_size):
         x, truth = model_input(split.batch(index)[0], data, size), masks[index].flatten(1)[:, None]
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             attention = loaded.encoder.trace(x)[c.layer - 1].attention
         maps = saliency(attention, pooling(loaded)).float().cpu().unflatten(-1, (side, side))
         maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)                     # (B, 1 + K, ..)
@@ -249,7 +249,7 @@ class CBT(TextFlags):
 
 def load_language_model(c, causal=True):
     """(`Loaded` on its device, tokenizer, Processes). With `causal` a masked model is refused."""
-    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device)
+    loaded, processes = load_model(needed(c.ckpt, "ckpt"), ("gpt",)), Processes(c.device, c.dtype)
     if causal and not loaded.model.config.causal:
         raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs one that predicts the next "
                         "token (--objective=causal)")
@@ -265,7 +265,7 @@ def lm(c):
         raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
     data, split, tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)
     stride, mask_rate = c.stride or context, loaded.content["run_config"].get("mask_rate")
-    scores = language_scores(loaded.model, tokens, c, processes, c.batch_size, tokenizer.n_vocab,
+    scores = language_scores(loaded.model, tokens, processes, c.batch_size, tokenizer.n_vocab,
                              mask_rate, stride, bar=processes.rank == 0)
     return dict(data=data.name, split=split, stride=stride) | scores
 
@@ -294,7 +294,7 @@ def lambada(c):
         for first in range(0, len(same), c.batch_size):
             prompts, words = zip(*same[first:first + c.batch_size])
             x = torch.from_numpy(np.stack(prompts)).to(processes.device)
-            with processes.autocast(c.dtype):
+            with processes.autocast():
                 written = model.generate(x, n, temperature=0)[:, -n:].tolist()
             for ids, word in zip(written, words):
                 if c.strict:
@@ -305,7 +305,7 @@ def lambada(c):
     return dict(data="lambada", strict=c.strict, acc=right / len(passages), n=len(passages))
 
 
-def likeliest(model, candidates, c, processes):
+def likeliest(model, candidates, processes):
     """The index of the likeliest of token lists that begin alike.
 
     Only what follows the beginning is scored. Beyond the context all lose as many tokens on the
@@ -316,7 +316,7 @@ def likeliest(model, candidates, c, processes):
     y = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in candidates])
     lost = max(longest - model.config.context - 1, 0)
     y, shared = y[:, lost:].to(processes.device), max(shared - lost, 1)
-    with processes.autocast(c.dtype):
+    with processes.autocast():
         Z = run_layers(model.layers, model.tokens(y[:, :-1].clamp_min(0)))
         logits = model.norm(Z[:, shared - 1:]) @ model.embed.weight.mT
     losses = F.cross_entropy(logits.float().mT, y[:, shared:], ignore_index=-1, reduction="none")
@@ -335,7 +335,7 @@ def cbt(c):
         before = start + tokenizer.encode(" ".join(passage["sentences"])).tolist()
         filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]
         candidates = [before + tokenizer.encode(words).tolist() for words in filled]
-        chosen = passage["options"][likeliest(loaded.model, candidates, c, processes)]
+        chosen = passage["options"][likeliest(loaded.model, candidates, processes)]
         right.setdefault(passage["task"], []).append(chosen == passage["answer"])
     for task, hits in sorted(right.items()):
         result |= {f"acc_{task}": sum(hits) / len(hits), f"n_{task}": len(hits)}

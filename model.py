@@ -1285,7 +1285,10 @@ class LanguageModel(nn.Module):
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, ids, targets=None):
-        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+        Z = self.tokens(ids)
+        for layer in self.layers:
+            Z = layer(Z)
+        Z = self.norm(Z)
         if targets is None:
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)

@@ -104,31 +104,6 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-class MuonAdamW:
-    """Muon for the matrices of hidden layers, AdamW for the rest, as one optimizer."""
-
-    def __init__(self, muon_groups, adamw_groups, lr, betas):
-        muon = Muon(muon_groups, lr=lr)
-        adamw = torch.optim.AdamW(adamw_groups, lr=lr, betas=betas, fused=True)
-        self.parts = dict(muon=muon, adamw=adamw)
-
-    @property
-    def param_groups(self):
-        return [group for part in self.parts.values() for group in part.param_groups]
-
-    def step(self):
-        for part in self.parts.values():
-            part.step()
-
-    def zero_grad(self, set_to_none=True):
-        for part in self.parts.values():
-            part.zero_grad(set_to_none)
-
-    def state_dict(self):
-        """{"muon": ..., "adamw": ...}, each as torch has it."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
-
-
 # Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and
 # released CRATE decays every parameter, vectors too
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
@@ -136,8 +111,9 @@ _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 _HIDDEN = {"layers", "decoder", "projector", "predict"}
 
 
-def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
-    """lion, adamw or muon; scale(key) multiplies the learning rate of the parameter key.
+def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
+    """[Lion], [AdamW], or [Muon for the matrices of hidden layers, AdamW for the rest]; scale(key)
+    multiplies the learning rate of the parameter key.
 
     Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
     model here has a convolution: its weight (4-D) would have to be let in."""
@@ -154,27 +130,25 @@ def make_optimizer(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
         [dict(params=params, weight_decay=0.0 if spared else weight_decay, decays=not spared,
               scale=factor) for (spared, factor), params in sorted(groups.items())]
         for groups in (hidden, others))
-    if name == "muon":
-        if not hidden:
-            raise UserError("muon found none of its matrices: no name begins with one of "
-                            f"{', '.join(sorted(_HIDDEN))}")
-        return MuonAdamW(hidden, others, lr, betas)
     if name == "lion":
-        return Lion(others, lr=lr, betas=betas)
-    return torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+        return [Lion(others, lr=lr, betas=betas)]
+    adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+    return [Muon(hidden, lr=lr), adamw] if name == "muon" else [adamw]
 
 
-def set_lr(optimizer, lr):
+def set_lr(optimizers, lr):
     """The learning rate of every group, times the group's own scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["scale"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
 
 
-def set_decay(optimizer, weight_decay):
+def set_decay(optimizers, weight_decay):
     """The weight decay of every group that is decayed."""
-    for group in optimizer.param_groups:
-        if group["decays"]:
-            group["weight_decay"] = weight_decay
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if group["decays"]:
+                group["weight_decay"] = weight_decay
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,10 @@ from flags import UserError
 
 
 class Processes:
-    """This process among those of torchrun (rank, world, device), and the collectives."""
+    """This process among those of torchrun (rank, world, device), and the collectives. `half` says
+    whether --dtype is bfloat16, autocast() is its context."""
 
-    def __init__(self, device="auto"):
+    def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0))
@@ -38,6 +40,10 @@ class Processes:
         if device == "cuda":
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        can = torch.cpu.get_capabilities() if device == "cpu" else {}
+        auto = device == "cuda" or can.get("amx_bf16") or can.get("avx512_bf16")
+        self.half = dtype == "bfloat16" or (dtype == "auto" and bool(auto))
+        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.half)
         self.control = None
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1:
@@ -104,12 +110,6 @@ class Processes:
         ddp.zero_grad(set_to_none=True)
         return ddp
 
-    def autocast(self, dtype):
-        """The autocast context of --dtype."""
-        if in_bfloat16(dtype, self.device):
-            return torch.autocast(self.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
-
 
 def _fresh_store(store, rank, world):
     """The part of torchrun's store that belongs to this start of the processes.
@@ -158,8 +158,8 @@ def wants_compile(config, processes, flops):
     2e11 operations a second: a run of four minutes repays it. float32 gains nothing."""
     device, wanted = processes.device, config.compile
     if wanted is None:
-        half = in_bfloat16(config.dtype, device)
-        wanted = device.type == "cuda" or (device.type == "cpu" and half and flops > 5e13)
+        worth = processes.half and flops > 5e13
+        wanted = device.type == "cuda" or (device.type == "cpu" and worth)
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if wanted and device.type == "cpu" and shutil.which(compiler) is None:
         if processes.rank == 0:
@@ -167,13 +167,6 @@ def wants_compile(config, processes, flops):
                   "step in bfloat16 takes about 0.7 of the time", flush=True)
         return False
     return wanted
-
-
-def in_bfloat16(dtype, device):
-    """Whether --dtype means bfloat16; auto: on cuda, and on a CPU with AMX or AVX512-BF16."""
-    can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    auto = device.type == "cuda" or can.get("amx_bf16") or can.get("avx512_bf16")
-    return dtype == "bfloat16" or (dtype == "auto" and bool(auto))
 
 
 def device_name(device):

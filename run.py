@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizer, read_checkpoint, reading, write_checkpoint
+from checkpoint import load_into, load_optimizers, read_checkpoint, reading, write_checkpoint
 from flags import cli, Diverged, flush_or_mute, interrupt, ROOT, Stopped, UserError
-from parallel import in_bfloat16, peak_flops
+from parallel import peak_flops
 
 # Flags that may change when a run is resumed, without a note
 _HARMLESS = "resume overwrite out_dir data_dir size device compile workers log_every".split()
@@ -217,7 +217,7 @@ class Run:
             self.processes.main_only(write)
         self.saved_step = self.step
 
-    def restore(self, model_config, optimizer, model, averaged=None):
+    def restore(self, model_config, optimizers, model, averaged=None):
         """If the run resumes: fills weights and optimizer, sets step, best score and losses
         of the line to come, and returns the checkpoint's content; else None.
 
@@ -239,7 +239,7 @@ class Run:
             load_into(averaged or model, content["model"], self.dir)
             if averaged is not None:
                 load_into(model, content["extra"]["student"], self.dir)
-            load_optimizer(optimizer, content["optimizer"])
+            load_optimizers(optimizers, content["optimizer"])
             self.step, self.best = content["step"], content["best"]
             self.losses = content["extra"]["losses"]
         return content
@@ -286,8 +286,7 @@ class Run:
 
     def describe(self, text):
         """Says what is trained, and in what precision."""
-        half = in_bfloat16(self.config.dtype, self.processes.device)
-        self.say(f"{text}, {'bfloat16' if half else 'float32'}")
+        self.say(f"{text}, {'bfloat16' if self.processes.half else 'float32'}")
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed after the first step, and that

@@ -91,7 +91,7 @@ def write(model, tokenizer, ids, c, processes):
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     start = torch.tensor([ids] * c.samples, device=processes.device)
     written, pending = [], []
-    with processes.autocast(c.dtype), sdpa_kernel(FOR_ANY_LENGTH):
+    with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
         for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator):
             written.append(new)
             if c.samples == 1 and (token := int(new)) != stop:
@@ -108,7 +108,7 @@ def write(model, tokenizer, ids, c, processes):
 def main(argv):
     """Writes the text to stdout and returns it."""
     c, _ = parse(Sample, {}, argv, __doc__)
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)
     if c.steer is not None:

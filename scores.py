@@ -1,7 +1,7 @@
 """
 The measures that training and evaluating share, and the pictures that both write.
 
-`split` is an images.Images, `data` has mean and std, `config` has dtype and workers. Every sample
+`split` is an images.Images, `data` has mean and std, `config` has workers. Every sample
 counts once; the processes share the samples.
 """
 import math
@@ -70,7 +70,7 @@ def classify(model, split, data, config, processes, batch_size=500):
         n = len(labels)
         if n < batch_size:      # a full last batch: a compiled model sees one shape
             batch = torch.cat([batch, batch[:1].expand(batch_size - n, -1, -1, -1)])
-        with processes.autocast(config.dtype):
+        with processes.autocast():
             logits = model(model_input(batch, data, model.config.image_size))[:n]
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
@@ -88,7 +88,7 @@ def features(encoder, split, data, config, processes, kind="class", batch_size=5
         if encoder is None:
             parts.append(augment.to_float(batch).flatten(1))
             continue
-        with processes.autocast(config.dtype):
+        with processes.autocast():
             Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
         parts.append(Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0])
     x = torch.cat(parts)
@@ -161,7 +161,7 @@ def load_tokens(name, split, meta, cache):
 
 
 @torch.no_grad()
-def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, mask_rate=None,
+def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     stride=None, bar=False):
     """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n).
 
@@ -182,7 +182,7 @@ def language_scores(model, tokens, config, processes, batch_size, n_vocab=None, 
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
         x, y = x.to(processes.device), y.to(processes.device)
         count = (y >= 0).sum()
-        with processes.autocast(config.dtype):
+        with processes.autocast():
             loss = model(x, y) * count
             right = (model(x).argmax(-1) == y).sum() if masked else torch.zeros_like(count)
         total += torch.stack([loss, right, count])

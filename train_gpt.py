@@ -15,7 +15,7 @@ import torch
 
 import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
-from optim import make_optimizer, set_lr, warmup_cosine
+from optim import make_optimizers, set_lr, warmup_cosine
 from parallel import derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import text
@@ -99,7 +99,7 @@ def validate(model, tokens, c, tokenizer, processes, all_tokens):
     --eval_windows windows of it."""
     if c.eval_windows and not all_tokens:
         tokens = tokens[:c.eval_windows * c.context + 1]
-    return language_scores(model, tokens, c, processes, c.micro_batch or c.batch_size,
+    return language_scores(model, tokens, processes, c.micro_batch or c.batch_size,
                            tokenizer.n_vocab, c.mask_rate)
 
 
@@ -120,7 +120,7 @@ def main(argv):
     """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
     c, preset = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"
 
@@ -138,12 +138,12 @@ def main(argv):
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
     schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "gpt", preset, processes)
-    run.restore(model.config, optimizer, model)
+    run.restore(model.config, optimizers, model)
     ddp = processes.wrap(model)
     if wants_compile(c, processes, c.steps * c.batch_size * c.context * model.train_flops()):
         model.compile()
@@ -156,7 +156,7 @@ def main(argv):
         meta = dict(name=c.data, tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab,
                     objective=c.objective)
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    optimizer=optimizer.state_dict(), data_meta=meta)
+                    optimizer=[o.state_dict() for o in optimizers], data_meta=meta)
 
     for step in range(run.step, c.steps):
         model.train()
@@ -180,7 +180,7 @@ def main(argv):
         # forward and backward
         loss = 0.0
         for micro_x, micro_y in micro_batches(ddp, c.micro_batch, x, y):
-            with processes.autocast(c.dtype):
+            with processes.autocast():
                 micro_loss = ddp(micro_x, micro_y)
             # from a mean over its own targets to its part of the mean over all;
             # DDP averages over the processes, so multiply by their number
@@ -191,9 +191,10 @@ def main(argv):
         # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-        set_lr(optimizer, schedule[step])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        set_lr(optimizers, schedule[step])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         run.log_step(loss, schedule[step])
 
         # evaluate; the best checkpoint is chosen on the same windows throughout

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields
-from optim import make_optimizer, set_lr, steps_per_epoch, warmup_cosine
+from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
@@ -106,7 +106,7 @@ def validate(model, val, data, c, processes, batch_size=256):
     for index, (pixels, _) in zip(mine, val.batches([i.numpy() for i in mine], c.workers)):
         noise = validation_noise(model, int(index[0]), len(index), device)
         x = model_input(pixels, data, c.image_size)
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             loss = model(x, noise)
         n = torch.tensor(float(len(index)), device=device)
         total += torch.stack([loss.float() * n, n])
@@ -118,7 +118,7 @@ def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
     c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data
@@ -131,12 +131,12 @@ def main(argv):
     model = build_model(c).to(device)
 
     # ---- optimizer
-    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
     run = Run(c, "mae", preset, processes)
-    run.restore(model.config, optimizer, model)
+    run.restore(model.config, optimizers, model)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(augmented, c=c, data=data)
@@ -152,7 +152,7 @@ def main(argv):
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    optimizer=optimizer.state_dict(), data_meta=data.meta())
+                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -168,7 +168,7 @@ def main(argv):
         # forward and backward
         loss = 0.0
         for micro_x, micro_noise in micro_batches(ddp, c.micro_batch, x, noise):
-            with processes.autocast(c.dtype):
+            with processes.autocast():
                 micro_loss = ddp(micro_x, micro_noise) * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()
@@ -176,9 +176,10 @@ def main(argv):
         # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-        set_lr(optimizer, schedule[step])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        set_lr(optimizers, schedule[step])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         run.log_step(loss, schedule[step])
 
         # evaluate

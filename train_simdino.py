@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
-from optim import ema_update, make_optimizer, set_decay, set_lr, steps_per_epoch, warmup_cosine
+from optim import ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
@@ -279,7 +279,7 @@ def main(argv):
     c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if c.local_area > c.global_area:
         raise UserError(f"--local_area={c.local_area} is more than --global_area={c.global_area}")
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data
@@ -295,14 +295,14 @@ def main(argv):
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
     # ---- optimizer
-    optimizer = make_optimizer(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999))
+    optimizers = make_optimizers(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999))
     schedule = schedules(c, total, epoch)
     # the weight of the coding rate as its authors set it: (p + N m) / (p N m) = 1 / p + 1 / N m
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
     run = Run(c, "simdino", preset, processes)
-    if resumed := run.restore(student.encoder.config, optimizer, student, teacher):
+    if resumed := run.restore(student.encoder.config, optimizers, student, teacher):
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)
@@ -325,8 +325,8 @@ def main(argv):
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
-        return dict(model=teacher.state_dict(), model_config=asdict(config),
-                    extra=extra, optimizer=optimizer.state_dict(), data_meta=data.meta())
+        return dict(model=teacher.state_dict(), model_config=asdict(config), extra=extra,
+                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     if run.step == 0:                       # what a score is to be compared with
         scores = score_neighbours(teacher, train, val, data, c, processes)
@@ -343,9 +343,9 @@ def main(argv):
         views = augmentation(pixels, *random_numbers(c, step, rows, device))
 
         # forward
-        with torch.no_grad(), processes.autocast(c.dtype):
+        with torch.no_grad(), processes.autocast():
             t, t_logits = teacher(views[:1])                # the global views only
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             s, s_logits = ddp(views)
 
         # loss and backward
@@ -367,10 +367,11 @@ def main(argv):
             clip_each(params, c.clip_each)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
-        set_lr(optimizer, schedule["lr"][step])
-        set_decay(optimizer, schedule["weight_decay"][step])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        set_lr(optimizers, schedule["lr"][step])
+        set_decay(optimizers, schedule["weight_decay"][step])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         ema_update(averages, params, schedule["momentum"][step])
 
         # log; during warm-up random features look collapsed, which is no news

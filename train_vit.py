@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import checkpoint
 from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
-from optim import ema_update, make_optimizer, set_lr, steps_per_epoch, warmup_cosine
+from optim import ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
@@ -217,7 +217,7 @@ def main(argv):
     c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if preset.startswith("finetune") and c.init_from is None:
         raise UserError(f"{preset} needs --init_from=CHECKPOINT")
-    processes = Processes(c.device)
+    processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
     # ---- data; an encoder goes on seeing it normalized as in its pretraining
@@ -245,12 +245,13 @@ def main(argv):
 
     # ---- optimizer
     scale = partial(lr_scale, L=model.config.layers, decay=c.layer_decay)
-    optimizer = make_optimizer(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2), scale)
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
+                                 scale)
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "vit", preset, processes)
-    run.restore(model.config, optimizer, model, averaged)
+    run.restore(model.config, optimizers, model, averaged)
     train, val = images.Images(*train, device), images.Images(*val, device)
     augmentation = partial(augmented, c=c, data=data)
     net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
@@ -267,7 +268,7 @@ def main(argv):
     def content():
         evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})
         return dict(model=evaluated.state_dict(), model_config=asdict(model.config), extra=extra,
-                    optimizer=optimizer.state_dict(), data_meta=data.meta())
+                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -283,7 +284,7 @@ def main(argv):
         # forward and backward
         loss = 0.0
         for micro_x, micro_labels in micro_batches(ddp, c.micro_batch, x, labels):
-            with processes.autocast(c.dtype):
+            with processes.autocast():
                 logits, *outputs = ddp(micro_x) if c.srr_weight else [ddp(micro_x)]
                 micro_loss = F.cross_entropy(logits, micro_labels,
                                              label_smoothing=c.label_smoothing)
@@ -298,9 +299,10 @@ def main(argv):
         # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(params, c.clip)
-        set_lr(optimizer, schedule[step])
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        set_lr(optimizers, schedule[step])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if c.ema:           # shorter memory at first, so that the average forgets the start quickly
             ema_update(list(averaged.parameters()), params, min(c.ema, (step + 1) / (step + 10)))
         run.log_step(loss, schedule[step])

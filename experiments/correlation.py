@@ -208,7 +208,7 @@ def examine_all(c):
         if '"event": "done"' not in run.read_text():
             print(f"{run.parent.name}: left out: not finished", file=sys.stderr)
             continue
-        row = examine(run.parent, c, Processes(c.device))
+        row = examine(run.parent, c, Processes(c.device, c.dtype))
         fits = row["train_loss"] <= c.fitted
         rows += [row] * fits
         print(f"{run.parent.name}: training loss {row['train_loss']:.4f}, gap {row['gap']:.4f}"

@@ -25,7 +25,7 @@ from tqdm import trange
 from data import augment, images
 from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, run_layers, TextConfig
-from optim import make_optimizer, set_lr, warmup_cosine
+from optim import make_optimizers, set_lr, warmup_cosine
 from parallel import derive_seed, Processes
 
 # 197,000 parameters each beside the embeddings, in four layers
@@ -111,31 +111,32 @@ class SequenceClassifier(LanguageModel):
 def main(argv):
     """Trains every model on the same batches, in turn; returns {arch: its share of right}."""
     c, _ = parse(Flags, {}, argv, __doc__)
-    processes, runs, results = Processes(c.device), {}, {}
+    processes, runs, results = Processes(c.device, c.dtype), {}, {}
     device = processes.device
     x, y, x_test, y_test, vocab_size = load_task(c)
     for arch, size in SIZES.items():
         torch.manual_seed(derive_seed(c.seed, arch))
         model = SequenceClassifier(TextConfig(arch=arch, layers=4, context=x.shape[1], **size,
                                               vocab_size=vocab_size, causal=False)).to(device)
-        runs[arch] = model, make_optimizer(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
+        runs[arch] = model, make_optimizers(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
     rates = warmup_cosine(c.lr, c.steps, c.steps // 10)
     for step in trange(c.steps):
         index = torch.randint(len(x), (c.batch_size,))
         ids, classes = x[index].long().to(device), y[index].to(device)
-        for model, optimizer, seconds in runs.values():
+        for model, optimizers, seconds in runs.values():
             start = time.perf_counter()
-            set_lr(optimizer, rates[step])
-            with processes.autocast(c.dtype):
+            set_lr(optimizers, rates[step])
+            with processes.autocast():
                 loss = F.cross_entropy(model(ids), classes)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
             loss.item()                     # waits for the device, so that the clock is right
             seconds.append(time.perf_counter() - start)
     for arch, (model, _, seconds) in runs.items():
-        with torch.no_grad(), processes.autocast(c.dtype):
+        with torch.no_grad(), processes.autocast():
             chosen = [model(ids.long().to(device)).argmax(-1) for ids in x_test.split(c.batch_size)]
         results[arch] = (torch.cat(chosen).cpu() == y_test).double().mean().item()
         ms = 1e3 * statistics.median(seconds[1:])

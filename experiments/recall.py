@@ -29,7 +29,7 @@ from analyze import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import MHSA, LanguageModel, text_config
-from optim import make_optimizer, set_lr
+from optim import make_optimizers, set_lr
 from parallel import derive_seed
 
 
@@ -91,13 +91,14 @@ def train(c, arch, seed):
     """Trains one model: dict(steps until 95 % or None, the last accuracy)."""
     torch.manual_seed(derive_seed(seed, "weights"))
     model = build(c, arch)
-    optimizer = make_optimizer(model, "muon", c.lr, 0.0, (0.9, 0.99))
+    optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99))
     held_out, answers = sequences(c, 1000, seed, "held out")
     for step in range(1, c.steps + 1):
         model(*sequences(c, c.batch_size, seed, step)).backward()
-        set_lr(optimizer, c.lr * min(1, step / 50))
-        optimizer.step()
-        optimizer.zero_grad()
+        set_lr(optimizers, c.lr * min(1, step / 50))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 50 == 0 or step == c.steps:
             with torch.no_grad():
                 right = (model(held_out).argmax(-1) == answers)[answers >= 0]

@@ -138,7 +138,7 @@ def main(argv):
 
     overlaps, confidences = {"box": [], "mask": []}, []
     for index in torch.arange(len(masks)).split(c.batch_size):
-        with processes.autocast(c.dtype):
+        with processes.autocast():
             x = model_input(split.batch(index)[0], data, size)
             X = patch_features(encoder, x, c.layer, c.features).float().cpu()
         cut, confidence = maskcut(X, side)

@@ -40,9 +40,9 @@ def weights(path):
     for part, state in extra.items():
         state = state if isinstance(state, dict) else {"": state}
         found |= {f"{part}.{name}": tensor for name, tensor in state.items()}
-    for part, states in (optimizer if "muon" in optimizer else {"": optimizer}).items():
-        for number, state in states.get("state", {}).items():
-            found |= {f"optimizer.{part}{number}.{name}": torch.as_tensor(value)
+    for part, states in enumerate(optimizer or []):
+        for number, state in states["state"].items():
+            found |= {f"optimizer.{part}.{number}.{name}": torch.as_tensor(value)
                       for name, value in state.items()}
     return found
 

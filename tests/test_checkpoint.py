@@ -1,6 +1,6 @@
 """Checkpoint files, and loading models of every task.
 
-Damage is in test_survive.py, resuming a run in test_run.py, published files in test_published.py."""
+Damage is in test_survive.py, runs in test_run.py, published files in test_published.py."""
 from dataclasses import asdict
 
 import pytest
@@ -12,7 +12,7 @@ from flags import UserError
 from helpers import same
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
-from optim import make_optimizer
+from optim import make_optimizers
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
@@ -112,15 +112,15 @@ def test_published_in_this_repository(tmp_path, monkeypatch, task):
 def test_an_optimizer_state_has_to_fit_its_parameters(name):
     """A fused kernel would write past the end of a smaller one. Hyperparameters are the flags'."""
     model = make("vit")
-    fresh, used = (make_optimizer(model, name, lr, 0.1, (0.9, 0.99)) for lr in (1e-3, 2e-3))
+    fresh, used = (make_optimizers(model, name, lr, 0.1, (0.9, 0.99)) for lr in (1e-3, 2e-3))
     model(torch.ones(2, 3, 16, 16)).square().mean().backward()
-    used.step()
-    whole = used.state_dict()
-    checkpoint.load_optimizer(fresh, whole)
-    for kind, part in getattr(fresh, "parts", {"": fresh}).items():
-        theirs = (whole[kind] if kind else whole)["state"]
-        assert part.param_groups[0]["lr"] == 1e-3
-        assert all(same(part.state_dict()["state"][i], theirs[i]) for i in theirs)
+    for optimizer in used:
+        optimizer.step()
+    whole = [optimizer.state_dict() for optimizer in used]
+    checkpoint.load_optimizers(fresh, whole)
+    for optimizer, theirs in zip(fresh, (state["state"] for state in whole), strict=True):
+        assert optimizer.param_groups[0]["lr"] == 1e-3
+        assert all(same(optimizer.state_dict()["state"][i], theirs[i]) for i in theirs)
         theirs[1] |= {key: state.flatten()[:1] for key, state in theirs[1].items() if key != "step"}
         with pytest.raises(ValueError, match="of parameter 1 is not like the parameter"):
-            checkpoint.load_optimizer(fresh, whole)
+            checkpoint.load_optimizers(fresh, whole)

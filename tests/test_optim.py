@@ -10,7 +10,7 @@ import train_simdino
 from helpers import Launches
 from model import (ARCHS, ImageClassifier, ImageConfig, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
-from optim import make_optimizer
+from optim import make_optimizers
 
 SMALL = dict(width=16, heads=2, layers=2)
 LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
@@ -105,16 +105,15 @@ def test_the_launches_of_muon_do_not_grow_with_the_layers():
 
 
 def split(model):
-    """The optimizer, and {parameter's name: "muon", "decayed" or "rest"}, each exactly once."""
+    """The optimizers, and {parameter's name: "muon", "decayed" or "rest"}, each exactly once."""
     names = {p: name for name, p in model.named_parameters()}
-    optimizer = make_optimizer(model, "muon", LR, DECAY, BETAS)
-    found = {}
-    for part, one in optimizer.parts.items():
-        for group in one.param_groups:
-            kind = part if part == "muon" else "decayed" if group["weight_decay"] else "rest"
-            found |= {names.pop(p): kind for p in group["params"]}
+    muon, adamw = make_optimizers(model, "muon", LR, DECAY, BETAS)
+    found = {names.pop(p): "muon" for group in muon.param_groups for p in group["params"]}
+    for group in adamw.param_groups:
+        kind = "decayed" if group["weight_decay"] else "rest"
+        found |= {names.pop(p): kind for p in group["params"]}
     assert not names
-    return optimizer, found
+    return [muon, adamw], found
 
 
 @pytest.mark.parametrize("task, arch", [("vit", arch) for arch in ARCHS] + [
@@ -122,11 +121,12 @@ def split(model):
     ("simdino", "transformer")])
 def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(task, arch):
     model = build(task, arch)
-    optimizer, found = split(model)
+    optimizers, found = split(model)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    optimizer.step()
+    for optimizer in optimizers:
+        optimizer.step()
     for name, p in model.named_parameters():
         hidden = any(word in name for word in ("layers.", "decoder.", "projector.", "predict."))
         spared = p.ndim != 2 or name.endswith(("positions", "class_token", "mask_token"))
@@ -139,7 +139,7 @@ def test_the_rest_is_adamws():
     """Beside Muon, embeddings, heads and vectors move as under AdamW alone."""
     mixed = build("gpt")
     alone = copy.deepcopy(mixed)
-    optimizers = [split(mixed)[0], make_optimizer(alone, "adamw", LR, DECAY, BETAS)]
+    optimizers = [*split(mixed)[0], *make_optimizers(alone, "adamw", LR, DECAY, BETAS)]
     for _ in range(3):
         give_gradients(mixed, alone)
         for optimizer in optimizers:

@@ -15,7 +15,7 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     Z, found = torch.ones(2, 2), {}
     for dtype in ("auto", "float32", "bfloat16"):
-        with Processes("cpu").autocast(dtype):
+        with Processes("cpu", dtype).autocast():
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
@@ -23,9 +23,8 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
 
 def test_a_cpu_compiles_long_runs_in_bfloat16_if_it_can(monkeypatch, capsys):
     def wanted(compile, dtype, flops, device="cpu"):
-        processes = SimpleNamespace(device=torch.device(device), rank=0)
-        return parallel.wants_compile(SimpleNamespace(compile=compile, dtype=dtype), processes,
-                                      flops)
+        processes = SimpleNamespace(device=torch.device(device), rank=0, half=dtype == "bfloat16")
+        return parallel.wants_compile(SimpleNamespace(compile=compile), processes, flops)
     monkeypatch.setattr(parallel.shutil, "which", lambda compiler: f"/usr/bin/{compiler}")
     assert wanted(None, "bfloat16", 6e13) and not wanted(None, "bfloat16", 4e13)
     assert not wanted(None, "float32", 1e18) and wanted(True, "float32", 0)

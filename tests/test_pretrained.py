@@ -40,7 +40,7 @@ def test_scores(name, text_cache):
     data = statistics_of(loaded.meta)
     if loaded.task == "gpt":
         tokens = text.load("pydoc", text_cache).val
-        loss = language_scores(loaded.model, tokens, CONFIG, PROCESSES, 32)["loss"]
+        loss = language_scores(loaded.model, tokens, PROCESSES, 32)["loss"]
         assert loss == pytest.approx(score, abs=0.1)
         return
     if loaded.meta["name"] == "cifar10":

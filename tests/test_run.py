@@ -12,7 +12,7 @@ from PIL import Image
 import run as run_module
 from flags import RunFlags, Stopped, UserError
 from helpers import metrics, same
-from optim import make_optimizer
+from optim import make_optimizers
 from parallel import Processes
 from run import read_metrics, Run
 from test_checkpoint import make
@@ -27,17 +27,18 @@ def start(out, total=10, eval_every=100, **more):
     """(run, content, step): a run that has restored what there is; step(loss) does a step of it,
     as in the scripts, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
-    optimizer = make_optimizer(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.restore(model.config, optimizer, model)
+    optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
+    run.restore(model.config, optimizers, model)
     run.begin(total, eval_every, "images", 1)
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    data_meta=dict(classes=list("abc")), optimizer=optimizer.state_dict())
+                    data_meta=dict(classes=list("abc")),
+                    optimizer=[o.state_dict() for o in optimizers])
 
     def step(loss=1.0):
         model(torch.ones(2, 3, 16, 16)).square().mean().backward()
-        optimizer.step()
+        optimizers[0].step()
         run.log_step(torch.tensor(loss), 0.1)
         return run.evaluation_due()
     return run, content, step
@@ -159,8 +160,8 @@ def test_resuming_says_what_differs(tmp_path, capsys):
     run.save(content)
     run.close()
     run, model = run_in(tmp_path, resume=True, seed=2, log_every=3), make("vit")
-    optimizer = make_optimizer(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    kept = run.restore(model.config, optimizer, model)
+    optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
+    kept = run.restore(model.config, optimizers, model)
     assert capsys.readouterr().out == "note: --seed was 1, is now 2\n"
     assert run.step == 1 and same(model.state_dict(), kept["model"])
     run.close()

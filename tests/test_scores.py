@@ -55,7 +55,7 @@ def test_a_masked_model_sees_no_padding(monkeypatch, n):
                                      causal=False))
     seen, tokens = [], 1 + np.arange(n) % 9
     monkeypatch.setattr(text, "mask_tokens", lambda x, *_: (seen.append(x[0].clone()) or x, x))
-    scores.language_scores(model, tokens, DeviceFlags(), Processes("cpu"), 1, 11, 0.15)
+    scores.language_scores(model, tokens, Processes("cpu"), 1, 11, 0.15)
     assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
 
 

@@ -177,9 +177,9 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
         calls.append((teacher.clone(), center.clone(), temperature))
         return loss(student, teacher, center, temperature)
 
-    def before_step(optimizer, decay):
-        set_decay(optimizer, decay)
-        decayed, rest = optimizer.param_groups
+    def before_step(optimizers, decay):
+        set_decay(optimizers, decay)
+        decayed, rest = optimizers[0].param_groups
         assert decayed["weight_decay"] == decay and rest["weight_decay"] == 0
         norms = torch.stack([p.grad.norm() for p in decayed["params"] if p.grad is not None])
         assert norms.max() < 0.001001 and (norms > 0.00099).sum() > 1   # each is clipped by itself
