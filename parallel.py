@@ -195,5 +195,4 @@ def peak_flops(device):
 
 
 def count(model):
-    """The number of parameters."""
     return sum(p.numel() for p in model.parameters())

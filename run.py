@@ -159,7 +159,6 @@ class Run:
             self.paused += time.perf_counter() - began
 
     def log_due(self, step):
-        """Whether a line is written after this many steps."""
         return step % self.config.log_every == 0 or step == self.total
 
     def evaluation_due(self):

@@ -250,10 +250,6 @@ def feature_statistics(Z, eps, processes):
                 cosine=(mean.square().sum().item() - n) / (n * (n - 1)))
 
 
-def collapsed(statistics):
-    return statistics["effective_rank"] < 2 or statistics["cosine"] > 0.99
-
-
 def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
     teacher.eval()
@@ -378,7 +374,8 @@ def main(argv):
         seen = {}
         if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            if collapsed(seen) and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
+            collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
+            if collapsed and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
                 warned = True
                 run.say(f"step {step + 1}: the features have collapsed (effective rank "
                         f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from flags import ROOT, UserError
+from flags import ROOT
 
 CACHE = ROOT / "data" / "cache"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -59,8 +59,6 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 
     Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size), of a permutation drawn
     from (seed, e). What is left of an epoch and fills no batch is skipped."""
-    if n < batch_size:
-        raise UserError(f"batch size {batch_size} exceeds the {n} training images; use {n} or less")
     epoch, batch = divmod(start_step, n // batch_size)
     while True:
         permutation = np.random.default_rng([seed, epoch]).permutation(n)

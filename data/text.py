@@ -68,10 +68,7 @@ class GPT2Tokenizer:
 
     def encode(self, text):
         """str -> uint16 array; text that looks like a special token is encoded as text."""
-        try:
-            return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
-        except UnicodeEncodeError:  # half a surrogate pair, which encode_ordinary replaces
-            return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
+        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
 
     def encode_batch(self, texts, threads):
         """[str] -> lists of ids, the same as encode's."""
@@ -139,10 +136,7 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None)):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
 
     The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
-    micro-batch or resumed run finds its rows of the same global batch. Raises UserError."""
-    if len(tokens) <= context:
-        raise UserError(f"{len(tokens):,} tokens are too few for a context of {context}: use a "
-                        "smaller context")
+    micro-batch or resumed run finds its rows of the same global batch."""
     rng = np.random.default_rng([seed, step])
     starts = rng.integers(len(tokens) - context, size=batch_size)[rows]
     windows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
