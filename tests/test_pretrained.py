@@ -12,7 +12,7 @@ from scores import classify, features, language_scores, nearest_neighbours, stat
 from train_mae import validate
 
 PROCESSES = Processes("cpu")
-CONFIG = SimpleNamespace(dtype="float32", workers=0, image_size=32)
+CONFIG = SimpleNamespace(workers=0, image_size=32)
 # Validation accuracy in %, loss of the autoencoder, nats of text; simdino's neighbours are sought
 # among 1,000 pictures here (among the 10,000 of the set it has 22.3 %)
 SCORES = {"cifar10-crate": 79.0, "cifar10-transformer": 72.4, "shapes-crate": 96.8,
@@ -31,9 +31,15 @@ def test_what_the_files_hold():
         assert {tensor.dtype for tensor in content["model"].values()} == {torch.float16}
 
 
+@pytest.fixture(scope="module")
+def val():
+    """The validation part of shapes, as preparing it draws it."""
+    return images.Images(*shapes.draw_shapes(2000, seed=1)[:2], "cpu")
+
+
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name, text_cache):
-    """On the validation parts of shapes, as preparing it draws them, and of pydoc (the manual
+def test_scores(name, val, text_cache):
+    """On the validation parts of shapes, and of pydoc (the manual
     differs a little between versions of Python). CIFAR-10 is not here: its models agree on a
     picture with themselves mirrored, mostly, and do not call everything one class."""
     loaded, score = checkpoint.load_model(f"pretrained:{name}"), SCORES[name]
@@ -49,7 +55,6 @@ def test_scores(name, text_cache):
             guess, mirrored = (loaded.model(v).argmax(1) for v in (x, x.flip(3)))
         assert (guess == mirrored).float().mean() > 0.5 and len(guess.unique()) > 4
         return
-    val = images.Images(*shapes.draw_shapes(2000, seed=1)[:2], "cpu")
     if loaded.task == "vit":
         acc = classify(loaded.model, val, data, CONFIG, PROCESSES)["acc"]
         assert 100 * acc == pytest.approx(score, abs=0.3)

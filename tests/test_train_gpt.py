@@ -22,7 +22,7 @@ def entropy(tokens):
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost"])
 def test_it_learns(train, tmp_path, text_cache, arch):
     train(train_gpt, "a", f"--arch={arch}", "--width=32", "--batch_size=32", "--micro_batch=32",
-          "--steps=300", "--warmup=20", "--lr=1e-2", "--log_every=20")
+          "--steps=120", "--warmup=20", "--optimizer=muon", "--lr=3e-2", "--log_every=20")
     first, last = losses(tmp_path / "a")[0], metrics(tmp_path / "a", "val")[-1]
     unigram = entropy(text.load("tiny", text_cache).train)
     assert last["loss"] < 0.92 * unigram < first < math.log(97) + 0.1
