@@ -140,14 +140,13 @@ import pathlib, sys
 folder = pathlib.Path(sys.argv[1].removeprefix("--out_dir="))
 folder.mkdir()
 (folder / "metrics.jsonl").write_text('{"examples_per_s": 7}\\n')
-(folder / "best.pt").touch()
 """
 
 
 def test_gpu_goes_on_after_failures(run, monkeypatch, capsys, tmp_path):
     """And reads the rate of a run, which a few lines stand for here, from its metrics."""
     (tmp_path / "train.py").write_text(TRAIN)
-    commands = ([f"{tmp_path}/train.py --out_dir={{}}/a"], ["-c open('{}/a/best.pt')"], ["-c 1/0"])
+    commands = ([f"{tmp_path}/train.py --out_dir={{}}/a"], ["-c open('{}/a/metrics.jsonl')"], ["-c 1/0"])
     monkeypatch.setattr(bench, "short_commands", lambda cuda: commands)
     with pytest.raises(SystemExit, match="1 of 3 failed"):      # a message: status 1
         run("gpu")

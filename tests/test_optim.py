@@ -69,7 +69,6 @@ def test_newton_schulz_is_its_definition(shape):
     expected = torch.stack(expected)
     found = optim.newton_schulz(G, torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
-    torch.testing.assert_close(optim.newton_schulz(G).double(), expected, atol=0.05, rtol=0)
     values = torch.linalg.svdvals(found)
     assert 0.5 < values.min() and values.max() < 1.3
 

@@ -39,9 +39,8 @@ def val():
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name, val, text_cache):
-    """On the validation parts of shapes, and of pydoc (the manual
-    differs a little between versions of Python). CIFAR-10 is not here: its models agree on a
-    picture with themselves mirrored, mostly, and do not call everything one class."""
+    """On the validation parts of shapes and pydoc (Python's versions differ a little). CIFAR-10 is
+    not here: its models mostly agree on a picture with itself mirrored, and tell classes apart."""
     loaded, score = checkpoint.load_model(f"pretrained:{name}"), SCORES[name]
     data = statistics_of(loaded.meta)
     if loaded.task == "gpt":

@@ -33,8 +33,7 @@ def start(out, total=10, eval_every=100, **more):
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    data_meta=dict(classes=list("abc")),
-                    optimizer=[o.state_dict() for o in optimizers])
+                    data_meta=dict(classes=list("abc")), optimizer=[optimizers[0].state_dict()])
 
     def step(loss=1.0):
         model(torch.ones(2, 3, 16, 16)).square().mean().backward()
