@@ -118,21 +118,20 @@ def main(argv):
         torch.manual_seed(derive_seed(c.seed, arch))
         model = SequenceClassifier(TextConfig(arch=arch, layers=4, context=x.shape[1], **size,
                                               vocab_size=vocab_size, causal=False)).to(device)
-        runs[arch] = model, make_optimizers(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
+        runs[arch] = model, *make_optimizers(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
     rates = warmup_cosine(c.lr, c.steps, c.steps // 10)
     for step in trange(c.steps):
         index = torch.randint(len(x), (c.batch_size,))
         ids, classes = x[index].long().to(device), y[index].to(device)
-        for model, optimizers, seconds in runs.values():
+        for model, optimizer, seconds in runs.values():
             start = time.perf_counter()
-            set_lr(optimizers, rates[step])
+            set_lr([optimizer], rates[step])
             with processes.autocast():
                 loss = F.cross_entropy(model(ids), classes)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             loss.item()                     # waits for the device, so that the clock is right
             seconds.append(time.perf_counter() - start)
     for arch, (model, _, seconds) in runs.items():

@@ -28,7 +28,7 @@ from torch.nn.utils import parametrize
 from analyze import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
-from model import MHSA, LanguageModel, text_config
+from model import MHSA, LanguageModel, TextConfig
 from optim import make_optimizers, set_lr
 from parallel import derive_seed
 
@@ -62,9 +62,8 @@ class Tied(nn.Module):
 
 
 def build(c, arch):
-    model = LanguageModel(text_config(None, arch=arch, width=c.width, heads=c.heads,
-                                      layers=c.layers, context=4 * c.pairs - 1,
-                                      vocab_size=2 * c.symbols))
+    model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
+                                     context=4 * c.pairs - 1, vocab_size=2 * c.symbols))
     if c.tie:
         if not isinstance(model.layers[0].attention, MHSA):
             raise UserError(f"--tie={c.tie}: {arch} has one matrix as query, key and value")

@@ -146,8 +146,8 @@ folder.mkdir()
 def test_gpu_goes_on_after_failures(run, monkeypatch, capsys, tmp_path):
     """And reads the rate of a run, which a few lines stand for here, from its metrics."""
     (tmp_path / "train.py").write_text(TRAIN)
-    commands = ([f"{tmp_path}/train.py --out_dir={{}}/a"], ["-c open('{}/a/metrics.jsonl')"], ["-c 1/0"])
-    monkeypatch.setattr(bench, "short_commands", lambda cuda: commands)
+    monkeypatch.setattr(bench, "short_commands", lambda cuda: (
+        [f"{tmp_path}/train.py --out_dir={{}}/a"], ["-c open('{}/a/metrics.jsonl')"], ["-c 1/0"]))
     with pytest.raises(SystemExit, match="1 of 3 failed"):      # a message: status 1
         run("gpu")
     printed = capsys.readouterr().out.splitlines()[1:]
