@@ -105,7 +105,7 @@ def test_compared(run, command, unit, variants):
 
 def test_generate(run):
     rows = run("generate", "--longest=64", "--dtype=float32")
-    for row in rows[:len(TEXT_ARCHS)]:   # tensors of width 256 in four layers: MSSA has one, MHSA two
+    for row in rows[:len(TEXT_ARCHS)]:   # tensors of width 256, 4 layers: MSSA has one, MHSA two
         tensors = {"tost": 0, "aot-mhsa": 2, "transformer": 2}.get(row["variant"], 1)
         assert row["bytes_a_token"] == tensors * 4 * 256 * 4
         sums = 2 * 256 + 4 if row["variant"] == "tost" else 0   # norm and moment (K p), mass (K)

@@ -13,7 +13,7 @@ import train_mae
 import train_simdino
 import train_vit
 from data import augment, images, shapes
-from flags import UserError, parse
+from flags import parse
 
 
 # ---- pictures

@@ -1,4 +1,4 @@
-"""Devices, seeds, the sharing of a batch, and when a model is compiled. Several processes are in
+"""Devices, precision, and when a model is compiled. Several processes are in
 test_distributed.py."""
 from types import SimpleNamespace
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import parallel
-from flags import UserError
 from parallel import Processes
 
 
@@ -42,19 +41,3 @@ def test_a_gpu_is_known_by_whole_words(monkeypatch):
                        ("RTX A1000", None), ("RTX A1000 Laptop GPU", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {name}")
         assert parallel.peak_flops(torch.device("cuda")) == peak, name
-
-
-def test_two_threads_beside_a_busy_process_are_advised_against(monkeypatch):
-    monkeypatch.setattr(parallel.os, "cpu_count", lambda: 2)
-    for threads, load, advised in ((2, 1.0, True), (2, 0.2, False), (1, 1.0, False)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        monkeypatch.setattr(parallel.os, "getloadavg", lambda: (load, 0, 0))
-        assert ("OMP_NUM_THREADS=1" in parallel.device_name(torch.device("cpu"))) == advised
-
-
-def test_a_batch_that_the_processes_cannot_share():
-    processes = Processes("cpu")
-    processes.world, processes.rank = 3, 2
-    assert processes.rows(12) == slice(8, 12)
-    with pytest.raises(UserError, match="^--batch_size=20 does not divide among 3 processes$"):
-        processes.rows(20)

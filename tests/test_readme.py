@@ -48,7 +48,7 @@ def test_every_command_parses(name, monkeypatch):
     """UserError if a preset, subcommand or flag does not exist."""
     command = (r"(?:python|torchrun[^\n`|]*?) (?:-m (experiments\.\w+)|(?:data/)?(\w+)\.py)"
                r"([^\n`#&|;]*)")
-    text, seen = re.sub(r"```\ngit checkout.*?```", "", TEXTS[name], flags=re.S), 0    # flags of then
+    text, seen = re.sub(r"```\ngit checkout.*?```", "", TEXTS[name], flags=re.S), 0  # old flags
     for experiment, script, words in re.findall(command, text.replace("\\\n", " ")):
         if script == "prepare":
             continue

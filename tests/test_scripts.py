@@ -162,7 +162,7 @@ MISTAKES = {
                 "--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_area=0.5": "--local_area=0.5 is more than --global_area=0.4",
                     "--local_size=12": "patch_size=8 does not divide"},
-    train_gpt: {"--context=50000": "too few for --context=50000", "--data=exam": "no training or no",
+    train_gpt: {"--context=50000": "too few for --context=50000", "--data=exam": "no training or",
                 "--data=openwebtext": "python data/prepare.py openwebtext"},
     sample: {"--start=a": "did you mean --prompt", "": "--ckpt is needed"},
     evaluate: {"acuracy": "did you mean accuracy",
