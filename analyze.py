@@ -20,7 +20,7 @@ from checkpoint import load_model
 from flags import cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment, images
-from model import coding_rate, saliency, sparse_rate_reduction
+from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from scores import load_images, load_tokens, model_input, on_device, write_overlays
 
 
@@ -140,10 +140,11 @@ class Layers(OneModel):
     layer: mean and deviation over samples.
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token at norm 1: so [N]'s
-    code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "srr" is of Z^{l+1}:
-    higher is better, and the SRR measure of [S] is its negative. Rates are in nats, from float64,
-    since in float32 the logdet of some trained layers is NaN. An arch without U (transformer,
-    aot-mhsa) has its value maps in U's place."""
+    code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "attention" is what the
+    attention's step changes, R^c(Z^{l+1/2} | U) - R^c(Z^l | U): it is derived to be negative. "srr"
+    is of Z^{l+1}: higher is better, and the SRR measure of [S] is its negative. Rates are in nats,
+    from float64, since in float32 the logdet of some trained layers is NaN. An arch without U
+    (transformer, aot-mhsa) has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
@@ -163,7 +164,8 @@ def layer_numbers(layer, Z, step, c):
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
     w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
-    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1),
+    before, after = (subspace_coding_rate(in_float64(T), U, c.eps) for T in (Z, step.half))
+    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:

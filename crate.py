@@ -128,20 +128,23 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """R^c of what enters each layer's attention; objective, nonzeros and accuracy of its output.
+    """Layer by layer: R^c of LN(Z^l), which enters attention; what attention changes,
+    R^c(Z^{l+1/2}) - R^c(Z^l); objective, nonzeros and accuracy of the output.
 
-    R^c depends on sizes: U is scaled to the norm of orthonormal bases, what enters as by an LN
-    without gain. Accuracy is by the nearest class mean: the head knows the last layer alone."""
+    R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
+    of the nearest class mean, because the head knows the last layer alone."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        Rc = subspace_coding_rate(F.layer_norm(Z, Z.shape[-1:]), U).mean()
+        half = Z + layer.attention(layer.norm1(Z))
+        Rc, before, after = (subspace_coding_rate(T, U).mean()
+                             for T in (F.layer_norm(Z, Z.shape[-1:]), Z, half))
         objective = sparse_rate_reduction(val_out, U).mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
         near = torch.cdist(val_out.mean(1), means).argmin(1)
         nonzeros, accuracy = (val_out != 0).float().mean(), (near == val_y).float().mean()
-        rows.append((Rc, objective, 100 * nonzeros, 100 * accuracy))
+        rows.append((Rc, after - before, objective, 100 * nonzeros, 100 * accuracy))
     return rows
 
 
@@ -159,7 +162,8 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained   R^c, nats        objective        nonzeros, %      accuracy, %")
+    print("untrained -> trained   R^c, nats        attention        objective        nonzeros, %"
+          "      accuracy, %")
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))
     with torch.no_grad():
