@@ -50,11 +50,13 @@ def check(backbone, x, rows, eps=0.3, lambd=0.1):
     for row, layer, step in zip(rows, backbone.layers, traces, strict=True):
         U, out = layer.attention.bases().detach().double(), step.out.double()
         n, p = out.shape[1], U.shape[2]
-        w = layer.norm1(Z).detach().double()[:, None] @ U
-        w = w / w.norm(dim=-1, keepdim=True)
-        rate = 0.5 * torch.logdet(torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).sum(1)
+        into, Z, half = (T.detach().double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half))
+        into = into / into.norm(dim=-1, keepdim=True)
+        rate, before, after = (
+            0.5 * torch.logdet(torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).sum(1)
+            for w in (into, Z, half))
         for key, values in dict(rate_of_subspaces=rate, rate=coding_rate(out, eps),
-                                nonzeros=(out != 0).double().mean((1, 2)),
+                                attention=after - before, nonzeros=(out != 0).double().mean((1, 2)),
                                 srr=sparse_rate_reduction(out, U, eps, lambd)).items():
             expected = [values.mean().item(), values.std(correction=0).item()]
             assert [row[key], row[f"{key}_std"]] == pytest.approx(expected, rel=1e-4, abs=1e-6), key
