@@ -122,8 +122,8 @@ class Loaded(NamedTuple):
     task: str                       # vit, mae, simdino, gpt
     model: nn.Module
     encoder: nn.Module | None       # of image models
-    meta: dict                      # data_meta: classes, mean, tokenizer ...; {} of a published one
-    content: dict                   # the whole checkpoint; {} of a published one
+    meta: dict                      # data_meta: classes, mean ...; of a published one its tokenizer
+    content: dict                   # the whole checkpoint; of a published one two parts of it
 
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
@@ -146,9 +146,9 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
         else:
             task, config, tensors, names = published.describe(content, heads)
             _check_task(task, tasks)
-            model, content = _filled(TASKS[task][0], config, tensors, names), {}
-            if task == "gpt":
-                content = dict(data_meta=dict(tokenizer=dict(kind="gpt2"), n_vocab=50257))
+            model = _filled(TASKS[task][0], config, tensors, names)
+            meta = dict(tokenizer=dict(kind="gpt2")) if task == "gpt" else {}
+            content = dict(data_meta=meta, run_config={})
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = TASKS[task][0](model.config)

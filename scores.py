@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from data import augment, images, text
-from flags import UserError
+from flags import needed, UserError
 from model import patchify, unpatchify
 from parallel import derive_seed
 
@@ -27,10 +27,8 @@ def statistics_of(meta):
 
 def load_images(name, meta, cache):
     """An image set, None the checkpoint's own, normalized as the checkpoint's images were."""
-    name = name or meta.get("name")
-    if name is None:
-        raise UserError("--data is needed: the checkpoint does not say what it was trained on")
-    return replace(images.load(name, cache=cache), **vars(statistics_of(meta)))
+    data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
+    return replace(data, **vars(statistics_of(meta)))
 
 
 def on_device(data, split, device):
@@ -149,7 +147,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 def load_tokens(name, split, meta, cache):
     """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
     there is none, val. `meta` is the checkpoint's data_meta."""
-    data = text.load(name or meta["name"], cache=cache)
+    data = text.load(needed(name or meta.get("name"), "data"), cache=cache)
     if data.tokenizer.meta() != meta["tokenizer"]:
         raise UserError(f"--data={data.name} was prepared with another tokenizer than the "
                         "checkpoint's")
