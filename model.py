@@ -215,9 +215,9 @@ class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z, for rows Z + Z G with G = eta (D - D^*D) built
-    once a step. The identity stays outside G: inside, bf16 would round G against it. eta = lambda =
-    0.1 is the released code's, close to the best of [N] Table 2 (70.8 %; eta 0.02 70.7, 0.5 66.7;
-    lambda 0.02 70.8, 0.5 70.5)."""
+    in every forward. The identity stays outside G: inside, bf16 would round G against it. eta =
+    lambda = 0.1 is the released code's, close to the best of [N] Table 2 (70.8 %; eta 0.02 70.7,
+    0.5 66.7; lambda 0.02 70.8, 0.5 70.5)."""
     residual = False
 
     def __init__(self, d, eta=0.1, lambd=0.1):

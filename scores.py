@@ -230,7 +230,7 @@ def write_overlays(path, x, maps, columns=None, rows=None):
 
 
 def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first, first + 1 ...: always the same."""
+    """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
     rng = augment.BatchRandom(derive_seed("validation", first), n, device=device)
     return rng.uniform(model.config.patches())
 

@@ -7,7 +7,7 @@ Masked autoencoding with CRATE-MAE, and ViT-MAE as the baseline.
 
 [B] 7.6: hide three quarters of the patches, encode with CRATE layers, decode with the same layers
 in reverse, and compare what was hidden. Each evaluation writes a PNG: input, masked,
-reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py
+reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py finetune-cifar10-small
 --init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
 """
 from dataclasses import asdict, dataclass

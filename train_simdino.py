@@ -9,7 +9,8 @@ Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 moving average) the two large ones, and the features of all views should agree. Constant features
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
 by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
-knn or linear, fine-tune it with train_vit.py --init_from=out/simdino-cifar10/ckpt.pt.
+knn or linear. Fine-tune it with train_vit.py finetune-cifar10-small
+--init_from=out/simdino-cifar10/ckpt.pt.
 """
 import copy
 import math

@@ -1,14 +1,14 @@
 """
-Scale: a step of the papers' settings on 1, 8 and 8 x 8 GPUs, computed.
+Is data parallelism enough for the papers' settings, on 1, 8 and 8 x 8 GPUs?
 
-Claim: data parallelism alone is enough for every setting of the papers. A step takes its FLOPs by
-the rate of the GPUs, and the part of the all-reduce of float32 gradients that the backward pass
-does not hide. The launch of kernels, the optimizer and reading are left out.
+Computed: a step takes its FLOPs by the rate of the GPUs, and the part of the all-reduce of float32
+gradients that the backward pass does not hide. The launch of kernels, the optimizer and reading are
+left out.
 
     python -m experiments.scale                 # the four scripts' presets
     python -m experiments.scale --check         # also predictions for this machine, measured
 
-Verdict, computed 2026-11-22: 8 GPUs work at 99.3 % of their own rate or more; 64 at 90 %
+Verdict, computed 2026-11-22: on 8, which work at 99.3 % of their own rate or more; 64 at 90 %
 (train_vit.py imagenet, whose step takes 2.3 ms) and 97 to 99 % (the others). Checked 2026-11-21 on
 two CPU cores: a step of two processes was predicted as 283 ms and took 291.
 """
