@@ -1,9 +1,8 @@
 """
 Is data parallelism enough for the papers' settings, on 1, 8 and 8 x 8 GPUs?
 
-Computed: a step takes its FLOPs by the rate of the GPUs, and the part of the all-reduce of float32
-gradients that the backward pass does not hide. The launch of kernels, the optimizer and reading are
-left out.
+Computed: a step takes its FLOPs by the rate of the GPUs, and what the backward pass does not hide
+of the all-reduce of float32 gradients. Kernel launches, the optimizer and reading are left out.
 
     python -m experiments.scale                 # the four scripts' presets
     python -m experiments.scale --check         # also predictions for this machine, measured

@@ -1,14 +1,15 @@
-"""
+r"""
 Do the features of a supervised CRATE cut objects out of their background, and a transformer's not?
 
 [B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
 ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
 from the background by about as much as their texture varies, so that pixels do not give it away.
 
-  python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3 --weight_decay=0.05
-  python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt
-  python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --random
-  python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --features=pixels
+    python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3 \
+        --weight_decay=0.05
+    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt
+    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --random
+    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --features=pixels
 
 Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two seeds, of a transformer
 of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixels 1.2.
@@ -87,7 +88,7 @@ def patch_features(encoder, x, number, kind):
         return patchify(x, encoder.config.patch_size)
     layer = encoder.layers[number - 1]
     Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
-    w = layer.attention.project(layer.norm1(Z))
+    w = layer.attention.projections(layer.norm1(Z))
     keys = w[1] if isinstance(layer.attention, MHSA) else w
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
 
