@@ -93,24 +93,24 @@ class Attention(nn.Module):
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
-    def project(self, Z):
+    def projections(self, Z):
         """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
 
-    def forward(self, Z, state=None, read=None):
+    def forward(self, Z, state=None, first=None):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
-        sequences whose past is in the state. read=m (not causal): the output of the first m tokens
+        sequences whose past is in the state. first=m (not causal): the output of the first m tokens
         alone, (B, m, d); they attend to all n."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
-        n, past = q.shape[2], k.shape[2] - q.shape[2]   # in generation, q are k's last n tokens
+        n, start = q.shape[2], k.shape[2] - q.shape[2]  # in generation, q are k's last n tokens
         dropout = self.dropout if self.training else 0.0
-        causal, mask = self.causal and not past, None
-        if self.causal and past and n > 1:
-            mask = torch.ones(n, past + n, dtype=torch.bool, device=q.device).tril(past)
+        causal, mask = self.causal and not start, None
+        if self.causal and start and n > 1:
+            mask = torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
         # up to about 512 tokens in bfloat16, a CPU is faster with the map, rounded to bfloat16
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
@@ -118,12 +118,12 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
-    def multiply_adds(self, n, read=None):
+    def multiply_adds(self, n, first=None):
         """Multiply-adds of a forward pass: every weight once a token, and the two n x n products;
-        W and the products for `read` tokens alone, if given."""
+        W and the products with first=m for m tokens alone."""
         out = weight_count(self.W)
         products = 2 * n * self.heads * self.p if self.pairs else 0
-        return n * (weight_count(self) - out) + (read or n) * (out + products)
+        return n * (weight_count(self) - out) + (first or n) * (out + products)
 
 
 class MSSA(Attention):
@@ -156,21 +156,21 @@ class MSSA(Attention):
     def bases(self):
         return self.U.weight.view(self.heads, self.p, -1).mT
 
-    def project(self, Z):
+    def projections(self, Z):
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
     def map(self, Z):
-        w = self.project(Z)
+        w = self.projections(Z)
         return attention_map(w, w, self.scale, self.causal)
 
-    def multiply_adds(self, n, read=None):
+    def multiply_adds(self, n, first=None):
         back = 0 if self.output == "learned" else self.U.weight.numel()     # U maps there and back
-        return super().multiply_adds(n, read) + (read or n) * back
+        return super().multiply_adds(n, first) + (first or n) * back
 
-    def forward(self, Z, state=None, read=None):
-        w = self.project(Z)
-        past = w if state is None else cached(state, w)
-        ssa = self.attend(w[:, :, :read], past, past)
+    def forward(self, Z, state=None, first=None):
+        w = self.projections(Z)
+        seen = w if state is None else cached(state, w)     # the tokens to attend to
+        ssa = self.attend(w[:, :, :first], seen, seen)
         out = self.W(ssa)
         if self.output != "learned":
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
@@ -281,9 +281,9 @@ class Layer(nn.Module):
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
         return out
 
-    def compress(self, Z, state=None, read=None):
-        """Z^l -> Z^{l+1/2}; if `read` is given, of the first `read` tokens alone."""
-        return Z[:, :read] + self.branch(self.attention(self.norm1(Z), state, read), self.scale1)
+    def compress(self, Z, state=None, first=None):
+        """Z^l -> Z^{l+1/2}; with first=m of the first m tokens alone."""
+        return Z[:, :first] + self.branch(self.attention(self.norm1(Z), state, first), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
@@ -292,19 +292,19 @@ class Layer(nn.Module):
         out = self.sparsification(self.norm2(Z))
         return Z + self.branch(out, self.scale2) if self.residual else out
 
-    def forward(self, Z, state=None, read=None):
-        return self.sparsify(self.compress(Z, state, read))
+    def forward(self, Z, state=None, first=None):
+        return self.sparsify(self.compress(Z, state, first))
 
     def trace(self, Z):
         """The LayerTrace of a forward pass."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
-    def multiply_adds(self, n, read=None):
-        """Multiply-adds of a forward pass over n tokens; `read` of them in full, if given."""
-        total = self.attention.multiply_adds(n, read)
+    def multiply_adds(self, n, first=None):
+        """Multiply-adds of a forward pass over n tokens, with first=m of m of them in full."""
+        total = self.attention.multiply_adds(n, first)
         if self.sparsification is not None:
-            total += (read or n) * self.sparsification.multiply_adds()
+            total += (first or n) * self.sparsification.multiply_adds()
         return total
 
 
@@ -323,10 +323,10 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def run_layers(layers, Z, read=None):
-    """Z^1 -> Z^{L+1}. read=m: the last layer computes the first m tokens alone."""
+def run_layers(layers, Z, first=None):
+    """Z^1 -> Z^{L+1}. first=m: the last layer computes the first m tokens alone."""
     for l, layer in enumerate(layers):
-        Z = layer(Z, read=read) if read and l == len(layers) - 1 else layer(Z)
+        Z = layer(Z, first=first) if first and l == len(layers) - 1 else layer(Z)
     return Z
 
 
@@ -343,12 +343,12 @@ def weight_count(module):
     return sum(p.numel() for p in module.parameters() if p.ndim == 2)
 
 
-def train_flops(layers, n, read=None):
+def train_flops(layers, n, first=None):
     """Operations of forward and backward over a sequence of n: for a transformer n (6 N + 12 L n d)
-    with N weights in its layers, a causal map counted in full. `read` as in run_layers."""
+    with N weights in its layers, a causal map counted in full. `first` as in run_layers."""
     # a multiply-add is two operations, done once forward and twice backward
     *before, last = layers
-    return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, read))
+    return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, first))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -465,19 +465,19 @@ class MHSA(Attention):
         """The value maps, without their bias."""
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
 
-    def project(self, Z):
+    def projections(self, Z):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
     def map(self, Z):
-        q, k, _ = self.project(Z)
+        q, k, _ = self.projections(Z)
         return attention_map(q, k, self.scale, self.causal)
 
-    def forward(self, Z, state=None, read=None):
-        q, k, v = self.project(Z)
+    def forward(self, Z, state=None, first=None):
+        q, k, v = self.projections(Z)
         if state is not None:
             k, v = cached(state, torch.cat([k, v], -1)).chunk(2, -1)
-        return F.dropout(self.W(self.attend(q[:, :, :read], k, v)), self.dropout, self.training)
+        return F.dropout(self.W(self.attend(q[:, :, :first], k, v)), self.dropout, self.training)
 
 
 class TSSA(Attention):
@@ -507,7 +507,7 @@ class TSSA(Attention):
 
     bases = MSSA.bases
 
-    def project(self, Z):
+    def projections(self, Z):
         """w = U_k^* Z (+ bias) for every head, in float32 or better."""
         return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))
 
@@ -538,13 +538,13 @@ class TSSA(Attention):
 
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
-        return self.statistics(self.project(Z), None)[0]
+        return self.statistics(self.projections(Z), None)[0]
 
-    def forward(self, Z, state=None, read=None):
-        w = self.project(Z)
+    def forward(self, Z, state=None, first=None):
+        w = self.projections(Z)
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self.statistics(w, state)
-            Pi, w = Pi[:, :, :read], w[:, :, :read]
+            Pi, w = Pi[:, :, :first], w[:, :, :first]
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
         out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
@@ -575,7 +575,7 @@ class CBSA(Attention):
             raise ConfigError(f"{c.arch} pools a grid of patches: it is for images, not text")
         return cls(c.width, c.heads, c.head_dim, out_bias=c.out_bias, dropout=c.dropout)
 
-    bases, project = MSSA.bases, MSSA.project
+    bases, projections = MSSA.bases, MSSA.projections
 
     def contract(self, w):
         """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
@@ -588,20 +588,20 @@ class CBSA(Attention):
 
     def map(self, Z):
         """A^* A (B, K, n, n): how much two tokens share representatives."""
-        A = self.contract(self.project(Z))[1]
+        A = self.contract(self.projections(Z))[1]
         return A.mT @ A
 
-    def multiply_adds(self, n, read=None):
+    def multiply_adds(self, n, first=None):
         m = min(n - 1, 64)
-        products = m * self.heads * self.p * (2 * n + 2 * m + (read or n))
-        return super().multiply_adds(n, read) + products
+        products = m * self.heads * self.p * (2 * n + 2 * m + (first or n))
+        return super().multiply_adds(n, first) + products
 
-    def forward(self, Z, state=None, read=None):
-        w = self.project(Z)
+    def forward(self, Z, state=None, first=None):
+        w = self.projections(Z)
         R, A = self.contract(w)
         R = R + self.s1[:, None, None] * (A @ w)
         out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-        out = self.s2[:, None, None] * (A[..., :read].mT @ out)
+        out = self.s2[:, None, None] * (A[..., :first].mT @ out)
         out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
         return F.dropout(out, self.dropout, self.training)
 
@@ -939,7 +939,7 @@ def saliency(attention, query="class"):
 class ImageEncoder(nn.Module):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
-    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d), with read=1 the class token
+    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d), with first=1 the class token
     alone. Where H and W differ from config.image_size, positions are interpolated."""
 
     def __init__(self, config):
@@ -994,8 +994,8 @@ class ImageEncoder(nn.Module):
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, x, read=None):
-        return self.norm(run_layers(self.layers, self.tokens(x), read))
+    def forward(self, x, first=None):
+        return self.norm(run_layers(self.layers, self.tokens(x), first))
 
     def trace(self, x):
         """What each layer does with the images: a list of LayerTraces."""
@@ -1021,14 +1021,14 @@ class ImageClassifier(nn.Module):
         return Z[:, 0] if self.config.pool == "class" else Z[:, 1:].mean(1)
 
     def forward(self, x):
-        read = 1 if self.config.pool == "class" else None
-        return self.head(self.pool(self.encoder(x, read)))
+        first = 1 if self.config.pool == "class" else None
+        return self.head(self.pool(self.encoder(x, first)))
 
     def train_flops(self):
         """Floating-point operations of forward and backward for one image."""
         c, n = self.config, 1 + self.config.patches()
         patches = 6 * (n - 1) * c.channels * c.patch_size ** 2 * c.width
-        layers = train_flops(self.encoder.layers, n, read=1 if c.pool == "class" else None)
+        layers = train_flops(self.encoder.layers, n, first=1 if c.pool == "class" else None)
         return layers + patches + 6 * c.width * c.classes
 
 
@@ -1108,8 +1108,8 @@ class DecoderLayer(nn.Module):
         Y = self.norm1(Z) @ self.D.mT
         return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
-    def multiply_adds(self, n, read=None):
-        return n * self.D.numel() + self.attention.multiply_adds(n, read)
+    def multiply_adds(self, n, first=None):
+        return n * self.D.numel() + self.attention.multiply_adds(n, first)
 
 
 class Mask(NamedTuple):
@@ -1308,18 +1308,18 @@ class LanguageModel(nn.Module):
 
     # ---- generation
 
-    def advance(self, ids, state):
-        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `state`.
+    def advance(self, ids, states):
+        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `states`.
 
-        `state` is a list, empty at first, then of one dict a layer: room (the context), n (tokens
+        That list is empty at first, then holds a dict for each layer: room (the context), n (tokens
         so far), past (see `cached`); TSSA has its running sums energy, moment, mass for past."""
         if not self.config.causal:
             raise ConfigError("causal=False cannot generate: tokens attend to later ones")
-        if not state:
-            state.extend(dict(room=self.config.context) for _ in self.layers)
-        Z = self.tokens(ids, state[0].get("n", 0))
-        for layer, past in zip(self.layers, state):
-            Z = layer(Z, past)
+        if not states:
+            states.extend(dict(room=self.config.context) for _ in self.layers)
+        Z = self.tokens(ids, states[0].get("n", 0))
+        for layer, state in zip(self.layers, states):
+            Z = layer(Z, state)
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
@@ -1330,12 +1330,12 @@ class LanguageModel(nn.Module):
         probability. At the end of the context the last half of it is read again and the rest
         forgotten. A row that met `stop` repeats it."""
         context = self.config.context
-        state, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        states, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
         for _ in range(n):
-            if state and state[0]["n"] == context:
-                state, new = [], ids[:, -(context // 2):]
-            chosen = choose(self.advance(new, state), temperature, top_k, top_p, generator)
+            if states and states[0]["n"] == context:
+                states, new = [], ids[:, -(context // 2):]
+            chosen = choose(self.advance(new, states), temperature, top_k, top_p, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop

@@ -261,7 +261,7 @@ def test_cbsa(side):
     """At grids of any size; only of squares; what it costs grows with n, not with its square."""
     op, Z = randomize(CBSA(12, 3, p=5)), torch.randn(2, 1 + side ** 2, 12)
     assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
-    assert_near(op(Z, read=1), op(Z)[:, :1])
+    assert_near(op(Z, first=1), op(Z)[:, :1])
     with pytest.raises(ConfigError, match="square grid of patches, not 6 tokens"):
         op(Z[:, :7])
     cost = [op.multiply_adds(n) for n in (257, 513, 769)]
@@ -300,7 +300,7 @@ def test_a_first_token_has_a_constant_ratio_to_itself(size):
 @torch.no_grad()
 def test_attention_maps(kind, causal):
     op, Z = randomize(kind(12, 3, causal=causal)), torch.randn(2, 7, 12)
-    A, values = op.map(Z), op.project(Z)[2] if kind is MHSA else op.project(Z)
+    A, values = op.map(Z), op.projections(Z)[2] if kind is MHSA else op.projections(Z)
     assert (A >= 0).all() and (A.triu(1) == 0).all() == causal
     assert_near(A.sum(-1), torch.ones(2, 3, 7))
     assert_near(op.W((A @ values).transpose(1, 2).flatten(2)), op(Z))
