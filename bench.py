@@ -32,7 +32,7 @@ import train_mae
 import train_vit
 from cross_entropy import linear_cross_entropy
 from data.prepare import prepare
-from flags import cli, DeviceFlags, option, parse_command, ROOT, set_fields
+from flags import cli, DeviceFlags, model_fields, option, parse_command, ROOT
 from model import (ARCHS, attention_map, ImageClassifier, ImageConfig, ISTA, LanguageModel,
                    MAEConfig, MaskedAutoencoder, MHSA, MSSA, run_layers, sizes_of, TextConfig, TSSA)
 from parallel import device_name, Processes, wants_compile
@@ -197,7 +197,7 @@ def compare_models(c, processes, title, batch, build, fields, vit_fields):
 
 def preset(script, name, config_class):
     """The model's fields that a training script's preset sets."""
-    return set_fields(config_class, script.Config(**script.PRESETS[name]))
+    return model_fields(config_class, script.Config(**script.PRESETS[name]))
 
 
 def halved(fields):

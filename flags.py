@@ -162,7 +162,7 @@ class ModelFlags:
     layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
 
 
-def set_fields(cls, config, **given):
+def model_fields(cls, config, **given):
     """`given`, and every field of `cls` that `config` sets: how flags reach a model."""
     shared = {f.name: getattr(config, f.name, None) for f in fields(cls)}
     return {k: v for k, v in shared.items() if v is not None} | given

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 import checkpoint
-from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from optim import make_optimizers, set_lr, warmup_cosine
 from parallel import derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
@@ -85,7 +85,7 @@ def build_model(c, tokenizer):
     vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
         vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
-    fields = set_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
+    fields = model_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
     model = LanguageModel(text_config(c.size, **fields))
     if c.init_from:
         loaded = checkpoint.load_model(c.init_from, ("gpt",))

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from flags import cli, ModelFlags, option, parse, RunFlags, set_fields
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
@@ -92,7 +92,7 @@ def augmented(pixels, rng, c, data):
 # ---- Model --------------------------------------------------------------------------------------
 def build_model(c):
     """The masked autoencoder that the flags describe."""
-    return MaskedAutoencoder(mae_config(c.size, **set_fields(MAEConfig, c)))
+    return MaskedAutoencoder(mae_config(c.size, **model_fields(MAEConfig, c)))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------

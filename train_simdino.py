@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from optim import ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, Processes, wants_compile
 from run import Run
@@ -173,7 +173,7 @@ class Branch(nn.Module):
 def build_model(c):
     """The branch that the flags describe. A LayerNorm ends every encoder: the projector needs
     bounded input."""
-    config = image_config(c.size, **set_fields(ImageConfig, c, classes=1, final_norm=True))
+    config = image_config(c.size, **model_fields(ImageConfig, c, classes=1, final_norm=True))
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
-from flags import cli, ModelFlags, option, parse, RunFlags, set_fields, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from optim import ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
@@ -149,11 +149,11 @@ def augmented(pixels, rng, c, data):
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
     if loaded is None:
-        given = set_fields(ImageConfig, c, classes=classes)
+        given = model_fields(ImageConfig, c, classes=classes)
         return ImageClassifier(image_config(c.size, **given))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
-    theirs = set_fields(ImageConfig, loaded.encoder.config)
+    theirs = model_fields(ImageConfig, loaded.encoder.config)
     for name in ["patch_size", "stem", *(f.name for f in fields(ModelFlags) if f.name != "size")]:
         if getattr(c, name) not in (None, theirs[name]):
             raise UserError(f"--{name}={getattr(c, name)} contradicts {c.init_from}, which has "
