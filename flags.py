@@ -86,7 +86,7 @@ def interrupt(number, frame):
 
 
 def _explain(error):
-    """What an error of the user or the machine says; None of one that needs its traceback."""
+    """The message of an error of the user or the machine; None if it needs its traceback."""
     if isinstance(error, (UserError, ConfigError, Diverged, Stopped)):
         return str(error)
     too_large = isinstance(error, (MemoryError, torch.OutOfMemoryError))
@@ -99,7 +99,7 @@ def _explain(error):
 
 
 def flush_or_mute():
-    """Writes what is left for stdout or drops it; else Python tries again at exit, and reports."""
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -207,10 +207,11 @@ def _convert(text, field, kind, optional):
 
 
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
-    """[PRESET] [--name=value ...] as (config, preset's name); presets: {name: {field: value}}.
+    """[PRESET] [--name=value ...] as (config, name); presets: {preset: {field: value}}.
 
-    A bare --name means true. Raises UserError for an unknown name, and for a value of the wrong
-    type or out of range."""
+    `name` is for the run's folder: PRESET, or PRESET-DATA where --data is not the preset's own. A
+    bare --name means true. Raises UserError for an unknown name, and for a value of the wrong type
+    or out of range."""
     argv, preset = list(argv), default
     if presets and argv and not argv[0].startswith("-"):
         preset = argv.pop(0)
@@ -241,18 +242,20 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     for word in words:
         if not positional or word.startswith("-"):
             name = word.lstrip("-").partition("=")[0]
+            # other projects' names of some flags are mentioned in their help
             near = [flag for flag, f in flags.items() if f"--{name}" in f.metadata["help"]]
             near += difflib.get_close_matches(name, flags, 1)
             hint = f", did you mean --{near[0]}?" if near else ""
             raise UserError(f"unknown argument {word}{hint} (--help lists all)")
     given |= {name: tuple(words) for name in positional}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
+    name = preset
     if preset and values.get("data") != getattr(config, "data", None):
-        preset += f"-{config.data}"             # for a folder of its own
+        name += f"-{config.data}"
     arch = getattr(config, "arch", None) or "crate"
     if {"lambd", "eta"} & given.keys() and not getattr(ARCHS[arch].sparsification, "sparse", False):
         raise UserError(f"--lambd and --eta are of sparse coding, which {arch} does not do")
-    return config, preset
+    return config, name
 
 
 def parse_command(commands, argv, doc):

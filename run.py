@@ -33,10 +33,10 @@ class Run:
     Order: Run, restore, begin, describe; in each step log_step, then, if evaluation_due, in untimed
     record_scores, and save; end_step; at last done."""
 
-    def __init__(self, config, task, preset, processes):
+    def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
-        self.flags = dict(task=task, preset=preset) | vars(config)
-        self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{preset}")
+        self.flags = dict(task=task, name=name) | vars(config)
+        self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
         self.step = 0                       # steps done
         self.best = None                    # score

@@ -119,7 +119,7 @@ def write_sample(model, tokenizer, c, run, device):
 def main(argv):
     """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
+    c, name = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"
@@ -142,7 +142,7 @@ def main(argv):
     schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, "gpt", preset, processes)
+    run = Run(c, "gpt", name, processes)
     run.restore(model.config, optimizers, model)
     ddp = processes.wrap(model)
     if wants_compile(c, processes, c.steps * c.batch_size * c.context * model.train_flops()):

@@ -117,7 +117,7 @@ def validate(model, val, data, c, processes, batch_size=256):
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
@@ -135,7 +135,7 @@ def main(argv):
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
-    run = Run(c, "mae", preset, processes)
+    run = Run(c, "mae", name, processes)
     run.restore(model.config, optimizers, model)
     train = images.Images(data.train_images, data.train_labels, device)
     val = images.Images(data.val_images, data.val_labels, device)

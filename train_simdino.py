@@ -273,7 +273,7 @@ def write_saliency(encoder, val, data, path):
 def main(argv):
     """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if c.local_area > c.global_area:
         raise UserError(f"--local_area={c.local_area} is more than --global_area={c.global_area}")
     processes = Processes(c.device, c.dtype)
@@ -298,7 +298,7 @@ def main(argv):
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
-    run = Run(c, "simdino", preset, processes)
+    run = Run(c, "simdino", name, processes)
     if resumed := run.restore(student.encoder.config, optimizers, student, teacher):
         center.copy_(resumed["extra"]["center"])
     train = images.Images(data.train_images, data.train_labels, device)

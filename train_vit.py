@@ -214,9 +214,9 @@ def subspace_rate_loss(model, outputs, chosen, eps):
 def main(argv):
     """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
-    c, preset = parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    if preset.startswith("finetune") and c.init_from is None:
-        raise UserError(f"{preset} needs --init_from=CHECKPOINT")
+    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    if name.startswith("finetune") and c.init_from is None:
+        raise UserError(f"{name} needs --init_from=CHECKPOINT")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
@@ -250,7 +250,7 @@ def main(argv):
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, "vit", preset, processes)
+    run = Run(c, "vit", name, processes)
     run.restore(model.config, optimizers, model, averaged)
     train, val = images.Images(*train, device), images.Images(*val, device)
     augmentation = partial(augmented, c=c, data=data)
