@@ -30,8 +30,9 @@ class Run:
     metrics.jsonl, ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt and, at the end,
     run.png. A write that fails ends the run; --resume continues from the last checkpoint.
 
-    Order: Run, restore, begin, describe; in each step log_step, then, if evaluation_due, in untimed
-    record_scores, and save; end_step; at last done."""
+    A script calls Run, restore, begin and describe. In each step it calls log_step; if
+    evaluation_due, check_finite, record_scores (inside untimed) and save; then end_step. At the end
+    it calls done."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -44,7 +45,7 @@ class Run:
         self.bar = tqdm(disable=True)       # until begin
         self.metrics = None                 # the open file, on rank 0
         self.handlers = {}                  # of the signals, before this run's own
-        self.on_device = []                 # losses of the last steps, not yet waited for
+        self.pending = []                   # losses of the last steps, not yet waited for
         self.losses = []                    # those before, since the last line, as numbers
         self.paused = 0.0                   # seconds of evaluation and saving
         self.resuming = processes.main_only(self._open)
@@ -83,8 +84,9 @@ class Run:
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.eval_every = self.config.eval_every or eval_every
-        # the share of the GPUs' bf16 peak that the mathematics of one image or token needs a second
-        self.mfu = flops / (peak_flops(self.processes.device) or math.inf) / self.processes.world
+        # MFU at one image or token a second; 0 where the peak is unknown
+        self.mfu_per_speed = flops / (peak_flops(self.processes.device) or math.inf)
+        self.mfu_per_speed /= self.processes.world
         self.start = self.saved_step = self.step
         if 0 < self.start < total:
             self.say(f"resuming after step {self.start}")
@@ -116,7 +118,7 @@ class Run:
         """Counts an optimizer step, and every log_every steps writes a line with the mean loss of
         those steps. `loss` and `values` may be tensors; they stay on the device until then."""
         self.step += 1
-        self.on_device.append(loss.detach())
+        self.pending.append(loss.detach())
         if self.step == self.start + 1:         # with compilation: not timed
             loss.item()
             self.lap = self.after_first = self._mark()
@@ -125,13 +127,13 @@ class Run:
             return
         self.check_finite()
         mean, speed = sum(self.losses) / len(self.losses), self._speed(self.lap)
+        mfu = speed * self.mfu_per_speed
         self.losses, self.lap = [], self._mark()
         line = {"step": self.step, "split": "train", "loss": mean, "lr": lr} | values
         if speed:                               # 0 right after the first step, which is not timed
-            line |= {self.speed_name: speed} | (dict(mfu=speed * self.mfu) if self.mfu else {})
+            line |= {self.speed_name: speed} | (dict(mfu=mfu) if mfu else {})
         self.write(line)
-        text = f"loss {mean:.4f}, {speed:,.0f} {self.unit}/s"
-        text += f", mfu {speed * self.mfu:.1%}" if self.mfu else ""
+        text = f"loss {mean:.4f}, {speed:,.0f} {self.unit}/s" + (f", mfu {mfu:.1%}" if mfu else "")
         if self.bar.disable:
             per_step = (time.perf_counter() - self.began) / (self.step - self.start)
             left = (self.total - self.step) * per_step
@@ -151,7 +153,6 @@ class Run:
     @contextlib.contextmanager
     def untimed(self):
         """Around evaluation and saving: their seconds do not count in the speed of training."""
-        self.check_finite()                 # the seconds before, and no scores of NaN
         began = time.perf_counter()
         try:
             yield
@@ -167,11 +168,11 @@ class Run:
 
     def check_finite(self):
         """Waits for the losses of the last steps, moves the mean over all processes of each from
-        `on_device` to `losses`, and raises Diverged if one is not finite."""
-        if not self.on_device:
+        `pending` to `losses`, and raises Diverged if one is not finite."""
+        if not self.pending:
             return
-        sums = self.processes.sum(torch.stack(self.on_device).float())  # NaN and infinity survive
-        losses, self.on_device = (sums / self.processes.world).tolist(), []
+        sums = self.processes.sum(torch.stack(self.pending).float())    # NaN and infinity survive
+        losses, self.pending = (sums / self.processes.world).tolist(), []
         self.losses += losses
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
         if bad:
@@ -202,8 +203,9 @@ class Run:
     # ---- saving and resuming
 
     def save(self, content, best=False):
-        """Writes ckpt.pt and, if `best`, first best.pt: a run killed between the two evaluates that
-        step again. content() returns {model, model_config, data_meta, optimizer, extra}."""
+        """Writes ckpt.pt; before it best.pt, if `best`: a run that is killed between the two then
+        evaluates that step again. content() returns {model, model_config, data_meta, optimizer,
+        extra}."""
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                          **content())
@@ -212,7 +214,8 @@ class Run:
                 write_checkpoint(self.dir / "best.pt", weights, keep_previous=False)
             whole["extra"] = whole["extra"] | dict(losses=self.losses)      # of the line to come
             write_checkpoint(self.dir / "ckpt.pt", whole)
-        with self.untimed():                # a checkpoint of NaN would replace a good one
+        self.check_finite()                 # a checkpoint of NaN would replace a good one
+        with self.untimed():
             self.processes.main_only(write)
         self.saved_step = self.step
 
@@ -268,8 +271,8 @@ class Run:
             self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
 
     def record_scores(self, key, value=None, **scores):
-        """Writes a validation's scores; returns whether scores[key] (or `value`, if given) is the
-        best so far: the lowest loss; the highest of anything else, the last of equal ones."""
+        """Writes a validation's scores. Returns whether scores[key] (or `value`, if given) is the
+        best so far: of losses the lowest, of others the highest, of equal ones the last."""
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]

@@ -199,6 +199,7 @@ def main(argv):
 
         # evaluate; the best checkpoint is chosen on the same windows throughout
         if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
                 last = run.step == run.total
                 scores = validate(model, data.val, c, tokenizer, processes, all_tokens=last)

@@ -184,6 +184,7 @@ def main(argv):
 
         # evaluate
         if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
                 best = run.record_scores("loss", **validate(model, val, data, c, processes))
                 if run.is_main:

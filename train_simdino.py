@@ -386,6 +386,7 @@ def main(argv):
 
         # evaluate
         if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
                 scores = score_neighbours(teacher, train, val, data, c, processes)
                 best = run.record_scores("acc", **scores)

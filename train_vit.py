@@ -309,6 +309,7 @@ def main(argv):
 
         # evaluate
         if run.evaluation_due():
+            run.check_finite()
             with run.untimed():
                 scores = classify(averaged or model, val, data, c, processes)
                 best = run.record_scores("acc", **scores)
