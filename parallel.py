@@ -89,26 +89,30 @@ class Processes:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
             outcome[0].shared = True
-            raise outcome.pop()     # an error in a variable would keep this frame, and a run's lock
+            raise outcome.pop()     # an error that a variable holds keeps its frame: a run's lock
         return outcome[0]
 
     def wrap(self, model, **options):
-        """The model, under DistributedDataParallel if there are several processes. Compile later.
-
-        After its first backward DDP arranges its buckets anew, and from then on sums are rounded
-        otherwise: a resumed run would not repeat the numbers of one left alone. So a backward of
-        zeros goes before the first real one."""
+        """The model, in DistributedDataParallel if there are several processes. Compile later."""
         if self.world == 1:
             return model
         if self.device.type == "cuda":
             options["device_ids"] = [self.device.index]
         ddp = torch.nn.parallel.DistributedDataParallel(
             model, gradient_as_bucket_view=True, **options)
-        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
-        ddp(torch.zeros((), device=self.device)).backward()
-        del model.forward                   # the class's own is back
-        ddp.zero_grad(set_to_none=True)
+        _arrange_buckets(ddp, model, self.device)
         return ddp
+
+
+def _arrange_buckets(ddp, model, device):
+    """A backward pass of zeros, by a forward that touches every parameter.
+
+    After its first backward DDP arranges its buckets anew, and from then on sums are rounded
+    otherwise: a resumed run would not repeat the numbers of one left alone."""
+    model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
+    ddp(torch.zeros((), device=device)).backward()
+    del model.forward                       # the class's own is back
+    ddp.zero_grad(set_to_none=True)
 
 
 def _fresh_store(store, rank, world):

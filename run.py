@@ -277,9 +277,8 @@ class Run:
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        if value is None:
-            value = scores[key]
-        else:
+        value = scores[key] if value is None else value
+        if value != scores[key]:
             self.say(f"step {self.step}: {key} {value:.4f} as before, on --eval_windows")
         better = math.isfinite(value) and (
             self.best is None or (value < self.best if key == "loss" else value >= self.best))

@@ -94,11 +94,8 @@ def build_model(c, tokenizer):
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
-def validate(model, tokens, c, tokenizer, processes, all_tokens):
-    """Loss per predicted token (and, masked, accuracy) over the validation text, or over the first
-    --eval_windows windows of it."""
-    if c.eval_windows and not all_tokens:
-        tokens = tokens[:c.eval_windows * c.context + 1]
+def validate(model, tokens, c, tokenizer, processes):
+    """Loss per predicted token (and, masked, accuracy) over a text."""
     return language_scores(model, tokens, processes, c.micro_batch or c.batch_size,
                            tokenizer.n_vocab, c.mask_rate)
 
@@ -132,6 +129,7 @@ def main(argv):
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
                         f"--context={c.context}: use a smaller context")
+    windows = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -197,18 +195,17 @@ def main(argv):
             optimizer.zero_grad()
         run.log_step(loss, schedule[step])
 
-        # evaluate; the best checkpoint is chosen on the same windows throughout
+        # evaluate: at the end on every token, while best.pt is chosen on the same ones throughout
         if run.evaluation_due():
             run.check_finite()
             with run.untimed():
-                last = run.step == run.total
-                scores = validate(model, data.val, c, tokenizer, processes, all_tokens=last)
+                scores = validate(model, windows, c, tokenizer, processes)
+                loss = scores["loss"]
+                if run.step == run.total and len(windows) < len(data.val):
+                    scores = validate(model, data.val, c, tokenizer, processes)
                 if c.sample and not masked and run.is_main:
                     scores["sample"] = write_sample(model, tokenizer, c, run, device)
-                chosen = None
-                if last and c.eval_windows:     # these scores are over all tokens
-                    chosen = validate(model, data.val, c, tokenizer, processes, False)["loss"]
-                best = run.record_scores("loss", chosen, **scores)
+                best = run.record_scores("loss", loss, **scores)
             run.save(content, best)
         run.end_step(content)
     if masked:
