@@ -17,9 +17,9 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import load_model
-from flags import cli, needed, option, parse_command, ROOT, UserError
+from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
-from data import augment, images
+from data import augment
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from scores import load_images, load_tokens, model_input, on_device, write_overlays
 
@@ -35,7 +35,7 @@ class OneModel:
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
-    data_dir: str = option(str(images.CACHE), "where prepared data lies")
+    data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the figure; auto is out/analyze-COMMAND.png")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from model import ARCHS, ConfigError, not_one_of
 
 ROOT = Path(__file__).resolve().parent
+CACHE = ROOT / "data" / "cache"         # where prepared data lies by default
 
 
 class UserError(Exception):
@@ -126,7 +127,7 @@ class DeviceFlags:
     dtype: str = option("auto", "of autocast; auto is bfloat16 on CUDA and on CPUs with "
                         "instructions for it (AMX, AVX512-BF16), else float32",
                         choices=("auto", "float32", "bfloat16"))
-    data_dir: str = option(str(ROOT / "data" / "cache"), "where prepared data lies")
+    data_dir: str = option(str(CACHE), "where prepared data lies")
     workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
 

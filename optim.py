@@ -104,8 +104,8 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-# Our choice, and timm's: nanoGPT, ToST's text code, DINO and MAE decay those that they train, and
-# released CRATE decays every parameter, vectors too
+# To spare these is our choice, as in timm. nanoGPT, ToST's text code, DINO and MAE decay those of
+# them that they train; released CRATE decays every parameter, vectors too
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 # What Muon takes, by the names that the models here have: not embeddings, classifiers, prototypes
 _HIDDEN = {"layers", "decoder", "projector", "predict"}
@@ -117,23 +117,24 @@ def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0)
 
     Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
     model here has a convolution: its weight (4-D) would have to be let in."""
-    hidden, others = {}, {}
+    hidden, others = {}, {}         # (spared from decay, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         words = key.split(".")
         decays = p.ndim == 2 and words[-1] not in _NEVER_DECAYED
-        muon = name == "muon" and decays and _HIDDEN & set(words[:2])
-        groups = hidden if muon else others
-        groups.setdefault((not decays, scale(key)), []).append(p)
-    hidden, others = (
-        [dict(params=params, weight_decay=0.0 if spared else weight_decay, decays=not spared,
-              scale=factor) for (spared, factor), params in sorted(groups.items())]
-        for groups in (hidden, others))
+        is_hidden = decays and not _HIDDEN.isdisjoint(words[:2])
+        members = hidden if name == "muon" and is_hidden else others
+        members.setdefault((not decays, scale(key)), []).append(p)
+
+    def groups(members):            # as PyTorch's optimizers take them
+        return [dict(params=params, weight_decay=0.0 if spared else weight_decay,
+                     decays=not spared, scale=factor)
+                for (spared, factor), params in sorted(members.items())]
     if name == "lion":
-        return [Lion(others, lr=lr, betas=betas)]
-    adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
-    return [Muon(hidden, lr=lr), adamw] if name == "muon" else [adamw]
+        return [Lion(groups(others), lr=lr, betas=betas)]
+    adamw = torch.optim.AdamW(groups(others), lr=lr, betas=betas, fused=True)
+    return [Muon(groups(hidden), lr=lr), adamw] if name == "muon" else [adamw]
 
 
 def set_lr(optimizers, lr):

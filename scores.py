@@ -176,7 +176,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
                 rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
-                x[row], targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, n_vocab, mask_rate)
+                x[row], targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, mask_rate)
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
         x, y = x.to(processes.device), y.to(processes.device)
         count = (y >= 0).sum()

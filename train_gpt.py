@@ -164,8 +164,7 @@ def main(argv):
         x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows)
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
-            x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, tokenizer.n_vocab, c.mask_rate,
-                                    rows, c.batch_size)
+            x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)
         if device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()           # so that the copy does not wait
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)

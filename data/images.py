@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from flags import ROOT
+from flags import CACHE
 
-CACHE = ROOT / "data" / "cache"
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 

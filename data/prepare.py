@@ -39,7 +39,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import images, shapes, text
-from flags import UserError, cli
+from flags import CACHE, UserError, cli
 from model import not_one_of
 
 # -------------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def one_line(name, advice):
         raise UserError(f"{name}: {type(cause).__name__}: {reason}; {advice}") from error
 
 
-def prepare(name, source=None, cache=images.CACHE, tokenizer=None, size=32, drawn=(10_000, 2_000)):
+def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_000, 2_000)):
     """Writes cache/NAME, if it is not there. A set of the user's own is text if it has a tokenizer
     ("gpt2", "char" or an object); `drawn` are the numbers of pictures of a drawn set."""
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
@@ -346,7 +346,7 @@ def main(argv):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"{', '.join([*IMAGES, *TEXTS])}, or your own")
     parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
-    parser.add_argument("--data_dir", default=images.CACHE, help="where sets go (%(default)s)")
+    parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"), help="of your own text")
     parser.add_argument("--size", type=int, default=32, help="pixels a side of your own pictures")
     c = parser.parse_args(argv)

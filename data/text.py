@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flags import ROOT, UserError
+from flags import CACHE, UserError
 
-CACHE = ROOT / "data" / "cache"
 SPLITS = ("train", "val", "test")
 
 
@@ -104,7 +103,7 @@ def pydoc():
 
 @dataclass
 class TextData:
-    """A prepared text set. The splits there are, are read-only memory maps of uint16 tokens."""
+    """A prepared text set. Its splits are read-only memory maps of uint16 tokens."""
     name: str
     tokenizer: CharTokenizer | GPT2Tokenizer
     meta: dict
@@ -168,15 +167,14 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, caus
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
-def mask_tokens(x, generator, mask_id, vocab_size, p=0.15, rows=slice(None), batch_size=None):
+def mask_tokens(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
     """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted.
 
-    A token is selected with probability p; of the selected, 80 % become `mask_id`, 10 % a random id
-    below `vocab_size`, 10 % stay. With `batch_size`, the draws are those of a global batch of that
-    many rows, of which x is `rows`. Use the tokenizer's n_vocab as `mask_id`: GPT-2's is 50257, the
-    first id of the padded vocabulary."""
+    A token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
+    behind the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
+    are those of a global batch of that many rows, of which x is `rows`."""
     shape, device = (batch_size or len(x), x.shape[1]), generator.device
     u = torch.rand(shape, generator=generator, device=device)[rows].to(x.device)
-    others = torch.randint(vocab_size, shape, generator=generator, device=device)[rows].to(x.device)
-    inputs = torch.where(u < 0.8 * p, mask_id, torch.where(u < 0.9 * p, others, x))
+    others = torch.randint(n_vocab, shape, generator=generator, device=device)[rows].to(x.device)
+    inputs = torch.where(u < 0.8 * p, n_vocab, torch.where(u < 0.9 * p, others, x))
     return inputs, torch.where(u < p, x, -1)
