@@ -21,7 +21,7 @@ from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from scores import load_images, load_tokens, model_input, on_device, write_overlays
+from scores import images_for, model_input, on_device, tokens_for, write_overlays
 
 
 @dataclass(kw_only=True)
@@ -92,9 +92,9 @@ def spread(total, n):
     return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
 
 
-def open_images(loaded, c):
+def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = load_images(c.data, loaded.meta, c.data_dir)
+    data = images_for(c.data, loaded.meta, c.data_dir)
     return data, on_device(data, c.split, next(loaded.model.parameters()).device)
 
 
@@ -102,7 +102,7 @@ def open_pictures(c, count):
     """(image encoder of c.ckpt, names of `count` images or fewer from c.index on, the images
     (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
-    data, split = open_images(loaded, c)
+    data, split = split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + count]
     if len(index) == 0:
         raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
@@ -118,14 +118,14 @@ def batches(loaded, c):
     images' numbers (B,) or the tokens (B, n), the backbone's input). Nothing is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)[2]
+        tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         windows = tokens[:len(tokens) // n * n].reshape(-1, n)
         for index in spread(len(windows), c.samples).split(c.batch_size):
             ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
     else:
-        data, split = open_images(loaded, c)
+        data, split = split_for(loaded, c)
         for index in spread(len(split), c.samples).split(c.batch_size):
             yield index, model_input(split.batch(index)[0], data, config.image_size)
 

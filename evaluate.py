@@ -30,9 +30,9 @@ from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserErr
 from parallel import Processes
 from data import augment, images, text
 from model import run_layers, saliency
-from scores import (classify, features, language_scores, linear_probe, load_images, load_tokens,
-                    model_input, nearest_neighbours, on_device, pooling, statistics_of,
-                    stretched, write_overlays, write_reconstructions)
+from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
+                    nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
+                    write_overlays, write_reconstructions)
 
 # ---- Images -------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ def load_image_model(c, *tasks):
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = load_image_model(c, "vit")
-    data = load_images(c.data, loaded.meta, c.data_dir)
+    data = images_for(c.data, loaded.meta, c.data_dir)
     names = loaded.meta.get("classes", data.classes)            # a published one names none
     if names != data.classes or loaded.model.config.classes != len(names):
         raise UserError(f"--data={data.name} has other classes than {c.ckpt}")
@@ -109,7 +109,7 @@ def probe(c):
         loaded, processes = load_image_model(c, "vit", "mae", "simdino")
         encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.random else c.ckpt
     kind = c.features or pooling(loaded)
-    data = load_images(c.data, meta, c.data_dir)
+    data = images_for(c.data, meta, c.data_dir)
     samples = []
     for name in ("train", "val"):
         split = on_device(data, name, processes.device)
@@ -180,7 +180,7 @@ def open_objects(c):
     c.layer = c.layer or last
     if c.layer > last:
         raise UserError(f"--layer={c.layer}: the last layer of {c.ckpt} is {last}")
-    data = load_images(c.data, loaded.meta, c.data_dir)
+    data = images_for(c.data, loaded.meta, c.data_dir)
     masks = torch.from_numpy(np.array(data.val_masks))[:, None]
     masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
     return loaded, processes, data, on_device(data, "val", processes.device), masks
@@ -263,7 +263,7 @@ def lm(c):
     context = loaded.model.config.context
     if c.stride > context:
         raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
-    data, split, tokens = load_tokens(c.data, c.split, loaded.meta, c.data_dir)
+    data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     stride, mask_rate = c.stride or context, loaded.content["run_config"].get("mask_rate")
     scores = language_scores(loaded.model, tokens, processes, c.batch_size, tokenizer.n_vocab,
                              mask_rate, stride, bar=processes.rank == 0)

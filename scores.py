@@ -25,7 +25,7 @@ def statistics_of(meta):
                            std=list(meta.get("std", images.IMAGENET_STD)))
 
 
-def load_images(name, meta, cache):
+def images_for(name, meta, cache):
     """An image set, None the checkpoint's own, normalized as the checkpoint's images were."""
     data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
     return replace(data, **vars(statistics_of(meta)))
@@ -144,7 +144,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 # Text
 # -------------------------------------------------------------------------------------------------
 
-def load_tokens(name, split, meta, cache):
+def tokens_for(name, split, meta, cache):
     """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
     there is none, val. `meta` is the checkpoint's data_meta."""
     data = text.load(needed(name or meta.get("name"), "data"), cache=cache)

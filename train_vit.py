@@ -22,7 +22,7 @@ from optim import ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_c
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
-from scores import classify, load_images, pooling
+from scores import classify, images_for, pooling
 from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate
 
 
@@ -169,13 +169,13 @@ def lr_scale(name, L, decay):
     """decay^(L + 1 - l), the scale of a parameter's lr: l = 0 for patch embedding, class token and
     positions, l for layer l = 1 .. L, L + 1 for what follows (BEiT, MAE)."""
     _, part, *rest = name.split(".")
-    first = part in ("embed", "class_token", "positions")
-    l = 0 if first else 1 + int(rest[0]) if part == "layers" else L + 1
-    return decay ** (L + 1 - l)
+    if part in ("embed", "class_token", "positions"):
+        return decay ** (L + 1)
+    return decay ** (L - int(rest[0])) if part == "layers" else 1.0
 
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
-def srr_layers(c, L, step):
+def regularized_layers(c, L, step):
     """The layers, counted from 0, whose coding rate this step adds to the loss."""
     if c.srr_layers == "all":
         return range(L)
@@ -224,7 +224,7 @@ def main(argv):
     loaded, data = None, images.load(c.data, cache=c.data_dir)
     if c.init_from is not None:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
-        data = load_images(c.data, loaded.meta, c.data_dir)
+        data = images_for(c.data, loaded.meta, c.data_dir)
     rest = max(len(data.train_labels) - c.val, 0)           # the first are trained on
     n = min(rest, c.train_images or rest)
     train, val = (data.train_images[:n], data.train_labels[:n]), (data.val_images, data.val_labels)
@@ -239,8 +239,9 @@ def main(argv):
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        srr_layers(c, model.config.layers, 0)       # a bad number is an error before the run
+        regularized_layers(c, model.config.layers, 0)       # refuses a bad number before the run
     averaged = copy.deepcopy(model) if c.ema else None
+    evaluated = averaged or model
     params = list(model.parameters())
 
     # ---- optimizer
@@ -254,10 +255,10 @@ def main(argv):
     run.restore(model.config, optimizers, model, averaged)
     train, val = images.Images(*train, device), images.Images(*val, device)
     augmentation = partial(augmented, c=c, data=data)
-    net = LogitsAndLayers(model) if c.srr_weight else model     # evaluation calls the model
+    net = LogitsAndLayers(model) if c.srr_weight else model
     ddp = processes.wrap(net)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
-        for module in {model, net, averaged} - {None}:
+        for module in {net, evaluated}:
             module.compile()
         augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
@@ -266,7 +267,7 @@ def main(argv):
                  f"{processes.world} x {device_name(device)}")
 
     def content():
-        evaluated, extra = (averaged, dict(student=model.state_dict())) if c.ema else (model, {})
+        extra = dict(student=model.state_dict()) if c.ema else {}
         return dict(model=evaluated.state_dict(), model_config=asdict(model.config), extra=extra,
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
@@ -289,7 +290,7 @@ def main(argv):
                 micro_loss = F.cross_entropy(logits, micro_labels,
                                              label_smoothing=c.label_smoothing)
             if c.srr_weight:
-                chosen = srr_layers(c, model.config.layers, step)
+                chosen = regularized_layers(c, model.config.layers, step)
                 subspace_rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
                 micro_loss = micro_loss + c.srr_weight * subspace_rate
             micro_loss = micro_loss * (len(micro_x) / len(x))
@@ -311,7 +312,7 @@ def main(argv):
         if run.evaluation_due():
             run.check_finite()
             with run.untimed():
-                scores = classify(averaged or model, val, data, c, processes)
+                scores = classify(evaluated, val, data, c, processes)
                 best = run.record_scores("acc", **scores)
             run.save(content, best)
         run.end_step(content)

@@ -34,7 +34,7 @@ from data import images
 from flags import cli, DeviceFlags, needed, option, parse, UserError
 from model import not_one_of, sparse_rate_reduction
 from parallel import count, derive_seed, Processes
-from scores import classify, load_images, model_input, on_device
+from scores import classify, images_for, model_input, on_device
 
 
 @dataclass(kw_only=True)
@@ -188,7 +188,7 @@ def examine(folder, c, processes):
     loaded = load_model(folder / "ckpt.pt", ("vit",))
     theta, model = loaded.content["run_config"], loaded.model.to(processes.device)
     initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
-    data = load_images(None, loaded.meta, c.data_dir)
+    data = images_for(None, loaded.meta, c.data_dir)
     n = theta.get("train_images")                                   # None: all
     train = images.Images(data.train_images[:n], data.train_labels[:n], processes.device)
     val = on_device(data, "val", processes.device)

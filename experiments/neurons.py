@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analyze import backbone_of, batches, OneModel, open_images, open_model, print_table
+from analyze import backbone_of, batches, OneModel, open_model, print_table, split_for
 from checkpoint import load_model
 from data.text import tokenizer_from_meta
 from flags import cli, needed, option, parse, UserError
@@ -83,7 +83,7 @@ def read_codes(loaded, c):
         return Codes(values.flatten(0, 1), nonzeros, properties, given.flatten(),
                      group.repeat(given.shape[1]))
 
-    images, labels = (part.cpu().numpy() for part in open_images(loaded, c)[1].batch(given))
+    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(given))
     channel = images.mean((1, 2)).argmax(1)
     properties = {f"class {i}": labels == i for i in np.unique(labels)}
     properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}

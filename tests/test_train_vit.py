@@ -124,11 +124,11 @@ def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
 
 def test_srr_layers_are_counted_from_one_and_drawn_evenly():
     c = train_vit.Config(srr_layers="3")
-    assert train_vit.srr_layers(c, 3, 0) == [2]
+    assert train_vit.regularized_layers(c, 3, 0) == [2]
     c.srr_layers = "all"
-    assert list(train_vit.srr_layers(c, 3, 0)) == [0, 1, 2]
+    assert list(train_vit.regularized_layers(c, 3, 0)) == [0, 1, 2]
     c.srr_layers = "random"
-    drawn = [train_vit.srr_layers(c, 3, step)[0] for step in range(300)]
+    drawn = [train_vit.regularized_layers(c, 3, step)[0] for step in range(300)]
     assert all(70 < drawn.count(l) < 130 for l in range(3))
 
 
