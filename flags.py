@@ -243,7 +243,6 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     for word in words:
         if not positional or word.startswith("-"):
             name = word.lstrip("-").partition("=")[0]
-            # other projects' names of some flags are mentioned in their help
             near = [flag for flag, f in flags.items() if f"--{name}" in f.metadata["help"]]
             near += difflib.get_close_matches(name, flags, 1)
             hint = f", did you mean --{near[0]}?" if near else ""

@@ -244,7 +244,7 @@ class LayerTrace(NamedTuple):
 
 
 class Layer(nn.Module):
-    """One layer of any arch, pre-norm. Z^l (B, n, d) -> Z^{l+1}:
+    """A pre-norm layer of any arch maps Z^l (B, n, d) to Z^{l+1}:
 
         Z^{l+1/2} = Z^l + attention(LN(Z^l))
         Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t, cbsa: [J] Eq. (45)
@@ -252,9 +252,9 @@ class Layer(nn.Module):
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    crate-mm has MMProx in ISTA's place, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}.
-    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop
-    path act on the residual branches only."""
+    In ISTA's place crate-mm has MMProx and crate-lm has TiedODL. crate-residual adds ISTA to
+    Z^{l+1/2}. The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none.
+    LayerScale and drop path act on the residual branches only."""
 
     def __init__(self, config, causal=False, context=None, drop_path=0.0):
         super().__init__()
@@ -1106,7 +1106,8 @@ class DecoderLayer(nn.Module):
     def trace(self, Z):
         """The LayerTrace of a forward pass; `half` is Y."""
         Y = self.norm1(Z) @ self.D.mT
-        return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
+        out = Y - self.attention(self.norm2(Y))
+        return LayerTrace(Y, out, self.attention.map(self.norm2(Y)))
 
     def multiply_adds(self, n, first=None):
         return n * self.D.numel() + self.attention.multiply_adds(n, first)
@@ -1285,10 +1286,7 @@ class LanguageModel(nn.Module):
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, ids, targets=None):
-        Z = self.tokens(ids)
-        for layer in self.layers:
-            Z = layer(Z)
-        Z = self.norm(Z)
+        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
         if targets is None:
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)

@@ -88,7 +88,7 @@ def describe(content, heads=None):
     def depth(name):
         return next(l for l in itertools.count() if table[name].format(l=l) not in tensors)
 
-    # the patch embedding, which CRATE has behind a norm, gives d and P
+    # d and P are those of the patch embedding; in CRATE a norm stands before it
     embed = table[f"encoder.embed.{int(table is _CRATE)}.{{k}}"].format(k="weight")
     weight = tensors[embed]
     if weight.ndim == 4:    # P x P with stride P is a Linear on patches; ours have channels last

@@ -203,9 +203,8 @@ class Run:
     # ---- saving and resuming
 
     def save(self, content, best=False):
-        """Writes ckpt.pt; before it best.pt, if `best`: a run that is killed between the two then
-        evaluates that step again. content() returns {model, model_config, data_meta, optimizer,
-        extra}."""
+        """Writes ckpt.pt; if `best`, best.pt first: a run killed between them evaluates that step
+        again. content() returns {model, model_config, data_meta, optimizer, extra}."""
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                          **content())

@@ -10,6 +10,7 @@ Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as t
 batch is that of all processes together, so it is the same on 1 GPU and 8.
 """
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 
@@ -94,12 +95,6 @@ def build_model(c, tokenizer):
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
-def validate(model, tokens, c, tokenizer, processes):
-    """Loss per predicted token (and, masked, accuracy) over a text."""
-    return language_scores(model, tokens, processes, c.micro_batch or c.batch_size,
-                           tokenizer.n_vocab, c.mask_rate)
-
-
 def write_sample(model, tokenizer, c, run, device):
     """A few lines by the model, from an empty page, at temperature 0.8."""
     first = tokenizer.eot if tokenizer.eot is not None else int(tokenizer.encode("\n")[0])
@@ -130,6 +125,8 @@ def main(argv):
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
                         f"--context={c.context}: use a smaller context")
     windows = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
+    validate = partial(language_scores, processes=processes, n_vocab=tokenizer.n_vocab,
+                       batch_size=c.micro_batch or c.batch_size, mask_rate=c.mask_rate)
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -198,10 +195,10 @@ def main(argv):
         if run.evaluation_due():
             run.check_finite()
             with run.untimed():
-                scores = validate(model, windows, c, tokenizer, processes)
+                scores = validate(model, windows)
                 loss = scores["loss"]
                 if run.step == run.total and len(windows) < len(data.val):
-                    scores = validate(model, data.val, c, tokenizer, processes)
+                    scores = validate(model, data.val)
                 if c.sample and not masked and run.is_main:
                     scores["sample"] = write_sample(model, tokenizer, c, run, device)
                 best = run.record_scores("loss", loss, **scores)

@@ -9,8 +9,7 @@ Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 moving average) the two large ones, and the features of all views should agree. Constant features
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
 by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
-knn or linear. Fine-tune it with train_vit.py finetune-cifar10-small
---init_from=out/simdino-cifar10/ckpt.pt.
+knn or linear, fine-tune it with train_vit.py finetune-cifar10-small --init_from=CHECKPOINT.
 """
 import copy
 import math
@@ -83,10 +82,10 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,
-        lr=2e-3,            # 5e-4 for a batch of 256, and as much more as the batch is larger
-        # the released default, as gamma is: the gradient through the mean is about half of the
-        # student's own (half where teacher and student agree), so that in the presets below, which
-        # follow [B] Eq. (7.2.34), gamma weighs about double
+        lr=2e-3,            # 5e-4 x batch_size / 256
+        # the released default, like gamma. The gradient through the mean is about half of the
+        # student's own (half where teacher and student agree). So gamma weighs about double in the
+        # presets below, which follow [B] Eq. (7.2.34)
         rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, lr and length are our choice
@@ -156,8 +155,10 @@ class Branch(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         self.prototypes = None
-        if prototypes:      # only directions matter, but the norm, nn.Linear's as in DINO's code,
-            start = torch.empty(prototypes, output).uniform_(-1, 1)     # sets how fast AdamW turns
+        if prototypes:
+            # only their directions count. Their norm sets how fast AdamW turns them: nn.Linear's,
+            # as in DINO's code
+            start = torch.empty(prototypes, output).uniform_(-1, 1)
             self.prototypes = nn.Parameter(start * output ** -0.5)
 
     def forward(self, views):

@@ -3,7 +3,6 @@
     load(NAME) -> TextData -> batch, eval_batches
 
 prepare.py makes the files, on first use those of the small sets."""
-
 import json
 from dataclasses import dataclass
 
