@@ -87,7 +87,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        # no head reads this token; it is there so that model.py computes the same from our weights
+        # no head reads it; model.py has one too, so that the same weights give the same in both
         self.class_token = nn.Parameter(torch.randn(1, 1, d))
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))

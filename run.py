@@ -84,9 +84,9 @@ class Run:
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.eval_every = self.config.eval_every or eval_every
-        # MFU at one image or token a second; 0 where the peak is unknown
-        self.mfu_per_speed = flops / (peak_flops(self.processes.device) or math.inf)
-        self.mfu_per_speed /= self.processes.world
+        # MFU at one unit a second: the share of the GPUs' bf16 peak; 0 where that is unknown
+        peak = (peak_flops(self.processes.device) or math.inf) * self.processes.world
+        self.unit_mfu = flops / peak
         self.start = self.saved_step = self.step
         if 0 < self.start < total:
             self.say(f"resuming after step {self.start}")
@@ -127,7 +127,7 @@ class Run:
             return
         self.check_finite()
         mean, speed = sum(self.losses) / len(self.losses), self._speed(self.lap)
-        mfu = speed * self.mfu_per_speed
+        mfu = speed * self.unit_mfu
         self.losses, self.lap = [], self._mark()
         line = {"step": self.step, "split": "train", "loss": mean, "lr": lr} | values
         if speed:                               # 0 right after the first step, which is not timed

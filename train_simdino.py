@@ -156,8 +156,7 @@ class Branch(nn.Module):
             nn.init.zeros_(module.bias)
         self.prototypes = None
         if prototypes:
-            # only their directions count. Their norm sets how fast AdamW turns them: nn.Linear's,
-            # as in DINO's code
+            # of any norm, which only sets how fast they turn: it is nn.Linear's, as in DINO's code
             start = torch.empty(prototypes, output).uniform_(-1, 1)
             self.prototypes = nn.Parameter(start * output ** -0.5)
 

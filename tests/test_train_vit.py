@@ -31,8 +31,7 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     train(train_vit, "a")
     c = config(f"--init_from={tmp_path / 'a' / 'ckpt.pt'}", "--image_size=48", "--width=16")
     start = checkpoint.load_model(c.init_from)
-    ours = train_vit.build_model(c, 5, start)
-    theirs = checkpoint.load_model(tmp_path / "a" / "ckpt.pt").encoder
+    ours, theirs = train_vit.build_model(c, 5, start), start.encoder
     old = theirs.state_dict()
     for name, value in ours.encoder.state_dict().items():
         assert name == "positions" or torch.equal(value, old[name]), name
@@ -80,11 +79,10 @@ def test_layer_decay(train, tmp_path):
     content = checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")
     initial = checkpoint.load_model(tmp_path / "a" / "ckpt.pt",
                                     untrained_seed=derive_seed(0, "weights")).model
-    before = dict(initial.named_parameters())
     powers = {"encoder.embed": 4, "encoder.class_token": 4, "encoder.positions": 4,
               "encoder.layers.0": 3, "encoder.layers.1": 2, "encoder.layers.2": 1,
               "encoder.norm": 0, "head": 0}
-    for name, p in before.items():
+    for name, p in initial.named_parameters():
         power, = (power for prefix, power in powers.items() if name.startswith(prefix))
         moved = (content["model"][name] - p.detach()).abs().max().item()
         assert moved == pytest.approx(1e-3 * 0.7 ** power, rel=1e-3), name
@@ -123,12 +121,10 @@ def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
 
 
 def test_srr_layers_are_counted_from_one_and_drawn_evenly():
-    c = train_vit.Config(srr_layers="3")
-    assert train_vit.regularized_layers(c, 3, 0) == [2]
-    c.srr_layers = "all"
-    assert list(train_vit.regularized_layers(c, 3, 0)) == [0, 1, 2]
-    c.srr_layers = "random"
-    drawn = [train_vit.regularized_layers(c, 3, step)[0] for step in range(300)]
+    def layers(word, step=0):
+        return list(train_vit.regularized_layers(train_vit.Config(srr_layers=word), 3, step))
+    assert layers("3") == [2] and layers("all") == [0, 1, 2]
+    drawn = sum((layers("random", step) for step in range(300)), [])
     assert all(70 < drawn.count(l) < 130 for l in range(3))
 
 
