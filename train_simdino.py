@@ -155,8 +155,7 @@ class Branch(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         self.prototypes = None
-        if prototypes:
-            # of any norm, which only sets how fast they turn: it is nn.Linear's, as in DINO's code
+        if prototypes:      # their norm, nn.Linear's as in DINO, only sets how fast they turn
             start = torch.empty(prototypes, output).uniform_(-1, 1)
             self.prototypes = nn.Parameter(start * output ** -0.5)
 
