@@ -64,7 +64,7 @@ def compiled(function, device):
     On a CPU this is the function itself: a graph gains little there."""
     if device.type == "cpu":
         return function
-    exact = {"eager_numerics.division_rounding": True}  # else floor() may see 254.99998 for 255
+    exact = {"eager_numerics.division_rounding": True}      # else floor() may see 254.99998 for 255
     graph = torch.compile(lambda x, *numbers: function(x, *map(DrawnNumbers, numbers)),
                           fullgraph=True, dynamic=False, options=exact)
     draws = []          # for each rng, the arguments of its draws: alike for every batch
@@ -145,7 +145,7 @@ def pad_crop(x, size, padding, rng):
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     window = torch.arange(size, device=x.device)
-    row = rng.integers(0, height - size + 1, 1) + window  # (B, size)
+    row = rng.integers(0, height - size + 1, 1) + window    # (B, size)
     column = rng.integers(0, width - size + 1, 1) + window
     index = (row[:, :, None] * width + column[:, None, :]).flatten(1)
     return x.flatten(2).gather(2, index[:, None].expand(-1, 3, -1)).unflatten(2, (size, size))
@@ -189,7 +189,7 @@ def resize(x, size):
     """To size x size; bicubic, antialiased."""
     zero, side = torch.zeros(1, device=x.device), x.shape[-1]
     rows = _resampling(zero, zero + side, side, size)[0]
-    return (rows @ (x @ rows.mT)).clamp_(0, 1)  # bicubic overshoots
+    return (rows @ (x @ rows.mT)).clamp_(0, 1)      # bicubic overshoots
 
 
 def at_size(x, size):
@@ -205,7 +205,7 @@ def resized_crop(x, boxes, size):
     boxes (B, 4) float: top, left, height, width in pixels."""
     rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
     columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
-    return _resample(x, rows, columns).clamp_(0, 1)  # bicubic overshoots
+    return _resample(x, rows, columns).clamp_(0, 1)     # bicubic overshoots
 
 
 def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
@@ -217,7 +217,7 @@ def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
     aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
     fits = (h > 0) & (h <= size) & (w > 0) & (w <= size)
-    first = fits.float().argmax(1, keepdim=True)  # of equals, argmax takes the first
+    first = fits.float().argmax(1, keepdim=True)    # of equals, argmax takes the first
     sides = torch.cat([h.gather(1, first), w.gather(1, first)], 1)
     sides = torch.where(fits.any(1, keepdim=True), sides, size)
     room = size - sides
@@ -250,7 +250,7 @@ def _hue(x, shift):
     red, green, blue = x.split(1, 1)
     high = x.amax(1, keepdim=True)
     chroma = high - x.amin(1, keepdim=True)
-    some = chroma.clamp(min=1e-8)  # a grey has no hue: any will do
+    some = chroma.clamp(min=1e-8)       # a grey has no hue: any will do
     hue = torch.where(high == green, 2 + (blue - red) / some, 4 + (red - green) / some)
     hue = torch.where(high == red, (green - blue) / some, hue)
     k = (hue + (6 * shift + _constant((5.0, 3.0, 1.0), x.device).view(3, 1, 1))).remainder_(6)
@@ -289,7 +289,7 @@ def _blur_matrix(sigma, size, reach):
     """(B, size, size): the Gaussian of each sigma around each pixel, out to `reach` pixels beyond
     the edges, where the edge pixel goes on."""
     pixel = torch.arange(-reach, size + reach, device=sigma.device)
-    distance = (pixel - pixel[reach:reach + size, None]).abs()  # (size, size + 2 reach)
+    distance = (pixel - pixel[reach:reach + size, None]).abs()      # (size, size + 2 reach)
     reached = torch.arange(size + reach, device=sigma.device)
     bell = torch.exp(-reached ** 2 / (2 * sigma[:, None] ** 2))
     left, inside, right = bell[:, distance].split([reach, size, reach], 2)
@@ -301,7 +301,7 @@ def _blur_matrix(sigma, size, reach):
 def gaussian_blur(x, rng, p, sigma):
     """With probability p, a number or one a sample, a Gaussian of standard deviation uniform in
     `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
-    reach = math.ceil(5 * sigma[1])  # 6e-7 of a Gaussian lies beyond
+    reach = math.ceil(5 * sigma[1])     # 6e-7 of a Gaussian lies beyond
 
     def blur(x, sigma):
         rows = _blur_matrix(sigma, x.shape[-1], reach)
@@ -313,7 +313,7 @@ def gaussian_blur(x, rng, p, sigma):
 
 def solarize(x, rng, p):
     """With probability p, pixels of level 128 and more are inverted."""
-    bright = x >= 128 / 255 - 1e-6  # k / 255 may be rounded either way
+    bright = x >= 128 / 255 - 1e-6      # k / 255 may be rounded either way
     return torch.where(_column(rng.bernoulli(p)) & bright, 1 - x, x)
 
 
@@ -354,7 +354,7 @@ def _affine(x, a, b, c, d, e, f):
     def source(a, b, c):
         return fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2) >> 16
 
-    column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))  # (B, 1, H, W)
+    column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))     # (B, 1, H, W)
     inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
     index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
     moved = x.flatten(2).gather(2, index.flatten(2).expand(-1, 3, -1)).view_as(x)
@@ -362,7 +362,7 @@ def _affine(x, a, b, c, d, e, f):
 
 
 def _shift(size, m):
-    return int(150 / 331 * size * m / 30)  # 150 of 331 pixels at magnitude 30, whole pixels
+    return int(150 / 331 * size * m / 30)       # 150 of 331 pixels at magnitude 30, whole pixels
 
 
 def _rotate(x, s, m):
@@ -394,7 +394,7 @@ def _autocontrast(x, s, m):
 def _equalize(x, s, m):
     """Level i -> (step // 2 + pixels below i) // step, where 255 steps are all pixels but those of
     the brightest level."""
-    levels = x.flatten(2).long()  # (B, 3, HW)
+    levels = x.flatten(2).long()    # (B, 3, HW)
     counts = torch.zeros(*x.shape[:2], 256, device=x.device)
     counts.scatter_add_(2, levels, torch.ones_like(x).flatten(2))
     brightest = counts.gather(2, levels.amax(2, keepdim=True))

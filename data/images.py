@@ -22,12 +22,12 @@ class ImageData:
     """A prepared image set. Images are read-only memory maps."""
     name: str
     classes: list[str]
-    mean: list[float]  # per channel, of train_images / 255
+    mean: list[float]       # per channel, of train_images / 255
     std: list[float]
     image_size: int
-    train_images: np.ndarray | None = None  # uint8 (N, H, W, 3)
-    train_labels: np.ndarray | None = None  # int64 (N,)
-    train_masks: np.ndarray | None = None   # uint8 (N, H, W), 1 on the object (drawn sets only)
+    train_images: np.ndarray | None = None      # uint8 (N, H, W, 3)
+    train_labels: np.ndarray | None = None      # int64 (N,)
+    train_masks: np.ndarray | None = None       # uint8 (N, H, W), 1 on the object (drawn sets only)
     val_images: np.ndarray | None = None
     val_labels: np.ndarray | None = None
     val_masks: np.ndarray | None = None
@@ -62,7 +62,7 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
     while True:
         permutation = np.random.default_rng([seed, epoch]).permutation(n)
         for start in range(batch * batch_size, n - batch_size + 1, batch_size):
-            yield permutation[start : start + batch_size][rows]
+            yield permutation[start:start + batch_size][rows]
         epoch, batch = epoch + 1, 0
 
 
@@ -75,7 +75,7 @@ class Images:
 
     def __init__(self, images, labels, device, resident=None):
         self.device = torch.device(device)
-        self.resident = images.nbytes < 4 * 2**30 if resident is None else resident
+        self.resident = images.nbytes < 4 * 2 ** 30 if resident is None else resident
         self.images, self.labels = images, torch.from_numpy(np.array(labels))
         if self.resident:
             self.images = torch.from_numpy(np.array(images)).to(self.device)
@@ -110,7 +110,7 @@ class Images:
             num_workers=workers, prefetch_factor=4, pin_memory=self.device.type == "cuda",
             multiprocessing_context="fork",     # a spawned worker would get a copy of the images
             worker_init_fn=_leave_signals_to_parent,
-            generator=torch.Generator())  # else the global one's state would depend on `workers`
+            generator=torch.Generator())    # else the global one's state would depend on `workers`
         for images, labels in loader:
             yield self._to_device(images), self._to_device(labels)
 
@@ -156,5 +156,5 @@ def read_picture(file, size):
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         return np.asarray(resize_crop(image.convert("RGB"), size)), None
-    except Exception as error:  # a damaged file can make a decoder raise anything
+    except Exception as error:      # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__

@@ -217,7 +217,7 @@ def image_meta(classes, draft):
         squares = squares + np.square(part, dtype=np.uint32).sum(0, np.uint64)
     mean, square = total / pixels[..., 0].size, squares / pixels[..., 0].size
     return dict(kind="images", classes=classes, image_size=pixels.shape[1],
-                mean=(mean / 255).tolist(), std=(np.sqrt(square - mean**2) / 255).tolist())
+                mean=(mean / 255).tolist(), std=(np.sqrt(square - mean ** 2) / 255).tolist())
 
 
 # -------------------------------------------------------------------------------------------------

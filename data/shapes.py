@@ -13,9 +13,9 @@ CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
 def _inside(shape, x, y):
     """Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07."""
     if shape == "circle":
-        return x * x + y * y < 0.8**2
+        return x * x + y * y < 0.8 ** 2
     if shape == "ellipse":
-        return x * x + (y / 0.5) ** 2 < 1.05**2
+        return x * x + (y / 0.5) ** 2 < 1.05 ** 2
     if shape == "square":
         return np.maximum(abs(x), abs(y)) < 0.7
     if shape == "triangle":
@@ -28,10 +28,10 @@ def _inside(shape, x, y):
     if shape == "ring":
         return abs(x * x + y * y - 0.58) < 0.34
     if shape == "crescent":
-        return (x * x + y * y < 1) & ((x - 0.5) ** 2 + y * y > 0.75**2)
+        return (x * x + y * y < 1) & ((x - 0.5) ** 2 + y * y > 0.75 ** 2)
     if shape == "heart":
         x2, y = (1.3 * x) ** 2, 1.3 * y + 0.1
-        return (x2 + y * y - 1) ** 3 < x2 * y**3
+        return (x2 + y * y - 1) ** 3 < x2 * y ** 3
     assert shape == "arrow"
     return np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1))
 
@@ -58,7 +58,7 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)
     masks = np.empty(images.shape[:3], np.uint8)
-    grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4  # 4 x 4 points in each pixel
+    grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4    # 4 x 4 points in each pixel
     for label, shape in enumerate(SHAPES):
         for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
             m = len(rows)

@@ -57,7 +57,7 @@ class GPT2Tokenizer:
         import tiktoken
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:  # no network; a damaged file
+        except (OSError, ValueError) as error:      # no network; a damaged file
             raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
                             f"({type(error).__name__})") from None
@@ -109,7 +109,7 @@ class TextData:
     train: np.ndarray | None = None
     val: np.ndarray | None = None
     test: np.ndarray | None = None
-    passages: list[dict] | None = None  # as prepare.py has them
+    passages: list[dict] | None = None      # as prepare.py has them
 
 
 def load(name, cache=CACHE):
@@ -137,7 +137,7 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None)):
     micro-batch or resumed run finds its rows of the same global batch."""
     rng = np.random.default_rng([seed, step])
     starts = rng.integers(len(tokens) - context, size=batch_size)[rows]
-    windows = np.stack([tokens[start : start + context + 1] for start in starts]).astype(np.int64)
+    windows = np.stack([tokens[start:start + context + 1] for start in starts]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
@@ -157,12 +157,12 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, caus
     for first in range(0, len(starts), batch_size * world):
         x = np.zeros((batch_size, n), dtype=np.int64)
         y = np.full((batch_size, n), -1, dtype=np.int64)
-        for row, start in enumerate(starts[first + rank : first + batch_size * world : world]):
+        for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
             counted = context - stride if start else 0
             back = 0 if causal else max(0, start + n + 1 - len(tokens))
-            window = tokens[start - back : start - back + n + 1]
-            x[row, : len(window[:n])] = window[:n]
-            y[row, counted + back : len(window) - 1] = window[counted + back + 1 :]
+            window = tokens[start - back:start - back + n + 1]
+            x[row, :len(window[:n])] = window[:n]
+            y[row, counted + back:len(window) - 1] = window[counted + back + 1:]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -212,7 +212,7 @@ def test_blur_is_a_gaussian_with_replicated_edges(sigma):
     x = augment.to_float(pictures(2, 37, 37))
     y = augment.gaussian_blur(x, BatchRandom(0, 2), 1.0, sigma=(sigma, sigma))
     reach = math.ceil(8 * sigma)
-    bell = torch.exp(-torch.arange(-reach, reach + 1).double() ** 2 / (2 * sigma**2))
+    bell = torch.exp(-torch.arange(-reach, reach + 1).double() ** 2 / (2 * sigma ** 2))
     kernel = (bell[:, None] * bell / bell.sum() ** 2).expand(3, 1, -1, -1)
     padded = torch.nn.functional.pad(x.double(), [reach] * 4, mode="replicate")
     expected = torch.nn.functional.conv2d(padded, kernel, groups=3)
