@@ -191,17 +191,17 @@ def main(argv):
             optimizer.zero_grad()
         run.log_step(loss, schedule[step])
 
-        # evaluate: at the end on every token, while best.pt is chosen on the same ones throughout
+        # evaluate on --eval_windows, which choose best.pt; the scores of the end are of every token
         if run.evaluation_due():
             run.check_finite()
             with run.untimed():
                 scores = validate(model, windows)
-                loss = scores["loss"]
+                chosen_by = scores["loss"]
                 if run.step == run.total and len(windows) < len(data.val):
                     scores = validate(model, data.val)
                 if c.sample and not masked and run.is_main:
                     scores["sample"] = write_sample(model, tokenizer, c, run, device)
-                best = run.record_scores("loss", loss, **scores)
+                best = run.record_scores("loss", chosen_by, **scores)
             run.save(content, best)
         run.end_step(content)
     if masked:
