@@ -158,18 +158,18 @@ def in_float64(Z):
     return Z.cpu().double() if Z.device.type == "mps" else Z.double()       # mps has none
 
 
-def layer_numbers(layer, Z, step, c):
+def layer_numbers(layer, Z, trace, c):
     """The numbers of one layer, each (B,), from Z^l (B, n, d) and its LayerTrace."""
-    U, out = in_float64(layer.attention.bases()), in_float64(step.out)
+    U, out = in_float64(layer.attention.bases()), in_float64(trace.out)
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
     w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
-    before, after = (subspace_coding_rate(in_float64(T), U, c.eps) for T in (Z, step.half))
+    before, after = (subspace_coding_rate(in_float64(T), U, c.eps) for T in (Z, trace.half))
     found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
                  rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
-        code = layer.sparsification.code(layer.norm2(step.half))
+        code = layer.sparsification.code(layer.norm2(trace.half))
         if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
             found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
     return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
@@ -182,9 +182,9 @@ def layer_table(loaded, c):
     found = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
-        for parts, layer, step in zip(found, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, Z, step, c))
-            Z = step.out
+        for parts, layer, trace in zip(found, backbone.layers, backbone.trace(x)):
+            parts.append(layer_numbers(layer, Z, trace, c))
+            Z = trace.out
 
     table = []
     for l, parts in enumerate(found, 1):

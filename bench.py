@@ -4,7 +4,7 @@ Speed and memory: the fast paths beside the literal form of the same function an
     python bench.py vit --json=rows.jsonl       one table; --help lists the others
     python bench.py gpu                         a new GPU: does everything run, and how fast
 
-Literal is what the printed equations compute, with the same parameters. The variants of a table
+Literal is the same function of the same parameters without our fast paths. The variants of a table
 take turns in one process, so that a disturbance meets all of them; times are medians. GFLOP/s
 counts the operations that the mathematics needs (`train_flops`); the first row is a large matmul's.
 """
@@ -82,7 +82,7 @@ LITERAL = {MSSA: literal_attend, ISTA: literal_ista, ImageClassifier: literal_cl
 
 
 def literal(model):
-    """A copy of the model that computes the same function as the released code does."""
+    """A copy of the model that computes the same function without our fast paths."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if type(module) in LITERAL:

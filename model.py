@@ -719,7 +719,7 @@ def check_word(name, word, words):
 class Family(NamedTuple):
     """What the authors of some archs put around the operators of an image model."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # a residual stream grows, ISTA's output does not
+    final_norm: bool = True             # an LN after the last layer
     norm_eps: float = 1e-6
     out_bias: bool = True               # on the attention's output map
     init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)

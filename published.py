@@ -1,8 +1,9 @@
 """
-Checkpoints that the papers' authors published: whose tensors are ours, under other names.
+The authors' published checkpoints: their tensors match ours and only the names differ.
 
 CRATE and CRATE-alpha (vit), CRATE-MAE (mae), crate-lm (gpt). Sizes are read off the tensors, heads
-off the published sizes. checkpoint.load_model opens them as it opens our own.
+off the published sizes. checkpoint.load_model opens them; so far only files made up from their
+names and shapes.
 """
 import itertools
 import math

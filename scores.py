@@ -53,7 +53,7 @@ def _batches(split, batch_size, config, processes):
     return split.batches([index.numpy() for index in mine.split(batch_size)], config.workers)
 
 
-def _three_zeros(device):
+def zero_sums(device):
     """To add to, in float64 where the device has it."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(3, dtype=dtype, device=device)
@@ -63,7 +63,7 @@ def _three_zeros(device):
 def classify(model, split, data, config, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
-    total = _three_zeros(processes.device)
+    total = zero_sums(processes.device)
     for batch, labels in _batches(split, batch_size, config, processes):
         n = len(labels)
         if n < batch_size:      # a full last batch: a compiled model sees one shape
@@ -170,7 +170,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
                                 not masked)
-    total = _three_zeros(processes.device)
+    total = zero_sums(processes.device)
     for i, (x, y) in enumerate(tqdm(batches, unit=" batches", disable=None if bar else True)):
         if masked:
             for row in range(batch_size):

@@ -48,15 +48,15 @@ class Config(RunFlags, ModelFlags):
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
-    eval_windows: int = option(400, "sequences of an evaluation on the way; 0, and the last one: "
-                               "every token once", low=0)
+    eval_windows: int = option(400, "sequences to score at each evaluation before the last; 0: "
+                               "all tokens, as the last does", low=0)
     sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)
 
 
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
     "openwebtext": dict(    # [B] 7.4: nanoGPT's setting
-        _OWT, micro_batch=16),              # fits 40 GB
+        _OWT, micro_batch=16),              # meant for 40 GB, not tried
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
@@ -167,9 +167,9 @@ def main(argv):
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
         # targets in the whole step: known, unless it was drawn which tokens are targets
-        targets = c.batch_size * c.context
+        n_targets = c.batch_size * c.context
         if masked:
-            targets = processes.sum((y >= 0).sum().float()).clamp_min(1)
+            n_targets = processes.sum((y >= 0).sum().float()).clamp_min(1)
 
         # forward and backward
         loss = 0.0
@@ -178,7 +178,7 @@ def main(argv):
                 micro_loss = ddp(micro_x, micro_y)
             # from a mean over its own targets to its part of the mean over all;
             # DDP averages over the processes, so multiply by their number
-            micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / targets)
+            micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / n_targets)
             micro_loss.backward()
             loss = loss + micro_loss.detach()
 

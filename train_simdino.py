@@ -304,10 +304,10 @@ def main(argv):
     val = images.Images(data.val_images, data.val_labels, device)
     augmentation = partial(make_views, c=c, data=data)
     ddp = processes.wrap(student)
-    # of an image: the student's views, and the teacher's two forwards, a third of a step's each
-    views = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
+    # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
+    cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
     config = student.encoder.config
-    flops = views * train_flops(student.encoder.layers, 1 + config.patches())
+    flops = cost * train_flops(student.encoder.layers, 1 + config.patches())
     if wants_compile(c, processes, total * c.batch_size * flops):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()

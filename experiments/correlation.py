@@ -95,8 +95,8 @@ def mean_srr(encoder, x, c):
     """The mean over layers and images of the sparse rate reduction of Z^{l+1}."""
     total, layers = 0.0, encoder.layers
     for part in x.split(c.batch_size):
-        for layer, step in zip(layers, encoder.trace(part), strict=True):
-            Z, U = step.out.cpu().double(), layer.attention.bases().cpu().double()
+        for layer, trace in zip(layers, encoder.trace(part), strict=True):
+            Z, U = trace.out.cpu().double(), layer.attention.bases().cpu().double()
             total += sparse_rate_reduction(Z, U, c.eps, c.lambd).sum().item()
     return total / (len(x) * len(layers))
 

@@ -34,7 +34,7 @@ from scores import logistic_regression, pooling
 class Neurons(OneModel):
     ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
     examples: bool = option(False, "print passages that excite the neurons that tell most, marked")
-    layer: int = option(0, "which layer's neurons; 0 is the last", low=0)
+    layer: int | None = option(None, "which layer's neurons; auto is the last", low=1)
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
 
@@ -65,13 +65,14 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def read_codes(loaded, c):
-    """The Codes of layer c.layer."""
+    """The Codes of a layer."""
     given, found, layers = [], [], backbone_of(loaded).layers
-    layer = layers[min(c.layer, len(layers)) - 1]
-    if c.layer > len(layers) or layer.sparsification is None:
-        raise UserError(f"layer {c.layer or len(layers)} of {len(layers)} has no sparse code")
+    number = c.layer or len(layers)
+    if number > len(layers) or layers[number - 1].sparsification is None:
+        raise UserError(f"layer {number} of {len(layers)} has no sparse code")
+    layer = layers[number - 1]
     for index, x in batches(loaded, c):
-        half = backbone_of(loaded).trace(x)[c.layer - 1].half
+        half = backbone_of(loaded).trace(x)[number - 1].half
         given.append(index.cpu())
         found.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
     given, values = torch.cat(given).numpy(), torch.cat(found)      # values (samples, tokens, m)

@@ -7,9 +7,9 @@ of the all-reduce of float32 gradients. Kernel launches, the optimizer and readi
     python -m experiments.scale                 # the four scripts' presets
     python -m experiments.scale --check         # also predictions for this machine, measured
 
-Verdict, computed 2026-11-22: on 8, which work at 99.3 % of their own rate or more; 64 at 90 %
-(train_vit.py imagenet, whose step takes 2.3 ms) and 97 to 99 % (the others). Checked 2026-11-21 on
-two CPU cores: a step of two processes was predicted as 283 ms and took 291.
+Verdict, computed 2026-11-22: yes on 8 GPUs, where each works at 99.3 % of its own rate or more. On
+64, train_vit.py imagenet falls to 90 %, as its step takes only 2.3 ms; the others keep 97 to 99 %.
+On two CPU cores a step of two processes, predicted as 283 ms, took 291.
 """
 import copy
 import json
