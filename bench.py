@@ -33,7 +33,7 @@ import train_vit
 from cross_entropy import linear_cross_entropy
 from data.prepare import prepare
 from flags import cli, DeviceFlags, model_fields, option, parse_command, ROOT
-from model import (ARCHS, attention_map, ImageClassifier, ImageConfig, ISTA, LanguageModel,
+from model import (ARCHS, attention_map, CBSA, ImageClassifier, ImageConfig, ISTA, LanguageModel,
                    MAEConfig, MaskedAutoencoder, MHSA, MSSA, run_layers, sizes_of, TextConfig, TSSA)
 from parallel import device_name, Processes, wants_compile
 from run import read_metrics
@@ -275,22 +275,23 @@ def bench_head(c, processes):
 
 
 def bench_length(c, processes):
-    """Forward and backward of TSSA, MSSA and MHSA for five numbers of tokens n, each double the one
-    before, and the power of n that the time grows with from the third to the last."""
-    lengths, device = [c.longest >> i for i in (4, 3, 2, 1, 0)], processes.device
-    operators = {"TSSA": TSSA(256, 4, context=lengths[-1]).to(device),
-                 "MSSA": MSSA(256, 4).to(device), "MHSA": MHSA(256, 4).to(device)}
+    """Forward and backward of TSSA, CBSA, MSSA and MHSA for four square grids of n patches and a
+    class token, each grid four times the one before, and the power of n that the last steps take."""
+    lengths, device = [c.longest >> i for i in (6, 4, 2, 0)], processes.device
+    operators = {"TSSA": TSSA(256, 4), "CBSA": CBSA(256, 4), "MSSA": MSSA(256, 4),
+                 "MHSA": MHSA(256, 4)}
+    operators = {name: operator.to(device) for name, operator in operators.items()}
     medians = {name: [] for name in operators}
     for n in lengths:
-        Z = torch.randn(larger(1, device), n, 256, device=device, requires_grad=True)
+        Z = torch.randn(larger(1, device), 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
                                [Z, *operator.parameters()])
                  for name, operator in operators.items()}
         for name, seconds in alternate(steps, device, c.repeats).items():
-            row(c, f"{n} tokens", name, ms=1e3 * seconds)
+            row(c, f"{n} patches", name, ms=1e3 * seconds)
             medians[name].append(seconds)
     for name, seconds in medians.items():
-        row(c, "time grows", name, as_n_to_the_power=math.log2(seconds[-1] / seconds[-3]) / 2)
+        row(c, "time grows", name, as_n_to_the_power=math.log(seconds[-1] / seconds[-2], 4))
 
 
 @torch.no_grad()
