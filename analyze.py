@@ -142,9 +142,8 @@ class Layers(OneModel):
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token at norm 1: so [N]'s
     code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "attention" is what the
     attention's step changes, R^c(Z^{l+1/2} | U) - R^c(Z^l | U): it is derived to be negative. "srr"
-    is of Z^{l+1}: higher is better, and the SRR measure of [S] is its negative. Rates are in nats,
-    from float64, since in float32 the logdet of some trained layers is NaN. An arch without U
-    (transformer, aot-mhsa) has its value maps in U's place."""
+    is of Z^{l+1}: higher is better, and [S]'s measure is its negative. Rates are in nats, from
+    float64 (float32 has NaNs). An arch without U has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)

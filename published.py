@@ -1,9 +1,8 @@
 """
 The authors' published checkpoints: their tensors match ours and only the names differ.
 
-CRATE and CRATE-alpha (vit), CRATE-MAE (mae), crate-lm (gpt). Sizes are read off the tensors, heads
-off the published sizes. checkpoint.load_model opens them; so far only files made up from their
-names and shapes.
+CRATE and CRATE-alpha (vit), CRATE-MAE (mae), crate-lm (gpt), tried only with files made up from
+their names and shapes. Sizes are read off the tensors, heads off the published sizes.
 """
 import itertools
 import math

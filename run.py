@@ -197,6 +197,7 @@ class Run:
         """The first signal ends the run after its step. A second Ctrl-C does not wait; but torchrun
         sends every signal again, so that among its processes a second one means nothing."""
         if number == signal.SIGINT == self.signal and self.processes.world == 1:
+            self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
         self.signal = self.signal or number
 

@@ -150,6 +150,8 @@ def read_picture(file, size):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # Pillow's, of damaged EXIF data
             image = ImageOps.exif_transpose(Image.open(file))       # upright
+        if image.mode in ("I", "F"):
+            raise ValueError("32 bits a pixel")
         if image.mode.startswith("I"):          # 16 bits a pixel, which convert() would clip at 255
             image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
         if image.has_transparency_data:         # on white: hidden colours are not meant to be seen

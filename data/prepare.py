@@ -122,15 +122,34 @@ def read_rows(row, source, draft, **how):
         there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
         if there != int(count):
             raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
-    how["cache_dir"] = str(draft / "scratch")
-    suffixes = {path.suffix for path in source.rglob("*")}
-    if ".txt" in suffixes and not suffixes & {".parquet", ".jsonl"}:
-        sets = load_dataset("text", data_dir=str(source), sample_by="document",
-                            encoding_errors="replace", **how)
+    how["cache_dir"], how["data_dir"] = str(draft / "scratch"), str(source)
+    suffix = next((suffix for suffix in (".parquet", ".jsonl", ".txt")
+                   if any(source.rglob("*" + suffix))), None)
+    if row.hub is None:
+        how["data_files"] = own_texts(source, suffix)
+    if suffix == ".txt":
+        sets = load_dataset("text", sample_by="document", encoding_errors="replace", **how)
         utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
         say_left_out("documents", sum(len(sets[k]) - len(utf8[k]) for k in sets), "no UTF-8")
         return utf8
-    return load_dataset(str(source), **how)
+    return load_dataset("json" if suffix == ".jsonl" else "parquet", **how)
+
+
+def own_texts(source, suffix):
+    """{split: files} of a user's own text: by the names train and val or validation, of files or of
+    the folders that hold them; where these are not both there, every file is for training."""
+    if suffix is None:
+        raise UserError(f"there is no .parquet, .jsonl or .txt file in {source}")
+    found, others = {}, 0
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        others += path.suffix != suffix
+        if path.suffix == suffix:
+            name = re.sub(r"-\d+-of-\d+$", "", path.relative_to(source).parts[0].split(".")[0])
+            found.setdefault("validation" if name == "val" else name, []).append(str(path))
+    say_left_out("files", others, f"no {suffix}")
+    if {"train", "validation"} <= found.keys():
+        return {split: found[split] for split in ("train", "validation")}
+    return dict(train=sum(found.values(), []))
 
 
 def say_left_out(what, number, why):
@@ -159,7 +178,8 @@ def write_images(name, size, source, draft):
     if row.hub:
         sets = read_rows(row, source, draft, streaming=True)
     else:
-        files = {"train": f"{source}/**"}
+        files = {"train": f"{source}/*/**"}
+        say_left_out("files", sum(path.is_file() for path in source.iterdir()), "in no CLASS")
         if (source / "train").is_dir():
             files = {"train": f"{source}/train/**", "validation": f"{source}/val/**"}
         sets = hold_out(load_dataset("imagefolder", data_files=files, drop_labels=False,
@@ -191,7 +211,7 @@ def write_images(name, size, source, draft):
         classes = classes or [str(i) for i in range(max(labels) + 1)]
         if len(classes) < 2 or not 0 <= min(labels) <= max(labels) < len(classes):
             raise UserError(f"the labels of {part} are {min(labels)} to {max(labels)}, of "
-                            f"{len(classes)} classes")
+                            f"{len(classes)} classes; pictures lie in DIR/CLASS/FILE")
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
     say_left_out("pictures", len(problems), ", ".join(problems[:3]) + ", ..." * (len(problems) > 3))
     return image_meta(classes, draft)

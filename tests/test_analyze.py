@@ -52,10 +52,9 @@ def check(backbone, x, rows, eps=0.3, lambd=0.1):
         n, p = out.shape[1], U.shape[2]
         into, Z, half = (T.detach().double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half))
         into = into / into.norm(dim=-1, keepdim=True)
-        rate, before, after = (
-            0.5 * torch.logdet(torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).sum(1)
-            for w in (into, Z, half))
-        for key, values in dict(rate_of_subspaces=rate, rate=coding_rate(out, eps),
+        Rc, before, after = (0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1)
+                             for w in (into, Z, half))
+        for key, values in dict(rate_of_subspaces=Rc, rate=coding_rate(out, eps),
                                 attention=after - before, nonzeros=(out != 0).double().mean((1, 2)),
                                 srr=sparse_rate_reduction(out, U, eps, lambd)).items():
             expected = [values.mean().item(), values.std(correction=0).item()]

@@ -32,6 +32,8 @@ def test_pictures_stand_upright_in_8_bits(tmp_path):
     Image.fromarray(257 * levels).save(tmp_path / "deep.png")
     pixels, problem = images.read_picture(tmp_path / "deep.png", 16)
     assert problem is None and np.array_equal(pixels, levels[..., None].repeat(3, 2))
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "f.tiff")
+    assert images.read_picture(tmp_path / "f.tiff", 16) == (None, "32 bits a pixel")
 
 
 # ---- batches

@@ -163,11 +163,14 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
         assert "1 documents left out: no UTF-8" in capsys.readouterr().err
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
-    # of one part alone, a hundredth of the documents validates
+    # of one part alone, a hundredth of the documents validates, whatever its files are called
+    (tmp_path / "a/train/README.md").write_text("no document")
+    next((tmp_path / "a/train").glob(f"*0.{kind}")).rename(tmp_path / f"a/train/test-one.{kind}")
     prepare.prepare("mine", tmp_path / "a/train", tmp_path, "gpt2")
     data = text.load("mine", tmp_path)
     train, val = documents(data.train, bpe), documents(data.val, bpe)
     assert sorted(train + val) == sorted(rows) and len(val) == 1
+    assert f"1 files left out: no .{kind}" in capsys.readouterr().err
 
 
 def test_articles_and_sentences(tmp_path, bpe):
