@@ -1,8 +1,6 @@
 """The tasks of experiments/long_range.py are what they say, and its models are comparable."""
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from experiments import long_range
 from model import LanguageModel, TextConfig
@@ -33,12 +31,6 @@ def test_values_of_listops():
         assert value_of([long_range.LISTOPS_VOCAB[i] for i in ids[:length]]) == value
     assert 60 < lengths.max() <= 120 and set(y.tolist()) == set(range(10))
     assert not torch.equal(long_range.listops(300, 1, 120)[0], x)
-
-
-def test_grey_pixels():
-    picture = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    expected = 1.0 + np.asarray(Image.fromarray(picture).convert("L")).flatten()
-    assert np.allclose(long_range.grey_pixels(picture[None])[0], expected, atol=1)
 
 
 def test_equal_parameters():

@@ -5,8 +5,8 @@ from torch.nn import functional as F
 
 import model
 from model import (ARCHS, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder, mae_config)
-from test_model import (assert_near, float64, orthonormal, patches_literally,     # noqa: F401
-                        randomize)
+from test_image_model import patches_literally
+from test_model import assert_near, float64, orthonormal, randomize         # noqa: F401 (a fixture)
 
 
 def config(arch="crate", **fields):

@@ -8,7 +8,8 @@ from checkpoint import load_model
 from data import text
 from flags import UserError
 from test_evaluate import bpe                               # noqa: F401 (a fixture)
-from test_model import assert_near, float64, patches_literally          # noqa: F401 (a fixture)
+from test_image_model import patches_literally
+from test_model import assert_near, float64                 # noqa: F401 (a fixture)
 
 d, P, SIDE, LAYERS, DECODER_LAYERS, CLASSES = 16, 4, 3, 2, 3, 7
 

@@ -1,0 +1,103 @@
+"""model.py's image models: classifier, trace, compiler, counts, patches and positions."""
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import model
+from model import ARCHS, ConfigError, image_config, ImageClassifier, ImageEncoder
+from test_model import assert_near, config, float64, randomize              # noqa: F401 (a fixture)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_classifier(arch):
+    """Every parameter has a gradient; the trace holds what the layers compute; the last layer
+    computes the class token alone, if that is what the head reads."""
+    net, x, computed = randomize(ImageClassifier(config(arch))), torch.randn(3, 3, 8, 8), []
+    encoder = net.encoder
+    encoder.layers[-1].register_forward_hook(lambda layer, _, Z: computed.append(Z.shape[1]))
+    logits = net(x)
+    logits.square().sum().backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in net.parameters())
+    Z = encoder.tokens(x)
+    for layer, traced in zip(encoder.layers, encoder.trace(x), strict=True):
+        half, attention = layer.compress(Z), layer.attention.map(layer.norm1(Z))
+        Z = layer(Z)
+        assert_near(tuple(traced), (half, Z, attention))
+    if net.config.final_norm:                               # else the head begins with an LN
+        Z = F.layer_norm(Z, (16,), encoder.norm.weight, encoder.norm.bias, 1e-6)
+    assert_near(encoder(x), Z)
+    assert_near(logits, net.head(Z[:, 0]))
+    net.config.pool = "mean"
+    assert_near(net(x), net.head(sum(Z[:, i] for i in range(1, 5)) / 4))
+    assert (computed[0], computed[-1]) == (1, 5)
+
+
+@pytest.mark.parametrize("arch", ["crate", "crate-mm", "crate-alpha", "tost", "transformer"])
+def test_compiled_equals_eager(arch):
+    """Without a graph break: logits, gradients, and logits of another image size."""
+    torch._dynamo.reset()
+    net = randomize(ImageClassifier(config(arch, layers=1)))
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=False)
+    x, parameters = torch.randn(2, 3, 8, 8), list(net.parameters())
+    assert_near(compiled(x), net(x), 1e-9)
+    assert_near(torch.autograd.grad(compiled(x).square().sum(), parameters),
+                torch.autograd.grad(net(x).square().sum(), parameters), 1e-9)
+    if arch == "crate":                                     # positions are interpolated
+        x = torch.randn(2, 3, 16, 16)
+        assert_near(compiled(x), net(x), 1e-6)
+
+
+@pytest.mark.parametrize("size, arch, count", [
+    ("tiny", "crate", 6_090_856), ("small", "crate", 13_116_328),
+    ("base", "crate", 22_796_008), ("large", "crate", 77_641_192),
+    ("tiny", "transformer", 5_717_416), ("small", "transformer", 22_050_664),
+    ("base", "crate-alpha", 72_328_936), ("large", "crate-alpha", 253_650_920),
+    # 24 layers of 10 d^2 + 13 d + K; embedding, class token, positions, norm and head around them
+    ("medium", "tost", 24 * (10 * 512 ** 2 + 13 * 512 + 8) + (769 + 1 + 197 + 2) * 512 + 513_000)])
+def test_published_parameter_counts(size, arch, count):
+    with torch.device("meta"):
+        net = ImageClassifier(image_config(size, arch))
+    assert sum(p.numel() for p in net.parameters()) == count
+
+
+def patches_literally(x, P):
+    """(B, C, H, W) -> (B, n, P^2 C): patches in raster order, pixels by row, column, channel."""
+    B, C, H, W = x.shape
+    corners = [(i, j) for i in range(0, H, P) for j in range(0, W, P)]
+    return torch.stack([x[:, :, i:i + P, j:j + P].permute(0, 2, 3, 1).flatten(1)
+                        for i, j in corners], 1)
+
+
+def test_patchify():
+    x, square = torch.randn(2, 3, 4, 6), torch.randn(2, 5, 6, 6)
+    assert torch.equal(model.patchify(x, 2), patches_literally(x, 2))
+    assert torch.equal(model.unpatchify(model.patchify(square, 3), 3, channels=5), square)
+
+
+def test_sincos_positions():
+    d, side = 12, 3
+    omega = [10000 ** (-4 * i / d) for i in range(d // 4)]
+    code = [[f(at * o) for at in (column, row) for f in (math.sin, math.cos) for o in omega]
+            for row in range(side) for column in range(side)]
+    expected = torch.tensor([[0.0] * d] + code)[None]
+    assert_near(model.sincos_positions(d, side).double(), expected, 1e-6)
+
+
+@torch.no_grad()
+def test_position_interpolation():
+    """Patch centres lie at (i + 1/2) old / new - 1/2; inside, the cubic is near a straight line."""
+    encoder, old, new = randomize(ImageEncoder(config(image_size=32))), 8, (16, 12)
+    assert encoder.position_table(old, old) is encoder.positions
+
+    at = torch.arange(float(old))
+    encoder.positions[0, 1:, :2] = torch.cartesian_prod(at, at)
+    table = encoder.position_table(*new)
+    centres = [(torch.arange(float(m)) + 0.5) * old / m - 0.5 for m in new]
+    error = table[0, 1:, :2] - torch.cartesian_prod(*centres)
+    assert error.view(*new, 2)[4:-4, 4:-4].abs().max() < 0.05
+    assert torch.equal(table[:, 0], encoder.positions[:, 0])
+    assert encoder(torch.randn(2, 3, 64, 48)).shape == (2, 1 + 16 * 12, 16)
+    with pytest.raises(ConfigError, match="patch_size=4.*30 x 32"):
+        encoder(torch.randn(1, 3, 30, 32))
