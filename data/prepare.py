@@ -136,8 +136,8 @@ def read_rows(row, source, draft, **how):
 
 
 def own_texts(source, suffix):
-    """{split: files} of a user's own text: by the names train and val or validation, of files or of
-    the folders that hold them; where these are not both there, every file is for training."""
+    """{split: files} of a user's own text: by name, where all files, or the folders that hold them,
+    are called train, val, validation or test; else every file is for training."""
     if suffix is None:
         raise UserError(f"there is no .parquet, .jsonl or .txt file in {source}")
     found, others = {}, 0
@@ -147,9 +147,7 @@ def own_texts(source, suffix):
             name = re.sub(r"-\d+-of-\d+$", "", path.relative_to(source).parts[0].split(".")[0])
             found.setdefault("validation" if name == "val" else name, []).append(str(path))
     say_left_out("files", others, f"no {suffix}")
-    if {"train", "validation"} <= found.keys():
-        return {split: found[split] for split in ("train", "validation")}
-    return dict(train=sum(found.values(), []))
+    return found if found.keys() <= SPLITS.keys() else dict(train=sum(found.values(), []))
 
 
 def say_left_out(what, number, why):
