@@ -272,7 +272,7 @@ class Run:
 
     def record_scores(self, key, value=None, **scores):
         """Writes a validation's scores. Returns whether scores[key] (or `value`, if given) is the
-        best so far: of losses the lowest, of others the highest, of equal ones the last."""
+        best so far: the lowest loss, or the highest other score and of equal ones the last."""
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
