@@ -20,16 +20,16 @@ of [J] Eq. (47) is within 5 % of the least possible (0.331 against 0.318); at 1 
 the axes have as much with 12.5 % nonzeros, as [J] Figure 5 says.
 """
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from analyze import new_figure, print_table
+from analyze import print_table
 from experiments.compression import random_subspaces
 from flags import cli, option, parse
 from model import coding_rate, gaussian_mixture_denoise, subspace_coding_rate
 
 SIGMAS = (0.05, 0.1, 0.2, 0.5, 1.0)         # noise levels
+
 
 @dataclass(kw_only=True)
 class Denoising:
@@ -39,7 +39,6 @@ class Denoising:
     eps: float = option(0.5, "distortion of the rates", above=0)
     steps: int = option(100, "of sde", low=1)
     seed: int = option(0, "of all that is drawn", low=0)
-    out: str = option("out/denoising.png", "the figure")
 
 
 def posterior_mean(z, U, sigma):
@@ -103,22 +102,6 @@ def kinds_of_subspaces(U, c, generator):
     return rows
 
 
-def draw(rows, c):
-    """Error and distance to the subspaces over sigma."""
-    figure, (axes,) = new_figure(1, 2, 5, 4)
-    targets = dict(error="the clean token", off="the nearest subspace")
-    for ax, (key, target) in zip(axes, targets.items()):
-        for method in dict.fromkeys(row["method"] for row in rows):
-            mine = [row for row in rows if row["method"] == method]
-            ax.loglog([row["sigma"] for row in mine], [max(row[key], 1e-8) for row in mine], "o-",
-                      label=method)
-        ax.set(title=f"squared distance to {target}", xlabel="noise level sigma",
-               ylabel="mean squared distance")
-        ax.legend(fontsize="small")
-        ax.grid(alpha=0.3)
-    figure.savefig(c.out, dpi=120)
-
-
 def main(argv):
     """(rows of noise levels and methods, rows of kinds of subspaces)."""
     c, _ = parse(Denoising, {}, argv, __doc__)
@@ -129,9 +112,6 @@ def main(argv):
     print_table(rows)
     print("R - R^c (gain, nats) of clean tokens, and their nonzeros, on three sets of subspaces:")
     print_table(sets)
-    Path(c.out).parent.mkdir(parents=True, exist_ok=True)
-    draw(rows, c)
-    print(f"wrote {c.out}")
     return rows, sets
 
 

@@ -11,13 +11,15 @@ the properties. Purity: how much of a neuron's 20 highest activations is one cha
 mean over 100 that fire 20 times. Each model offers as many neurons as the narrowest is wide.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
-    python -m experiments.neurons --ckpt=a.pt --examples    what excites five of them, in the text
+    python -m experiments.neurons --ckpt=a.pt --examples --out=a.html   what excites five of them
 
 Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
 0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0).
 """
 from dataclasses import dataclass, replace
+from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +37,7 @@ class Neurons(OneModel):
     ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
     examples: bool = option(False, "print passages that excite the neurons that tell most, marked")
     layer: int | None = option(None, "which layer's neurons; auto is the last", low=1)
+    out: str | None = option(None, "a page (HTML) for the passages of --examples, marked in colour")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
 
@@ -119,24 +122,25 @@ def purity(codes, columns):
                      for kinds in codes.kinds[top].T])
 
 
-def print_examples(loaded, c):
-    """For each of the five properties that correlate most with one neuron, the ten windows of text
-    that excite this neuron most, a line each: the tokens around the one where it is highest, with
-    «marks» where it is at least half as high."""
+def examples(loaded, c):
+    """For each of the five properties that correlate most with one neuron, a line that says so and
+    the ten windows of text that excite this neuron most, a line each: the tokens around the one
+    where it is highest, with «marks» where it is at least half as high."""
     if loaded.task != "gpt":
         raise UserError("--examples prints passages of text; this checkpoint is of images")
-    codes, decode = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode
+    codes, decode, lines = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode, []
     has = torch.from_numpy(np.array([*codes.properties.values()])).float()
     correlation = torch.corrcoef(torch.cat([has, codes.values.mT]))[:len(has), len(has):]
     best, entries = correlation.nan_to_num().max(1)
     for i in best.argsort(descending=True)[:5].tolist():
-        print(f"entry {entries[i]}, correlation {best[i]:.2f} with: {[*codes.properties][i]}")
+        lines += [f"entry {entries[i]}, correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
         values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
         for window in values.amax(1).argsort(descending=True)[:10]:
             row, ids = values[window], codes.kinds.reshape(values.shape)[window]
             at, pieces = int(row.argmax()), [decode([i]).replace("\n", "↵") for i in ids]
             pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
-            print("   ", "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", ""))
+            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", "")]
+    return lines
 
 
 def measure(codes, width, seed):
@@ -170,7 +174,12 @@ def main(argv):
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
     if c.examples:
-        return [print_examples(open_model(path, c, c.untrained), c) for path in paths]
+        lines = [line for path in paths for line in examples(open_model(path, c, c.untrained), c)]
+        if c.out:
+            page = escape("\n".join(lines)).replace("«", "<mark>").replace("»", "</mark>")
+            Path(c.out).write_text(f"<meta charset=utf-8><pre>{page}</pre>\n", encoding="utf-8")
+        print("\n".join(lines))
+        return lines
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):

@@ -32,10 +32,9 @@ def test_reverse_diffusion():
     assert sde.square().sum(1).mean().item() == pytest.approx(4, rel=0.08)  # as of clean tokens
 
 
-def test_denoising(tmp_path, monkeypatch):
+def test_denoising(monkeypatch):
     monkeypatch.setattr(denoising, "SIGMAS", (0.01, 0.3))
-    flags = ["--width=12", "--heads=3", "--tokens=600", "--steps=20"]
-    levels, sets = denoising.main([*flags, f"--out={tmp_path / 'a.png'}"])
+    levels, sets = denoising.main(["--width=12", "--heads=3", "--tokens=600", "--steps=20"])
     rows = {(row["sigma"], row["method"]): row for row in levels}
     for sigma in (0.01, 0.3):
         error = {method: row["error"] for (level, method), row in rows.items() if level == sigma}
