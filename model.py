@@ -571,7 +571,7 @@ class CBSA(Attention):
 
     @classmethod
     def build(cls, c, causal, context):
-        if causal:
+        if isinstance(c, TextConfig):
             raise ConfigError(f"{c.arch} pools a grid of patches: it is for images, not text")
         return cls(c.width, c.heads, c.head_dim, out_bias=c.out_bias, dropout=c.dropout)
 

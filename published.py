@@ -68,8 +68,8 @@ def describe(content, heads=None):
     """(task, config, tensors, {our name: theirs}) of a published file's content.
 
     Takes the whole or the state dict in it, with or without "module." or "_orig_mod." before each
-    name; `heads` is needed for an unpublished width. Raises KeyError or ConfigError with the name
-    of what does not fit."""
+    name; `heads` is needed for an unpublished width, but for crate-lm's (d / 64). Raises KeyError
+    or ConfigError with the name of what does not fit."""
     for key in ("state_dict", "model"):
         content = content.get(key, content)
     tensors = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor
@@ -113,9 +113,11 @@ def describe(content, heads=None):
 def describe_crate_lm(tensors, heads):
     """The same of a state dict whose head is the embedding and whose dictionaries are (4 d, d)."""
     tensors = {name: tensor.mT if name.endswith("ista.weight") else tensor
-               for name, tensor in tensors.items()
-               if name != "lm_head.weight" and not name.endswith("attn.bias")}      # causal masks
-    (V, d), (n, _) = (tensors[f"transformer.{name}.weight"].shape for name in ("wte", "wpe"))
+               for name, tensor in tensors.items() if not name.endswith(".attn.bias")}  # masks
+    embed, positions = (tensors[f"transformer.{name}.weight"] for name in ("wte", "wpe"))
+    if not tensors.pop("lm_head.weight", embed).equal(embed):
+        raise ConfigError("its lm_head.weight is not its embedding")
+    (V, d), (n, _) = embed.shape, positions.shape
     layers = sum(name.endswith("ista.weight") for name in tensors)
     fields = dict(arch="crate-lm", width=d, heads=heads or d // 64, layers=layers, vocab_size=V,
                   context=n, expansion=tensors["transformer.h.0.ista.weight"].shape[1] // d)

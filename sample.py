@@ -4,7 +4,7 @@ Text from a trained language model.
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
     python sample.py --ckpt=out/gpt-bert/best.pt --fill="The ___ is red."    masked models fill gaps
-    python sample.py --ckpt=... --steer=2:148:5    entry 148 of layer 2's sparse code is always 5
+    python sample.py --ckpt=... --steer=2:148:5    entry 148 of layer 2's code is always 5
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
@@ -49,14 +49,14 @@ def decode(tokenizer, ids):
 
 
 def steer(model, words):
-    """Holds an entry (from 0) of a layer's (from 1) sparse code at a value, at every token."""
-    found = re.fullmatch(r"(\d+):(\d+):(-?\d+\.?\d*)", words)
+    """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
+    found = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
     if found is None:
         raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:148:5")
     layer, entry, value = int(found[1]), int(found[2]), float(found[3])
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= len(model.layers) else None
     if operator is None:
-        raise UserError(f"--steer={words}: of {len(model.layers)} layers, {layer} has no code")
+        raise UserError(f"--steer={words}: no layer {layer} of {len(model.layers)} has a code")
     code, entries = operator.code, operator.code(model.positions[None, :1]).shape[-1]
     if entry >= entries:
         raise UserError(f"--steer={words}: the entries of layer {layer} are 0 to {entries - 1}")

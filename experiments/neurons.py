@@ -1,8 +1,8 @@
 """
 Can single neurons be read?
 
-A neuron is an entry of the last layer's code: ISTA's Z^{l+1}, which the head reads, or ODL's a_2 or
-what is behind an MLP's GELU, inside a branch. Means and standard errors over an arch's checkpoints.
+A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's Z^{l+1},
+ODL's a_2, or what is behind an MLP's GELU. Means and standard errors over an arch's checkpoints.
 
 k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
@@ -125,7 +125,7 @@ def purity(codes, columns):
 def examples(loaded, c):
     """For each of the five properties that correlate most with one neuron, a line that says so and
     the ten windows of text that excite this neuron most, a line each: the tokens around the one
-    where it is highest, with «marks» where it is at least half as high."""
+    where it is highest, between \\1 and \\2 where it is at least half as high."""
     if loaded.task != "gpt":
         raise UserError("--examples prints passages of text; this checkpoint is of images")
     codes, decode, lines = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode, []
@@ -133,13 +133,15 @@ def examples(loaded, c):
     correlation = torch.corrcoef(torch.cat([has, codes.values.mT]))[:len(has), len(has):]
     best, entries = correlation.nan_to_num().max(1)
     for i in best.argsort(descending=True)[:5].tolist():
-        lines += [f"entry {entries[i]}, correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
         values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
-        for window in values.amax(1).argsort(descending=True)[:10]:
+        peaks, name = values.amax(1), [*codes.properties][i]
+        lines += [f"entry {entries[i]}, at most {peaks.max():.3g}, "
+                  f"correlation {best[i]:.2f} with: {name}"]
+        for window in peaks.argsort(descending=True)[:min(10, int((peaks > 0).sum()))]:
             row, ids = values[window], codes.kinds.reshape(values.shape)[window]
             at, pieces = int(row.argmax()), [decode([i]).replace("\n", "↵") for i in ids]
-            pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
-            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", "")]
+            pieces = [f"\1{s}\2" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
+            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("\2\1", "")]
     return lines
 
 
@@ -174,12 +176,13 @@ def main(argv):
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
     if c.examples:
-        lines = [line for path in paths for line in examples(open_model(path, c, c.untrained), c)]
+        found = "\n".join(line for path in paths
+                          for line in [path, *examples(open_model(path, c, c.untrained), c)])
+        print(found.translate({1: "«", 2: "»"}))
         if c.out:
-            page = escape("\n".join(lines)).replace("«", "<mark>").replace("»", "</mark>")
+            page = escape(found).translate({1: "<mark>", 2: "</mark>"})
             Path(c.out).write_text(f"<meta charset=utf-8><pre>{page}</pre>\n", encoding="utf-8")
-        print("\n".join(lines))
-        return lines
+        return found
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):

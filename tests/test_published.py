@@ -134,7 +134,8 @@ def test_crate_lm(prefix, tmp_path, monkeypatch, bpe):
     for l in range(LAYERS):
         h = f"transformer.h.{l}."
         shapes |= {f"{h}attn.c_attn.weight": (d, d), f"{h}attn.c_proj.weight": (d, d),
-                   f"{h}attn.c_proj.bias": (d,), f"{h}ista.weight": (4 * d, d)}
+                   f"{h}attn.c_proj.bias": (d,), f"{h}ista.weight": (4 * d, d),
+                   f"{h}attn.bias": (1, 1, n, n)}           # nanoGPT's causal mask
         shapes |= {f"{h}prenorm_{i}.{k}": (d,) for i in (1, 2) for k in ("weight", "bias")}
     t = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     t["lm_head.weight"] = t["transformer.wte.weight"]
@@ -164,3 +165,6 @@ def test_crate_lm(prefix, tmp_path, monkeypatch, bpe):
     monkeypatch.setattr(text, "load", lambda name, cache: data)
     found = evaluate.main(["lm", f"--ckpt={path}", "--data=a", "--device=cpu"])
     assert found["loss"] == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
+    for wrong in ("lm_head.weight", "transformer.h.0.attn.c_attn.bias"):    # untied, a query's bias
+        torch.save(t | {wrong: torch.ones(V, d)}, path)
+        pytest.raises(UserError, load_model, path)
