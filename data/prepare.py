@@ -182,6 +182,7 @@ def write_images(name, size, source, draft):
             files = {"train": f"{source}/train/**", "validation": f"{source}/val/**"}
         sets = hold_out(load_dataset("imagefolder", data_files=files, drop_labels=False,
                                      cache_dir=str(draft / "scratch")), 0.1)
+        sets["train"] = sets["train"].shuffle(seed=2357)    # files lie by class; a run takes a part
     features = sets["train"].features
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)

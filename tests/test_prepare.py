@@ -96,6 +96,7 @@ def test_own_pictures(tmp_path, capsys):
                       for array in (data.train_images, data.val_images))
         assert np.array_equal(data.train_labels, train >= 9)
         assert np.array_equal(data.val_labels, val >= 9)
+        assert 0 < data.train_labels[:9].sum() < 9      # not one class behind the other
         if root == "split":
             assert sorted(train) == sorted(val) == [*range(20)]
     assert sorted([*train, *val]) == [*range(20)] and 2 <= len(val) <= 3
