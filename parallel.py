@@ -158,8 +158,8 @@ def micro_batches(model, size, *batch):
 def wants_compile(config, processes, flops):
     """--compile; auto: on cuda, and on a CPU in bfloat16 for a run of 5e13 operations or more.
 
-    There the first step takes 15 to 55 s, once, and then a step 0.7 of its time, while two cores do
-    2e11 operations a second: a run of four minutes repays it. float32 gains nothing."""
+    On a CPU compiling takes 15 to 55 s once and then cuts a step to 0.7 of its time. Two cores do
+    2e11 operations a second, so a run of four minutes repays it. float32 gains nothing."""
     device, wanted = processes.device, config.compile
     if wanted is None:
         worth = processes.half and flops > 5e13

@@ -32,7 +32,7 @@ class Config(RunFlags, ModelFlags):
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "use only the first N training images", low=1)
     val: int = option(0, "hold out the last N training images to choose best.pt by; 0: the test "
-                      "images choose it, and what to report is ckpt.pt, the last weights", low=0)
+                      "images choose it, so report ckpt.pt, the last weights", low=0)
     image_size: int = option(32, "pixels a side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     stem: str | None = option(None, "patch embedding; auto is the arch's",
@@ -94,7 +94,7 @@ PRESETS = {
         warmup_epochs=0.5,
         # 68.5 %. At decay 0.05: lr 1e-2 gives 61.0, AdamW at 1e-3 60.9
         optimizer="muon", lr=5e-3,
-        weight_decay=0.5),      # [N]'s. 0.05 is as accurate, but training then makes tokens denser
+        weight_decay=0.5),      # 0.05 is as accurate, but training then makes tokens denser
     "cifar10-cpu": dict(    # seven hours of one CPU core
         data="cifar10", width=256, heads=8, layers=8, patch_size=4, epochs=150, warmup_epochs=2,
         batch_size=128, micro_batch=32,     # 32 fit into a core's cache: 304 images/s, 128 have 229
@@ -225,7 +225,9 @@ def main(argv):
     if c.init_from is not None:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = images_for(c.data, loaded.meta, c.data_dir)
-    rest = max(len(data.train_labels) - c.val, 0)           # the first are trained on
+    rest = len(data.train_labels) - c.val                   # the first are trained on
+    if rest < 1:
+        raise UserError(f"--val={c.val} leaves none of the {len(data.train_labels)} images")
     n = min(rest, c.train_images or rest)
     train, val = (data.train_images[:n], data.train_labels[:n]), (data.val_images, data.val_labels)
     if c.val:
