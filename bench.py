@@ -6,7 +6,7 @@ Speed and memory: the fast paths beside the literal form of the same function an
 
 Literal is the same function of the same parameters without our fast paths. The variants of a table
 take turns in one process, so that a disturbance meets all of them; times are medians. GFLOP/s
-counts the operations that the mathematics needs (`train_flops`); the first row is a large matmul's.
+counts operations as `train_flops` of model.py does; the first row is a large matmul's.
 """
 import copy
 import ctypes
@@ -252,12 +252,12 @@ def compare_operator(c, processes, build):
 
 def bench_ista(c, processes):
     """The sparsification operator alone: one matmul against three."""
-    compare_operator(c, processes, lambda d, K, n: (ISTA(d), ISTA(d).multiply_adds()))
+    compare_operator(c, processes, lambda d, K, n: (ISTA(d), d * d))
 
 
 def bench_attention(c, processes):
     """The compression operator alone: fused attention against an explicit softmax."""
-    compare_operator(c, processes, lambda d, K, n: (MSSA(d, K), MSSA(d, K).multiply_adds(n) / n))
+    compare_operator(c, processes, lambda d, K, n: (MSSA(d, K), 2 * d * (d + n)))
 
 
 def bench_head(c, processes):

@@ -118,13 +118,6 @@ class Attention(nn.Module):
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
-    def multiply_adds(self, n, first=None):
-        """Multiply-adds of a forward pass: every weight once a token, and the two n x n products;
-        W and the products with first=m for m tokens alone."""
-        out = weight_count(self.W)
-        products = 2 * n * self.heads * self.p if self.pairs else 0
-        return n * (weight_count(self) - out) + (first or n) * (out + products)
-
 
 class MSSA(Attention):
     """Multi-head subspace self-attention, with one of four ways to map the heads back to R^d.
@@ -163,16 +156,13 @@ class MSSA(Attention):
         w = self.projections(Z)
         return attention_map(w, w, self.scale, self.causal)
 
-    def multiply_adds(self, n, first=None):
-        back = 0 if self.output == "learned" else self.U.weight.numel()     # U maps there and back
-        return super().multiply_adds(n, first) + (first or n) * back
-
     def forward(self, Z, state=None, first=None):
         w = self.projections(Z)
         seen = w if state is None else cached(state, w)     # the tokens to attend to
         ssa = self.attend(w[:, :, :first], seen, seen)
-        out = self.W(ssa)
-        if self.output != "learned":
+        if self.output == "learned":
+            out = self.W(ssa)
+        else:
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
             s = -self.step_size if self.output == "negative" else self.step_size
             out = F.linear(ssa, s * U)
@@ -205,10 +195,6 @@ class Sparsification(nn.Module):
     def forward(self, Z):
         """(B, n, d) -> (B, n, d): unless overridden, the code itself."""
         return self.code(Z)
-
-    def multiply_adds(self):
-        """Multiply-adds of a forward pass per token: every weight once."""
-        return weight_count(self)
 
 
 class ISTA(Sparsification):
@@ -300,13 +286,6 @@ class Layer(nn.Module):
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
-    def multiply_adds(self, n, first=None):
-        """Multiply-adds of a forward pass over n tokens, with first=m of m of them in full."""
-        total = self.attention.multiply_adds(n, first)
-        if self.sparsification is not None:
-            total += (first or n) * self.sparsification.multiply_adds()
-        return total
-
 
 def make_layers(config, causal=False, context=None):
     """The L layers of a model, drop path rising linearly with depth."""
@@ -339,16 +318,13 @@ def trace_layers(layers, Z):
     return traces
 
 
-def weight_count(module):
-    return sum(p.numel() for p in module.parameters() if p.ndim == 2)
-
-
-def train_flops(layers, n, first=None):
-    """Operations of forward and backward over a sequence of n: for a transformer n (6 N + 12 L n d)
-    with N weights in its layers, a causal map counted in full. `first` as in run_layers."""
-    # a multiply-add is two operations, done once forward and twice backward
-    *before, last = layers
-    return 6 * (sum(layer.multiply_adds(n) for layer in before) + last.multiply_adds(n, first))
+def train_flops(layers, n):
+    """Operations of forward and backward over a sequence of n, as nanoGPT counts: n (6 N + 12 L n d)
+    with N weights in matrices, each used once a token (ODL uses D three times). A causal map counts
+    in full; TSSA and CBSA have no n x n products."""
+    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+    products = sum(2 * n * l.attention.heads * l.attention.p for l in layers if l.attention.pairs)
+    return 6 * n * (weights + products)     # a multiply-add: 2 operations, 3 passes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -398,15 +374,13 @@ def subspace_coding_rate(Z, U, eps=0.5):
         return coding_rate(project(Z, U), eps).sum(-1)          # the sum of R(U_k^* Z)
 
 
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm="l0"):
-    """R(Z) - R^c(Z | U) - lambda ||Z||, to be maximized.
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.
 
-    [J] Eq. (15) and [N] Eq. (1) with norm="l0", [J] Eq. (17) with "l1". The norm is over all
-    entries of Z (..., n, d); returns (...). The measure of [S] is its negative."""
-    check_word("norm", norm, ("l0", "l1"))
-    Z = at_least_float32(Z)
-    norms = (Z != 0).to(Z.dtype) if norm == "l0" else Z.abs()
-    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * norms.sum((-2, -1))
+    [J] Eq. (15), [N] Eq. (1). The norm is over all entries of Z (..., n, d); returns (...). The
+    measure of [S] is its negative."""
+    rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
+    return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
@@ -587,14 +561,10 @@ class CBSA(Attention):
         return R, attention_map(R, w, self.scale)
 
     def map(self, Z):
-        """A^* A (B, K, n, n): how much two tokens share representatives."""
+        """A^* A (B, K, n, n): how much two tokens share representatives. Rows do not sum to 1, and
+        the attention among representatives is left out."""
         A = self.contract(self.projections(Z))[1]
         return A.mT @ A
-
-    def multiply_adds(self, n, first=None):
-        m = min(n - 1, 64)
-        products = m * self.heads * self.p * (2 * n + 2 * m + (first or n))
-        return super().multiply_adds(n, first) + products
 
     def forward(self, Z, state=None, first=None):
         w = self.projections(Z)
@@ -654,9 +624,6 @@ class ODL(Sparsification):
     @classmethod
     def build(cls, c, context):
         return cls(c.width, c.expansion, c.eta, c.lambd)
-
-    def multiply_adds(self):
-        return 4 * self.D.numel()           # D is applied three times, D_hat once
 
     def code(self, Z):
         """a2 (B, n, C d), entries >= 0."""
@@ -1025,11 +992,8 @@ class ImageClassifier(nn.Module):
         return self.head(self.pool(self.encoder(x, first)))
 
     def train_flops(self):
-        """Floating-point operations of forward and backward for one image."""
-        c, n = self.config, 1 + self.config.patches()
-        patches = 6 * (n - 1) * c.channels * c.patch_size ** 2 * c.width
-        layers = train_flops(self.encoder.layers, n, first=1 if c.pool == "class" else None)
-        return layers + patches + 6 * c.width * c.classes
+        """Operations of forward and backward for one image, in the layers."""
+        return train_flops(self.encoder.layers, 1 + self.config.patches())
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1108,9 +1072,6 @@ class DecoderLayer(nn.Module):
         Y = self.norm1(Z) @ self.D.mT
         out = Y - self.attention(self.norm2(Y))
         return LayerTrace(Y, out, self.attention.map(self.norm2(Y)))
-
-    def multiply_adds(self, n, first=None):
-        return n * self.D.numel() + self.attention.multiply_adds(n, first)
 
 
 class Mask(NamedTuple):
@@ -1206,15 +1167,10 @@ class MaskedAutoencoder(nn.Module):
         return encoder + trace_layers(self.decoder, self.decoder_tokens(Z, mask))
 
     def train_flops(self):
-        """Floating-point operations of forward and backward for one image."""
+        """Operations of forward and backward for one image, in the layers."""
         c, n = self.config, 1 + self.config.patches()
-        patch = c.channels * c.patch_size ** 2
-        ends = 6 * (n - 1) * patch * c.width + 6 * n * patch * c.decoder_width
-        m = n
-        if c.mask_tokens == "after":
-            m = n - c.masked_patches()
-            ends += 6 * m * c.width * c.decoder_width       # decoder_embed
-        return ends + train_flops(self.encoder.layers, m) + train_flops(self.decoder, n)
+        seen = n - c.masked_patches() if c.mask_tokens == "after" else n
+        return train_flops(self.encoder.layers, seen) + train_flops(self.decoder, n)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1300,7 +1256,7 @@ class LanguageModel(nn.Module):
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
 
     def train_flops(self):
-        """Floating-point operations of forward and backward per token at full context."""
+        """Operations of forward and backward per token at full context, in layers and head."""
         n = self.config.context
         return train_flops(self.layers, n) / n + 6 * self.embed.weight.numel()
 

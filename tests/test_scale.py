@@ -22,11 +22,8 @@ def test_a_predicted_step_by_hand():
 def test_flops_of_simdino_by_hand():
     """Per token 6 x (12 d^2 a layer) and 12 n d; 1 + 196 tokens of a global view, 1 + 36 of a local
     one; a teacher's forward is a third of a step."""
-    d, L = 768, 12
-
-    def view(n):
-        layers = n * L * (6 * 12 * d * d + 12 * n * d)
-        layers -= (n - 1) * (6 * 9 * d * d + 12 * n * d)    # the last one: of these only Q, K, V
-        return layers + 6 * (n - 1) * 768 * d + 6 * (768 * 2048 + 2048 * 2048 + 2048 * 256)
+    def view(n, d=768, L=12):
+        projector = 768 * 2048 + 2048 * 2048 + 2048 * 256
+        return n * L * (6 * 12 * d * d + 12 * n * d) + 6 * projector
     flops, _ = scale.papers_settings()["train_simdino imagenet"]
     assert flops == pytest.approx(1024 * ((2 + 2 / 3) * view(197) + 10 * view(37)), rel=1e-5)
