@@ -1,11 +1,11 @@
 """
-CRATE in one file: a transformer in which every layer is one step of an optimizer.
+CRATE in one file: a transformer whose layers are derived from optimization steps.
 
     python crate.py         trains on drawn shapes for minutes, then looks inside every layer
 
 Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
-sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. Each layer takes two steps on this objective.
-Attention compresses Z against the subspaces; ISTA makes it sparse in a dictionary D.
+sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates one
+on R^c and compresses Z; ISTA takes one on a LASSO that stands for R - lambda ||Z||_0.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
