@@ -32,7 +32,7 @@ from data import augment, images, text
 from model import run_layers, saliency
 from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
                     nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
-                    write_overlays, write_reconstructions)
+                    write_overlays, write_reconstructions, write_sheet)
 
 # ---- Images -------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
@@ -59,6 +59,7 @@ class Probe(ImageFlags):
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
         choices=("class", "mean", "pixels"))
     k: int = option(20, "neighbours (knn)", low=1)
+    out: str | None = option(None, "a PNG of validation pictures beside their nearest (knn)")
     batch_size: int = option(500, "images at once", low=1)
 
 
@@ -102,7 +103,8 @@ def accuracy(c):
 
 
 def probe(c):
-    """(what was read, (x, y, x_test, y_test, classes), Processes): features of both parts."""
+    """(what was read, (x, y, x_test, y_test, classes), Processes, the data): features of both
+    parts."""
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
     else:
@@ -116,17 +118,32 @@ def probe(c):
         x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
     found = dict(data=data.name, features=kind, encoder=used)
-    return found, (*samples, len(data.classes)), processes
+    return found, (*samples, len(data.classes)), processes, data
 
 
 def linear(c):
-    found, samples, _ = probe(c)
+    found, samples, *_ = probe(c)
     return found | linear_probe(*samples, c.seed)
 
 
 def knn(c):
-    found, samples, processes = probe(c)
+    found, samples, processes, data = probe(c)
+    if c.out:
+        write_neighbours(c.out, data, samples[0], samples[2])
     return found | nearest_neighbours(*samples, processes, c.k)
+
+
+def write_neighbours(path, data, x, x_test):
+    """A PNG: the first validation picture of each of eight classes, then the eight training
+    pictures whose features x (N, D) are the nearest by cosine."""
+    first = [int(np.argmax(data.val_labels == k)) for k in range(min(len(data.classes), 8))]
+    cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
+    nearest = cosine.topk(min(8, len(x))).indices.cpu().numpy()
+    pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
+    shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
+    write_sheet(path, shown, columns, data.classes[:len(first)])
 
 
 @torch.no_grad()

@@ -87,6 +87,22 @@ def test_accuracy_and_probes(train, tmp_path, run):
         run("knn", "--features=pixels")
 
 
+def test_neighbours_are_shown_in_order(monkeypatch, tmp_path):
+    """One validation picture a class, the nearest by angle first; picture i is of grey i."""
+    train, val = (np.arange(n, dtype=np.uint8)[:, None, None, None] for n in (20, 4))
+    data = SimpleNamespace(train_images=train, val_images=val, classes=["cat", "dog"],
+                           val_labels=np.array([1, 1, 0, 0]))
+    x, x_test, sheets = torch.randn(20, 3), torch.randn(4, 3), []
+    monkeypatch.setattr(evaluate, "write_sheet", lambda *sheet: sheets.append(sheet[1:]))
+    evaluate.write_neighbours(tmp_path / "a.png", data, x, x_test)
+    (shown, columns, rows), = sheets
+    for row, i in zip((255 * shown).round().flatten(1).tolist(), (2, 0), strict=True):
+        angles = F.cosine_similarity(x_test[i], x)
+        assert row == [i, *angles.argsort(descending=True)[:8].tolist()]
+    assert columns == ["image", "1.", "2.", "3.", "4.", "5.", "6.", "7.", "8."]
+    assert rows == ["cat", "dog"]
+
+
 @pytest.mark.parametrize("arch", ["crate", "tost"])
 def test_segment(tmp_path, run, cache, arch):
     """Every threshold, map and image alone; the prior is the mean mask as the map of each image."""
