@@ -323,7 +323,8 @@ def train_flops(layers, n):
     with N weights in matrices, each used once a token (ODL uses D three times). A causal map counts
     in full; TSSA and CBSA have no n x n products."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-    products = sum(2 * n * l.attention.heads * l.attention.p for l in layers if l.attention.pairs)
+    attentions = [layer.attention for layer in layers if layer.attention.pairs]
+    products = sum(2 * n * attention.heads * attention.p for attention in attentions)
     return 6 * n * (weights + products)     # a multiply-add: 2 operations, 3 passes
 
 

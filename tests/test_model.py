@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageClassifier,
-                   ImageConfig, ImageEncoder, Layer, MMProx, ResidualISTA, TiedODL)
+from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageConfig,
+                   ImageEncoder, Layer, MMProx, TiedODL)
 
 
 @pytest.fixture(autouse=True)
