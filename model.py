@@ -320,8 +320,8 @@ def trace_layers(layers, Z):
 
 def train_flops(layers, n):
     """Operations of forward and backward over a sequence of n, as nanoGPT counts: n (6 N + 12 L n d)
-    with N weights in matrices, each used once a token (ODL uses D three times). A causal map counts
-    in full; TSSA and CBSA have no n x n products."""
+    with N weights in matrices, each counted once a token, even ODL's D, which is used three times.
+    A causal map counts in full; TSSA and CBSA have no n x n products."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     attentions = [layer.attention for layer in layers if layer.attention.pairs]
     products = sum(2 * n * attention.heads * attention.p for attention in attentions)
