@@ -319,7 +319,7 @@ def trace_layers(layers, Z):
 
 
 def train_flops(layers, n):
-    """Operations of forward and backward over a sequence of n, as nanoGPT counts: n (6 N + 12 L n d)
+    """Operations of forward and backward over n tokens, as nanoGPT counts: n (6 N + 12 L n d)
     with N weights in matrices, each counted once a token, even ODL's D, which is used three times.
     A causal map counts in full; TSSA and CBSA have no n x n products."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
