@@ -21,7 +21,7 @@ from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
 from data import augment
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from scores import images_for, model_input, on_device, tokens_for, write_overlays
+from scores import images_for, model_input, on_device, pooling, tokens_for, write_overlays
 
 
 @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ def split_for(loaded, c):
 
 
 def open_pictures(c, count):
-    """(image encoder of c.ckpt, names of `count` images or fewer from c.index on, the images
+    """(c.ckpt as `Loaded`, names of `count` images or fewer from c.index on, the images
     (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
     data, split = split_for(loaded, c)
@@ -110,7 +110,7 @@ def open_pictures(c, count):
     names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     size = loaded.encoder.config.image_size
     pixels = augment.at_size(augment.to_float(batch), size)
-    return loaded.encoder, names, pixels, model_input(batch, data, size)
+    return loaded, names, pixels, model_input(batch, data, size)
 
 
 def batches(loaded, c):
@@ -288,9 +288,9 @@ class Tokens(OneModel):
 @torch.no_grad()
 def tokens(c):
     """{"layers": nonzeros and effective rank of each Z^{l+1}}."""
-    encoder, (name,), _, x = open_pictures(c, 1)
+    loaded, (name,), _, x = open_pictures(c, 1)
     rows, maps = [], []
-    for l, step in enumerate(encoder.trace(x), 1):
+    for l, step in enumerate(loaded.encoder.trace(x), 1):
         Z = in_float64(step.out[0])
         share = torch.linalg.svdvals(Z).square()
         entropy = torch.special.entr(share / share.sum()).sum()
@@ -306,8 +306,9 @@ def tokens(c):
 @dataclass(kw_only=True)
 class Saliency(OneModel):
     """What the class token attends to, in red over the image: the mean of the heads, then each ([B]
-    Eq. (7.2.41)). Of a mean-pooled model: what its patches attend to on average. Of TSSA, which has
-    no attention map: each patch's membership Pi. With --head only that head ([B] Figure 7.11)."""
+    Eq. (7.2.41)). Of a mean-pooled model, or a masked autoencoder: what its patches attend to on
+    average. Of TSSA, which has no attention map: each patch's membership Pi. With --head only that
+    head ([B] Figure 7.11)."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     index: int = option(0, "the first image's number in the split", low=0)
@@ -317,13 +318,14 @@ class Saliency(OneModel):
 @torch.no_grad()
 def saliency_maps(c):
     """{"heads": names, "maps": (images, heads, patches)}."""
-    encoder, names, pixels, x = open_pictures(c, c.pictures)
-    K, L = encoder.config.heads, len(encoder.layers)
+    loaded, names, pixels, x = open_pictures(c, c.pictures)
+    K, L = loaded.encoder.config.heads, len(loaded.encoder.layers)
     for flag, value, most in (("layer", c.layer, L), ("head", c.head, K)):
         if value and value > most:
             raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
 
-    maps = saliency(encoder.trace(x)[(c.layer or L) - 1].attention.float(), encoder.config.pool)
+    trace = loaded.encoder.trace(x)[(c.layer or L) - 1]
+    maps = saliency(trace.attention.float(), pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
@@ -339,7 +341,7 @@ COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), token
 def main(argv):
     """Runs one subcommand; returns its numbers."""
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    c.out = str(Path(c.out or ROOT / "out" / f"analyze-{command}").with_suffix(".png"))
+    c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(".png") + ".png"
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     numbers = COMMANDS[command][1](c)
     print(f"wrote {c.out}")

@@ -277,7 +277,8 @@ def bench_head(c, processes):
 def bench_length(c, processes):
     """Forward and backward of TSSA, CBSA, MSSA and MHSA for four square grids of n patches and a
     class token, each grid four times the one before, and the power of n that time grows with."""
-    lengths, device = [c.longest >> i for i in (6, 4, 2, 0)], processes.device
+    lengths = [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]
+    device = processes.device
     operators = {"TSSA": TSSA(256, 4), "CBSA": CBSA(256, 4), "MSSA": MSSA(256, 4),
                  "MHSA": MHSA(256, 4)}
     operators = {name: operator.to(device) for name, operator in operators.items()}

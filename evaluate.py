@@ -136,14 +136,14 @@ def knn(c):
 def write_neighbours(path, data, x, x_test):
     """A PNG: the first validation picture of each of eight classes, then the eight training
     pictures whose features x (N, D) are the nearest by cosine."""
-    first = [int(np.argmax(data.val_labels == k)) for k in range(min(len(data.classes), 8))]
+    classes, first = (found[:8] for found in np.unique(data.val_labels, return_index=True))
     cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
     nearest = cosine.topk(min(8, len(x))).indices.cpu().numpy()
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
-    write_sheet(path, shown, columns, data.classes[:len(first)])
+    write_sheet(path, shown, columns, [data.classes[k] for k in classes])
 
 
 @torch.no_grad()

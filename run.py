@@ -133,7 +133,8 @@ class Run:
         if speed:                               # 0 right after the first step, which is not timed
             line |= {self.speed_name: speed} | (dict(mfu=mfu) if mfu else {})
         self.write(line)
-        text = f"loss {mean:.4f}, {speed:,.0f} {self.unit}/s" + (f", mfu {mfu:.1%}" if mfu else "")
+        text = f"loss {mean:.4f}" + (f", {speed:,.0f} {self.unit}/s" if speed else "")
+        text += f", mfu {mfu:.1%}" if mfu else ""
         if self.bar.disable:
             per_step = (time.perf_counter() - self.began) / (self.step - self.start)
             left = (self.total - self.step) * per_step
@@ -272,7 +273,7 @@ class Run:
 
     def record_scores(self, key, value=None, **scores):
         """Writes a validation's scores. Returns whether scores[key] (or `value`, if given) is the
-        best so far: the lowest loss, or the highest other score and of equal ones the last."""
+        best so far: the lowest loss, or the highest of another score, a tie counted."""
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
@@ -344,7 +345,7 @@ def draw_curves(folders, path):
                     panel.plot(*zip(*points), style, color=f"C{i}", markersize=3, label=label)
                     panel.legend()
         panel.set(xlabel="step", ylabel=name)
-    figure.savefig(path)
+    figure.savefig(path, format="png")
 
 
 def main(argv):

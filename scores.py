@@ -209,7 +209,7 @@ def write_sheet(path, pictures, columns, rows=None):
     axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
     axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
-    axes.figure.savefig(path, dpi=150, bbox_inches="tight")
+    axes.figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
 
 
 def stretched(maps):

@@ -20,7 +20,7 @@ from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
-from scores import model_input, validation_noise, write_reconstructions
+from scores import model_input, on_device, validation_noise, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config
 
 
@@ -137,8 +137,7 @@ def main(argv):
     # ---- run
     run = Run(c, "mae", name, processes)
     run.restore(model.config, optimizers, model)
-    train = images.Images(data.train_images, data.train_labels, device)
-    val = images.Images(data.val_images, data.val_labels, device)
+    train, val = (on_device(data, split, device) for split in ("train", "val"))
     augmentation = partial(augmented, c=c, data=data)
     ddp = processes.wrap(model)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
@@ -193,7 +192,8 @@ def main(argv):
             run.save(content, best)
         run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",
-                    f"python train_vit.py finetune-shapes --data={c.data} --init_from={{ckpt}}")
+                    f"python train_vit.py finetune-shapes --data={c.data} "
+                    f"--image_size={c.image_size} --init_from={{ckpt}}")
 
 
 if __name__ == "__main__":

@@ -115,9 +115,11 @@ def read_rows(row, source, draft, **how):
     """{split: rows} of a set on the Hub, or of the Parquet, .jsonl or .txt files in a folder."""
     from datasets import load_dataset
 
+    if source is None and row.hub is None:
+        raise UserError("it has no text on the Hub")
     if source is None:
         return load_dataset(**{**how, **row.hub})
-    for path in source.rglob("*-of-*.parquet"):         # such as train-00000-of-00002.parquet
+    for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
         there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
         if there != int(count):
@@ -207,6 +209,8 @@ def write_images(name, size, source, draft):
             about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *2 * [row.size], 3))
             out.seek(0)
             np.lib.format.write_array_header_1_0(out, about)
+        if not labels:
+            raise UserError(f"no picture of {part} can be read: {', '.join(problems[:3])}")
         classes = classes or [str(i) for i in range(max(labels) + 1)]
         if len(classes) < 2 or not 0 <= min(labels) <= max(labels) < len(classes):
             raise UserError(f"the labels of {part} are {min(labels)} to {max(labels)}, of "

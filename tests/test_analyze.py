@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import analyze
+from checkpoint import TASKS
 from data import images
 from helpers import write_model
 from model import (ImageClassifier, ImageConfig, LayerTrace, MAEConfig, MaskedAutoencoder,
@@ -134,14 +135,17 @@ def test_tokens(save, call, cache):
         assert row["effective_rank"] == pytest.approx(math.exp(entropy), rel=1e-4)
 
 
-@pytest.mark.parametrize("arch", ["crate", "tost"])
-def test_saliency(arch, save, call, cache):
-    model = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
-    flags = [f"--ckpt={save(model)}", "--pictures=5", "--index=2", "--layer=2"]
+@pytest.mark.parametrize("arch, task", [("crate", "vit"), ("tost", "vit"), ("crate", "mae")])
+def test_saliency(arch, task, save, call, cache):
+    """Of the class token or, since no loss shapes an autoencoder's, of the patches' mean."""
+    kind, config = TASKS[task]
+    model = kind(config(arch=arch, **TINY)).eval()
+    flags = [f"--ckpt={save(model, task)}", "--pictures=5", "--index=2", "--layer=2"]
     found = call("saliency", *flags)
     with torch.no_grad():
         attention = model.encoder.trace(validation(cache, [2, 3, 4, 5, 6]))[1].attention
     maps = attention[:, :, 1:] if arch == "tost" else attention[:, :, 0, 1:]
+    maps = attention[:, :, 1:, 1:].mean(2) if task == "mae" else maps
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     assert found["heads"] == ["mean of heads", "head 1", "head 2"]
     torch.testing.assert_close(found["maps"], maps)

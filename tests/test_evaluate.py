@@ -90,8 +90,8 @@ def test_accuracy_and_probes(train, tmp_path, run):
 def test_neighbours_are_shown_in_order(monkeypatch, tmp_path):
     """One validation picture a class, the nearest by angle first; picture i is of grey i."""
     train, val = (np.arange(n, dtype=np.uint8)[:, None, None, None] for n in (20, 4))
-    data = SimpleNamespace(train_images=train, val_images=val, classes=["cat", "dog"],
-                           val_labels=np.array([1, 1, 0, 0]))
+    data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
+                           val_labels=np.array([2, 2, 1, 1]))          # no ant
     x, x_test, sheets = torch.randn(20, 3), torch.randn(4, 3), []
     monkeypatch.setattr(evaluate, "write_sheet", lambda *sheet: sheets.append(sheet[1:]))
     evaluate.write_neighbours(tmp_path / "a.png", data, x, x_test)

@@ -103,6 +103,10 @@ def test_own_pictures(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "1 pictures left out: " in told and "zz.jpg (" in told
     assert_fails("1 classes", prepare.prepare, "one", tmp_path / "one", tmp_path / "cache")
+    for file in (tmp_path / "split/val").rglob("*.*"):
+        file.write_bytes(b"no picture")
+    assert_fails(r"validation can be read: .*test 0\.png \(", prepare.prepare, "none",
+                 tmp_path / "split", tmp_path / "cache")
 
 
 def test_drawn_sets_are_prepared_on_first_use(tmp_path, monkeypatch):
@@ -166,7 +170,7 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
     assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
     # of one part alone, a hundredth of the documents validates, whatever its files are called
     (tmp_path / "a/train/README.md").write_text("no document")
-    next((tmp_path / "a/train").glob(f"*0.{kind}")).rename(tmp_path / f"a/train/test-one.{kind}")
+    next((tmp_path / "a/train").glob(f"*0.{kind}")).rename(tmp_path / f"a/train/test-of-1.{kind}")
     prepare.prepare("mine", tmp_path / "a/train", tmp_path, "gpt2")
     data = text.load("mine", tmp_path)
     train, val = documents(data.train, bpe), documents(data.val, bpe)
@@ -238,6 +242,7 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
         says = f"{name}.*prepare.py {name} .* with a network, or --source DIR"
         assert_fails(says, images.load, name, tmp_path)
     assert_fails("prepare.py books --data_dir.* --source DIR", text.load, "books", tmp_path)
+    assert_fails("books: it has no text on the Hub", prepare.prepare, "books", None, tmp_path)
     assert_fails("No such file", prepare.prepare, "mine", tmp_path / "nowhere", tmp_path, "char")
     prepare.prepare("pydoc", cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
