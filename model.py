@@ -125,7 +125,7 @@ class MSSA(Attention):
     output      the module computes              arch      source
     learned     W stack_k SSA(Z | U_k)           crate     [J] Eq. (37), [N] Eq. (115)
     subspace    s [U_1 .. U_K] stack_k SSA       crate-c   [J] Eq. (36), [S]
-    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: descends R^c; crate-c can raise it
+    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: a small step descends R^c
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
@@ -320,8 +320,8 @@ def trace_layers(layers, Z):
 
 def train_flops(layers, n):
     """Operations of forward and backward over n tokens, as nanoGPT counts: n (6 N + 12 L n d)
-    with N weights in matrices, each counted once a token, even ODL's D, which is used three times.
-    A causal map counts in full; TSSA and CBSA have no n x n products."""
+    with N weights in matrices, each counted once a token, though ODL uses its D several times. A
+    causal map counts in full; TSSA and CBSA have no n x n products."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     attentions = [layer.attention for layer in layers if layer.attention.pairs]
     products = sum(2 * n * attention.heads * attention.p for attention in attentions)
@@ -483,7 +483,7 @@ class TSSA(Attention):
     bases = MSSA.bases
 
     def projections(self, Z):
-        """w = U_k^* Z (+ bias) for every head, in float32 or better."""
+        """w = U_k^* Z (+ bias) for every head, cast to float32 or better."""
         return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))
 
     def statistics(self, w, state):
@@ -530,7 +530,8 @@ class CBSA(Attention):
     """Contract-and-broadcast self-attention (Wen et al. 2025), linear in n. For images.
 
     Each head contracts its tokens w = U_k^* Z to m <= 64 representatives R, the patches' w pooled
-    over their grid to 8 x 8, lets those attend to each other, and broadcasts what they become:
+    over their grid to 8 x 8 (a smaller grid stays), lets those attend to each other, and
+    broadcasts what they become:
         A   = softmax(R w^* / sqrt p)                       (m, n)
         R'  = R + s1 A w
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
@@ -586,8 +587,8 @@ class ResidualISTA(ISTA):
 class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
-    [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D, instead of a LASSO
-    step. In a model n is its context."""
+    [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
+    instead of a LASSO step. In a model n is its context."""
     residual = False
 
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
@@ -743,14 +744,15 @@ VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, lar
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; those in no row have vit's. Image sizes are the released
-# code's; text sizes are inferred from the parameter counts in [B] Sections 7.4 and 7.5 (CRATE-alpha
-# base has 109.4M here, which does not match the published 120M)
+# code's, but cbsa's are inferred from its parameter counts, aot's are ours. Text sizes are inferred
+# from the counts in [B] Sections 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12), medium=_size(512, 8, 24)),
         "aot": CRATE_SIZES,
+        "cbsa": VIT_SIZES,
         "vit": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL | dict(lambd=0.5), base=BASE | dict(lambd=0.5)),
@@ -1052,8 +1054,9 @@ class DecoderLayer(nn.Module):
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
-    D~, a plain d x d map, stands for the inverse of ISTA: if Z = D A with A >= 0, D orthogonal and
-    eta = 1, D undoes ISTA exactly at lambda = 0, and up to lambda sqrt(nnz) a token otherwise.
+    D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: if Z = D A
+    with A >= 0, D orthogonal and eta = 1, D undoes ISTA exactly at lambda = 0, and up to
+    lambda sqrt(nnz) a token otherwise.
     I - MSSA is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU
     cuts off has to be learned."""
 
@@ -1071,8 +1074,7 @@ class DecoderLayer(nn.Module):
     def trace(self, Z):
         """The LayerTrace of a forward pass; `half` is Y."""
         Y = self.norm1(Z) @ self.D.mT
-        out = Y - self.attention(self.norm2(Y))
-        return LayerTrace(Y, out, self.attention.map(self.norm2(Y)))
+        return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
 
 
 class Mask(NamedTuple):
@@ -1253,7 +1255,7 @@ class LanguageModel(nn.Module):
         return trace_layers(self.layers, self.tokens(ids))
 
     def count(self):
-        """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 count them."""
+        """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 seem to."""
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
 
     def train_flops(self):

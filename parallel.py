@@ -92,14 +92,13 @@ class Processes:
             raise outcome.pop()     # an error that a variable holds keeps its frame: a run's lock
         return outcome[0]
 
-    def wrap(self, model, **options):
+    def wrap(self, model):
         """The model, in DistributedDataParallel if there are several processes. Compile later."""
         if self.world == 1:
             return model
-        if self.device.type == "cuda":
-            options["device_ids"] = [self.device.index]
+        ids = [self.device.index] if self.device.type == "cuda" else None
         ddp = torch.nn.parallel.DistributedDataParallel(
-            model, gradient_as_bucket_view=True, **options)
+            model, device_ids=ids, gradient_as_bucket_view=True)
         _arrange_buckets(ddp, model, self.device)
         return ddp
 
@@ -107,8 +106,8 @@ class Processes:
 def _arrange_buckets(ddp, model, device):
     """A backward pass of zeros, by a forward that touches every parameter.
 
-    After its first backward DDP arranges its buckets anew, and from then on sums are rounded
-    otherwise: a resumed run would not repeat the numbers of one left alone."""
+    After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
+    resumed run would not repeat the numbers of one left alone."""
     model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
     ddp(torch.zeros((), device=device)).backward()
     del model.forward                       # the class's own is back

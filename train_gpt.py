@@ -32,7 +32,7 @@ class Config(RunFlags, ModelFlags):
                             choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
-    dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
+    dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     init_from: str | None = option(None, "a checkpoint of this script whose weights to start from")
     # optimization
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
@@ -148,8 +148,7 @@ def main(argv):
                  f"tokens on {processes.world} x {device_name(device)}")
 
     def content():
-        meta = dict(name=c.data, tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab,
-                    objective=c.objective)
+        meta = dict(name=c.data, tokenizer=tokenizer.meta())
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=[o.state_dict() for o in optimizers], data_meta=meta)
 

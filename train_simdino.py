@@ -25,9 +25,8 @@ from optim import ema_update, make_optimizers, set_decay, set_lr, steps_per_epoc
 from parallel import count, derive_seed, device_name, Processes, wants_compile
 from run import Run
 from data import augment, images
-from scores import features, nearest_neighbours, write_overlays
-from model import (gram_coding_rate, image_config, ImageConfig, ImageEncoder, saliency,
-                   train_flops)
+from scores import features, nearest_neighbours, on_device
+from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
 
 
 @dataclass(kw_only=True)
@@ -258,17 +257,6 @@ def score_neighbours(teacher, train, val, data, c, processes):
     return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes, c.k)
 
 
-@torch.no_grad()
-def write_saliency(encoder, val, data, path):
-    """A PNG with a row an image: the image, the mean over heads of its saliency map, and each
-    head's map, [B] Eq. (7.2.41), in red over the image; of TSSA the membership Pi."""
-    pixels, _ = val.batch(torch.arange(min(8, len(val))))
-    x = augment.at_size(augment.to_float(pixels), encoder.config.image_size)
-    last = encoder.trace(augment.normalize(x, data.mean, data.std))[-1]
-    maps = saliency(last.attention.float())
-    write_overlays(path, x, torch.cat([maps.mean(1, keepdim=True), maps], 1))
-
-
 def main(argv):
     """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
@@ -300,8 +288,7 @@ def main(argv):
     run = Run(c, "simdino", name, processes)
     if resumed := run.restore(student.encoder.config, optimizers, student, teacher):
         center.copy_(resumed["extra"]["center"])
-    train = images.Images(data.train_images, data.train_labels, device)
-    val = images.Images(data.val_images, data.val_labels, device)
+    train, val = (on_device(data, split, device) for split in ("train", "val"))
     augmentation = partial(make_views, c=c, data=data)
     ddp = processes.wrap(student)
     # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
@@ -389,8 +376,6 @@ def main(argv):
             with run.untimed():
                 scores = score_neighbours(teacher, train, val, data, c, processes)
                 best = run.record_scores("acc", **scores)
-                if run.is_main:
-                    write_saliency(teacher.encoder, val, data, run.dir / f"step{run.step}.png")
             run.save(content, best)
         run.end_step(content)
     return run.done("python evaluate.py knn --ckpt={ckpt}",
