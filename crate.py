@@ -5,7 +5,7 @@ CRATE in one file: a transformer whose layers are derived from optimization step
 
 Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
 sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates one
-on R^c and compresses Z; ISTA takes one on a LASSO that stands for R - lambda ||Z||_0.
+on R^c, to compress Z; ISTA takes one on a LASSO that stands for R - lambda ||Z||_0.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
@@ -40,8 +40,8 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
 
 
 class MSSA(nn.Module):
-    """W [SSA(Z | U_1) .. SSA(Z | U_K)], SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: (35)-(37).
-    As in the released code, w^* w is divided by sqrt(p)."""
+    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: Eq. (35)-(37). As in
+    the released code, w^* w is divided by sqrt(p) and W has a bias."""
 
     def __init__(self, d, K):
         super().__init__()
@@ -129,7 +129,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """Layer by layer: R^c of LN(Z^l), which enters attention; what attention changes,
+    """Layer by layer: R^c of LN(Z^l), without LN's gain and bias; what attention changes,
     R^c(Z^{l+1/2}) - R^c(Z^l); objective, nonzeros and accuracy of the output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that

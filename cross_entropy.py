@@ -43,8 +43,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 dZ[rows] = dz
                 dW += dw
-        # count divides in backward alone: gradients that share a number would be compiled into one
-        # kernel, and the logits of all blocks live at once
+        # gradients are divided by count in backward: here a compiler would fuse them into one
+        # kernel, which keeps the logits of all blocks at once
         count = (targets >= 0).sum().clamp_min(1)
         if needs_grad:
             ctx.save_for_backward(dZ, dW, count)

@@ -64,8 +64,8 @@ def cli(main):
         status, message = getattr(error, "exit_status", 2), _explain(error)
         if message is None:
             raise
-        # Before the processes join, those of a machine all meet the same error, and some errors
-        # are shared later too: one process speaks. Else it may be an error of one alone.
+        # Before the processes join, all meet the same error, and some later errors are shared
+        # too: then one process speaks. Any other error may be one process's own.
         alone = dist.is_initialized() and not getattr(error, "shared", False)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         line = "".join(c if c.isprintable() else " " for c in message).split()

@@ -104,8 +104,8 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-# To spare these is our choice, as in timm. nanoGPT, ToST's text code, DINO and MAE decay those of
-# them that they train; released CRATE decays every parameter, vectors too
+# We spare these, as timm does. nanoGPT, ToST's text code, DINO and MAE decay those that they train;
+# released CRATE decays every parameter, even vectors
 _NEVER_DECAYED = ("class_token", "mask_token", "positions")
 # What Muon takes, by the names that the models here have: not embeddings, classifiers, prototypes
 _HIDDEN = {"layers", "decoder", "projector", "predict"}

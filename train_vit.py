@@ -39,7 +39,7 @@ class Config(RunFlags, ModelFlags):
                               choices=("norm", "plain"))
     pool: str | None = option(None, "what the head reads; auto is class, or what the pretraining "
                               "shaped", choices=("class", "mean"))
-    dropout: float = option(0.0, "after embedding, attention and MLP", low=0, high=0.99)
+    dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one",
@@ -80,7 +80,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [N] B.1.2
         data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
-        batch_size=2048, epochs=155, warmup_epochs=5,     # 5 of warm-up, then 150
+        batch_size=2048, epochs=155, warmup_epochs=5,     # read as 5, then 150
         # "random cropping" in [N]; RandomResizedCrop(224) in the released main.py, which is
         # followed here. It cuts from whole images, ours are stored as squares of 256 px
         crop="resized"),

@@ -22,7 +22,7 @@ def _inside(shape, x, y):
         return np.maximum(math.sqrt(0.75) * abs(x) + 0.5 * y, -y) < 0.53
     if shape == "cross":
         return (np.minimum(abs(x), abs(y)) < 0.28) & (np.maximum(abs(x), abs(y)) < 0.95)
-    if shape == "star":  # in a pentagram is what lies beyond at most one of its five edges' lines
+    if shape == "star":     # a pentagram's points lie beyond at most one of its five edge lines
         turns = 2 * math.pi / 5 * np.arange(5)
         return sum((x * math.sin(t) + y * math.cos(t) > 0.33).astype(np.int8) for t in turns) < 2
     if shape == "ring":

@@ -146,11 +146,11 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, caus
 
     n is `context`, or less if the text is. Window k reads tokens [k s, k s + context), s the
     `stride` (by default the context), and counts the last s of its targets, which the window before
-    did not predict: each is predicted from at least context - s + 1 tokens, but for the first
-    window's. y is -1 where nothing is counted: there, beyond the end, and in rows that fill up the
-    last batch. A causal model does not see the padding behind a last, partly filled window; any
-    other would, so its last window ends with the text and overlaps the one before. All ranks get
-    equally many batches, all of one shape: one compiled graph, and no rank waits in vain."""
+    did not predict, each from at least context - s + 1 tokens; the first window counts all. y is -1
+    where nothing is counted: there, beyond the end, and in rows that fill up the last batch. A
+    causal model does not see the padding behind a last, partly filled window; any other would,
+    so its last window ends with the text and overlaps the one before. All ranks get equally
+    many batches, all of one shape: one compiled graph, and no rank waits in vain."""
     stride = stride or context
     starts = np.arange(0, max(len(tokens) - 1 - context + stride, 1), stride)
     n = min(context, len(tokens) - 1)

@@ -11,8 +11,8 @@ values may repeat. aot is aot-mhsa with one matrix for all three; --tie gives tw
 Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): most of recall, at this size. Attention alone
 with three matrices learns it in 260 +- 10 steps, with one matrix it does not (60.5 % right), and
 neither does CRATE. Tying the query costs most (2 of 5 runs learn), tying key and value hardly
-anything (320 +- 25 steps). With one matrix a token resembles itself most, and two tokens each
-other equally: to look for the token before needs another query.
+anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
+symmetric: looking for the token before needs another query.
 
 "steps" is the mean, over the seeds that got there, of the steps until 95 % of the values are right,
 looked at every 50 steps; "accuracy" the last of each seed's. Behind +- stands the standard error.

@@ -1,5 +1,5 @@
 r"""
-Do the features of a supervised CRATE cut objects out of their background, and a transformer's not?
+Do a supervised CRATE's features separate objects from background better than a transformer's?
 
 [B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
 ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
