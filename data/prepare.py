@@ -116,7 +116,7 @@ def read_rows(row, source, draft, **how):
     from datasets import load_dataset
 
     if source is None and row.hub is None:
-        raise UserError("it has no text on the Hub")
+        raise UserError("there is no such text on the Hub: give your own by --source DIR")
     if source is None:
         return load_dataset(**{**how, **row.hub})
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
