@@ -193,19 +193,19 @@ def write_images(name, size, source, draft):
     def read(cell):
         file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
         pixels, problem = images.read_picture(file, row.size)
-        if problem:
-            problems.append(f"{cell['path']} ({problem})")
-        return pixels
+        return pixels, problem and f"{cell['path']} ({problem})"
 
     for split, part in (("train", "train"), ("val", row.val)):
         rows, labels = sets[part].cast_column(column, Image(decode=False)), []
         with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as pool:
             out.seek(128)           # the header comes last: not every picture can be read
             for batch in tqdm(rows.iter(512), f"{name} {split}", unit_scale=512, disable=None):
-                for number, pixels in zip(batch[label], pool.map(read, batch[column])):
-                    if pixels is not None:
-                        out.write(pixels.tobytes())
-                        labels.append(number)
+                for number, (pixels, problem) in zip(batch[label], pool.map(read, batch[column])):
+                    if problem:
+                        problems.append(problem)
+                        continue
+                    out.write(pixels.tobytes())
+                    labels.append(number)
             about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *2 * [row.size], 3))
             out.seek(0)
             np.lib.format.write_array_header_1_0(out, about)

@@ -105,7 +105,7 @@ def test_own_pictures(tmp_path, capsys):
     assert_fails("1 classes", prepare.prepare, "one", tmp_path / "one", tmp_path / "cache")
     for file in (tmp_path / "split/val").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"validation can be read: .*test 0\.png \(", prepare.prepare, "none",
+    assert_fails(r"validation can be read: .*test \d+\.\w+ \(", prepare.prepare, "none",
                  tmp_path / "split", tmp_path / "cache")
 
 
