@@ -75,6 +75,7 @@ class Config(RunFlags, ModelFlags):
     flip: bool = option(True, "mirror half of the images")
     randaugment: int = option(0, "operations of RandAugment an image", low=0)
     magnitude: int = option(9, "of RandAugment, 0 to 30", low=0, high=30)
+    cutmix: float = option(0.0, "share of images with a square of another", low=0, high=1)
 
 
 PRESETS = {
@@ -219,6 +220,8 @@ def main(argv):
         raise UserError(f"{name} needs --init_from=CHECKPOINT")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
+    if c.cutmix and (rows.stop - rows.start) % 2:
+        raise UserError("--cutmix pairs images: a process needs an even number of them")
 
     # ---- data; an encoder goes on seeing it normalized as in its pretraining
     loaded, data = None, images.load(c.data, cache=c.data_dir)
@@ -282,17 +285,20 @@ def main(argv):
         # batch
         pixels, labels = next(batches)
         seed = derive_seed(c.seed, step, "augment")
-        x = augmentation(pixels, augment.BatchRandom(seed, c.batch_size, rows, device))
+        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
+        x = augmentation(pixels, rng)
+        if c.cutmix:
+            targets = torch.eye(len(data.classes), device=device)[labels]
+            x, labels = augment.cutmix(x, targets, rng, c.cutmix)
 
         # forward and backward
-        loss = 0.0
+        loss, chosen = 0.0, regularized_layers(c, model.config.layers, step)
         for micro_x, micro_labels in micro_batches(ddp, c.micro_batch, x, labels):
             with processes.autocast():
                 logits, *outputs = ddp(micro_x) if c.srr_weight else [ddp(micro_x)]
                 micro_loss = F.cross_entropy(logits, micro_labels,
                                              label_smoothing=c.label_smoothing)
             if c.srr_weight:
-                chosen = regularized_layers(c, model.config.layers, step)
                 subspace_rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
                 micro_loss = micro_loss + c.srr_weight * subspace_rate
             micro_loss = micro_loss * (len(micro_x) / len(x))

@@ -434,3 +434,23 @@ def rand_augment(x, rng, n=2, m=9):
         sign = _column(1 - 2 * rng.integers(0, 2))
         levels = _through(ops, rng.integers(0, len(ops)), levels, sign)
     return levels / 255
+
+
+# -------------------------------------------------------------------------------------------------
+# Between images
+# -------------------------------------------------------------------------------------------------
+
+def cutmix(x, targets, rng, p):
+    """CutMix (Yun et al. 2019), by image: with probability p a square is that of its neighbour.
+
+    Images 2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
+    image's, its centre is anywhere, and what crosses the border is lost. targets (b, classes) mix
+    in proportion to the pixels. Returns (images, targets)."""
+    size = x.shape[-1]
+    side = size * rng.uniform(1, 1).sqrt() * rng.bernoulli(p)[:, None, None]
+    pixels = torch.arange(size, device=x.device) + 0.5
+    rows, columns = ((pixels - size * rng.uniform(2, 1)).abs() < side / 2).unbind(1)
+    square = (rows[:, :, None] & columns[:, None])[:, None]                 # (b, 1, size, size)
+    other = torch.arange(len(x), device=x.device) ^ 1
+    share = square.float().mean((2, 3))
+    return torch.where(square, x[other], x), targets.lerp(targets[other], share)

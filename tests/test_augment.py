@@ -106,6 +106,18 @@ def test_pixels_crops_and_flips():
     assert abs(mirrored.float().mean() - 0.5) < 0.05
 
 
+def test_cutmix_cuts_squares_from_neighbours():
+    x = torch.linspace(0, 1, 1000).view(-1, 1, 1, 1).expand(-1, 3, 16, 16)
+    y, targets = augment.cutmix(x, torch.eye(1000), BatchRandom(0, 1000), 0.5)
+    cut = (y == x[(other := torch.arange(1000) ^ 1)])[:, 0].float()
+    rows, columns = cut.amax(2), cut.amax(1)
+    assert torch.equal(cut, rows[:, :, None] * columns[:, None])
+    assert (torch.cat([rows, columns]).diff().abs().sum(1) <= 2).all()      # without a gap
+    assert torch.equal(y, x.lerp(x[other], cut[:, None])) and (targets.sum(1) == 1).all()
+    torch.testing.assert_close(targets[range(1000), other], cut.mean((1, 2)))
+    assert abs(cut.mean() - 0.5 * 0.321) < 0.03     # (sqrt(u) - u / 4)^2 for u from 0 to 1
+
+
 BOXES = [(0, 0, HEIGHT, WIDTH), (3, 7, 20, 31), (30, 40, 5, 9), (0, 11, 37, 3),
          (2.25, 4.6, 17.1, 40.7)]
 

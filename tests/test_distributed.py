@@ -22,7 +22,7 @@ SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.
 GPT = ["train_gpt", "--micro_batch=3", "--steps=10", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
     "vit": ("train_vit", "--crop=resized", "--randaugment=1", "--epochs=0.5",
-            "--micro_batch=5"),
+            "--micro_batch=5", "--cutmix=0.5"),
     "mae-before": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=before"),
     "mae-after": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=after"),
     "simdino": (*SIMDINO, "--method=simdino"), "dino": (*SIMDINO, "--method=dino"),
