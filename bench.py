@@ -297,7 +297,7 @@ def bench_length(c, processes):
 
 @torch.no_grad()
 def advance(processes, model, ids, state):
-    """The state behind the tokens `ids`; the given one stays as it is."""
+    """The state after the tokens `ids`; the given one stays as it is."""
     state = [dict(layer) for layer in state]
     with processes.autocast():
         model.advance(ids, state)
@@ -314,7 +314,7 @@ TEXT_ARCHS = [arch for arch in ARCHS if arch != "cbsa"]      # which pools a gri
 
 
 def bench_generate(c, processes):
-    """The cache of every arch, and the time of one more token behind a short and a long prefix:
+    """The cache of every arch, and the time of one more token after a short and a long prefix:
     with the cache, and without it by reading everything again."""
     ids, behind = torch.randint(512, (1, c.longest + 1), device=processes.device), {}
     for arch in TEXT_ARCHS:     # a small vocabulary, so that the head does not hide the layers
@@ -330,7 +330,7 @@ def bench_generate(c, processes):
             calls[f"{arch}, cached"] = partial(behind[arch], ids[:, n:n + 1], state)
             calls[f"{arch}, uncached"] = partial(behind[arch], ids[:, :n + 1], [])
         for name, seconds in alternate(calls, ids.device, c.repeats).items():
-            row(c, f"one token behind {n}", name, ms=1e3 * seconds)
+            row(c, f"one token after {n}", name, ms=1e3 * seconds)
 
 
 # ---- A new GPU: does everything run, and how fast -----------------------------------------------

@@ -1,7 +1,7 @@
 """
 CRATE in one file: a transformer whose layers are derived from optimization steps.
 
-    python crate.py         trains on drawn shapes for minutes, then looks inside every layer
+    python crate.py         trains on drawn shapes, then looks inside every layer
 
 Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
 sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates one
@@ -10,8 +10,8 @@ on R^c, to compress Z; ISTA takes one on a LASSO that stands for R - lambda ||Z|
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
-Equations are those of arXiv 2311.13110, where Z is d x n, one token a column; here it is (B, n, d),
-one token a row. model.py has the same operators made fast, and their variants.
+Equations are those of arXiv 2311.13110, where Z is d x n, one token per column; here it is
+(B, n, d), one token per row. model.py has the same operators made fast, and their variants.
 """
 import argparse
 import math
@@ -87,7 +87,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        # no head reads it; model.py has one too, so that the same weights give the same in both
+        # the head ignores it; it is kept so that weights fit model.py too
         self.class_token = nn.Parameter(torch.randn(1, 1, d))
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
@@ -115,7 +115,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     adamw = torch.optim.AdamW(others, weight_decay=0)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
-        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))    # one shift
+        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one per batch
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -133,7 +133,7 @@ def look(model, x, y, val_x, val_y):
     R^c(Z^{l+1/2}) - R^c(Z^l); objective, nonzeros and accuracy of the output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
-    of the nearest class mean, because the head knows the last layer alone."""
+    of the nearest class mean, because the head is trained on the last layer only."""
     rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)

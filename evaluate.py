@@ -293,7 +293,7 @@ def lambada(c):
 
     The prompt is a newline and the passage up to its last space. By default as ToST's released code
     has it, so that numbers compare with [B] Table 7.9: typographic quotes become ", and the word
-    may come anywhere in the ten tokens behind the prompt, in any case. --strict: the passage as it
+    may come anywhere in the ten tokens after the prompt, in any case. --strict: the passage as it
     is, and the next tokens are those of a space and the word."""
     loaded, tokenizer, processes = load_language_model(c)
     model = loaded.model

@@ -21,8 +21,8 @@ Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024)
 Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
 Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
 
-Layout. The papers write Z in R^{d x n}, one token a column. Here Z is (B, n, d), one token of width
-d a row: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
+Layout. The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token
+per row: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
 w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) have dimension p each.
 """
 import difflib
@@ -79,7 +79,7 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
     pairs = True                            # whether it compares every token with every other
-    has_bias = False                        # of its queries in image models
+    has_bias = False                        # default of qkv_bias in image models
 
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
@@ -320,8 +320,8 @@ def trace_layers(layers, Z):
 
 def train_flops(layers, n):
     """Operations of forward and backward over n tokens, as nanoGPT counts: n (6 N + 12 L n d)
-    with N weights in matrices, each counted once a token, though ODL uses its D several times. A
-    causal map counts in full; TSSA and CBSA have no n x n products."""
+    with N weights in matrices, each counted once per token, though ODL's D and the U of crate-c,
+    -n and -t are used more often. A causal map counts in full; TSSA and CBSA have no n x n maps."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     attentions = [layer.attention for layer in layers if layer.attention.pairs]
     products = sum(2 * n * attention.heads * attention.p for attention in attentions)
@@ -332,7 +332,7 @@ def train_flops(layers, n):
 # The objective
 #
 # Rates are in nats. eps is the distortion up to which tokens are coded. The papers give no value;
-# 0.5 is our choice: half of a unit token's norm (tokens behind a LayerNorm have norm sqrt(d)). A
+# 0.5 is our choice: half of a unit token's norm (tokens after a LayerNorm have norm sqrt(d)). A
 # direction costs log 2 / 2 where its mean square equals eps^2 / d, and much less below. Rates
 # compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
 # -------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def coding_rate(Z, eps=0.5):
     Z = at_least_float32(Z)
     n, d = Z.shape[-2:]
     with torch.autocast(Z.device.type, enabled=False):
-        # Z Z^* and Z^* Z have the same determinant: the smaller one
+        # I + a Z Z^* and I + a Z^* Z have the same determinant
         return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, d / (n * eps ** 2))
 
 
@@ -535,7 +535,7 @@ class CBSA(Attention):
         A   = softmax(R w^* / sqrt p)                       (m, n)
         R'  = R + s1 A w
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
-    then W. s1, s2 are a number a head, N(0, 1) at the start. Released code pools all tokens but the
+    then W. s1, s2 are one number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
     pairs = False
 
@@ -657,7 +657,7 @@ class MLP(Sparsification):
         return cls(c.width, c.expansion * c.width, bias=c.mlp_bias, dropout=c.dropout)
 
     def code(self, Z):
-        """The activations (B, n, m) behind GELU, dense."""
+        """The activations (B, n, m) after GELU, dense."""
         return F.gelu(self.up(Z))
 
     def forward(self, Z):
@@ -743,9 +743,9 @@ CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE) 
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
-# task -> arch or family -> size -> fields; those in no row have vit's. Image sizes are the released
-# code's, but cbsa's are inferred from its parameter counts, aot's are ours. Text sizes are inferred
-# from the counts in [B] Sections 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
+# task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
+# released code's, but cbsa's are inferred from its parameter counts, aot's are ours. Text sizes are
+# inferred from the counts in [B] Sections 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,
@@ -927,7 +927,7 @@ class ImageEncoder(nn.Module):
             side = c.image_size // c.patch_size
             self.register_buffer("positions", sincos_positions(c.width, side))
         self.layers = make_layers(c, context=1 + c.patches())
-        # 1e-6 is ViT's eps; the masked autoencoder has it behind CRATE layers too
+        # 1e-6 is ViT's eps; the masked autoencoder has it after CRATE layers too
         self.norm = nn.LayerNorm(c.width, 1e-6) if c.final_norm else nn.Identity()
         self.init_weights()
 
@@ -945,8 +945,8 @@ class ImageEncoder(nn.Module):
             nn.init.normal_(self.positions, std=family.init_std or 1.0)
 
     def position_table(self, rows, columns):
-        """Positions (1, 1 + n, d), interpolated (bicubic) to another grid of patches. By the sizes
-        of the grids alone: DINO adds 0.1 to the new size in its scale factor."""
+        """Positions (1, 1 + n, d), interpolated (bicubic) to another grid of patches. Scaled
+        by the ratio of the grids' sizes; DINO first adds 0.1 to the new size."""
         positions, side = self.positions, self.config.image_size // self.config.patch_size
         if rows == columns == side:
             return positions
@@ -973,7 +973,7 @@ class ImageEncoder(nn.Module):
 
 
 class ImageClassifier(nn.Module):
-    """Encoder, pooling, and a linear head (behind a LayerNorm unless the encoder ends with one).
+    """Encoder, pooling, and a linear head (after a LayerNorm unless the encoder ends with one).
 
     model(x) takes (B, C, H, W) and returns logits (B, classes)."""
 
@@ -1027,7 +1027,8 @@ class MAEConfig(ImageConfig):
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
         if self.mask_tokens == "before" and d != self.width:
-            raise ConfigError(f"decoder_width={d} needs mask_tokens=after: else tokens are shared")
+            raise ConfigError(f"decoder_width={d} needs mask_tokens=after: with before the "
+                              "decoder takes the encoder's tokens")
 
     def decoder(self):
         """The decoder's config. With the encoder's width and heads it has its head_dim too."""
@@ -1303,13 +1304,13 @@ class LanguageModel(nn.Module):
             ids = torch.cat([ids[:, -context:], new], 1)
 
     def generate(self, ids, n, **options):
-        """The prompts `ids` (B, m) with up to n tokens behind them; options as in `stream`."""
+        """The prompts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
         with sdpa_kernel(FOR_ANY_LENGTH):
             return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
 
 
 def cached(state, new):
-    """The tokens `new` (B, K, m, p) behind the n of the state: (B, K, n + m, p). The first call
+    """The tokens `new` (B, K, m, p) after the n of the state: (B, K, n + m, p). The first call
     makes state["past"] for `room` tokens: w of MSSA, keys and values side by side of MHSA."""
     start = state.get("n", 0)
     if not start:
@@ -1320,7 +1321,7 @@ def cached(state, new):
 
 
 def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token a row of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
+    """One token per row of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature

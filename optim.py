@@ -104,25 +104,24 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-# We spare these, as timm does. nanoGPT, ToST's text code, DINO and MAE decay those that they train;
-# released CRATE decays every parameter, even vectors
-_NEVER_DECAYED = ("class_token", "mask_token", "positions")
 # What Muon takes, by the names that the models here have: not embeddings, classifiers, prototypes
 _HIDDEN = {"layers", "decoder", "projector", "predict"}
 
 
 def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
-    """[Lion], [AdamW], or [Muon for the matrices of hidden layers, AdamW for the rest]; scale(key)
+    """[Lion], [AdamW], or [Muon for the matrices under _HIDDEN, AdamW for the rest]; scale(key)
     multiplies the learning rate of the parameter key.
 
-    Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not. No
-    model here has a convolution: its weight (4-D) would have to be let in."""
+    Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not, as in
+    timm. nanoGPT, ToST's text code, DINO and MAE decay the positions that they train; released
+    CRATE decays every parameter. No model here has a convolution: its weight (4-D) would have to
+    be let in."""
     hidden, others = {}, {}         # (spared from decay, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         words = key.split(".")
-        decays = p.ndim == 2 and words[-1] not in _NEVER_DECAYED
+        decays = p.ndim == 2 and words[-1] != "positions"
         is_hidden = decays and not _HIDDEN.isdisjoint(words[:2])
         members = hidden if name == "muon" and is_hidden else others
         members.setdefault((not decays, scale(key)), []).append(p)

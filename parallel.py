@@ -89,7 +89,7 @@ class Processes:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
             outcome[0].shared = True
-            raise outcome.pop()     # an error that a variable holds keeps its frame: a run's lock
+            raise outcome.pop()     # a variable would keep the error, its frame and a run's lock
         return outcome[0]
 
     def wrap(self, model):
@@ -138,14 +138,14 @@ def keep_freed_memory():
 
 
 def derive_seed(*purpose):
-    """A 63-bit seed, a function of (seed, step, purpose, ...): no state has to be saved."""
+    """A 63-bit seed, a function of the arguments: no state has to be saved."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def micro_batches(model, size, *batch):
-    """The tensors of a batch, `size` rows at a time; all if None. After each but the last DDP keeps
-    its gradients, and exchanges their sum after that."""
+    """The tensors of a batch, `size` rows at a time; all if None. DDP exchanges gradients only
+    after the last part, when they are the sum of all parts."""
     *before, last = zip(*(t.split(size or len(t)) for t in batch))
     unshared = getattr(model, "no_sync", contextlib.nullcontext)
     for part in before:
@@ -174,17 +174,17 @@ def wants_compile(config, processes, flops):
 
 def device_name(device):
     """For the reader of a log."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if device.type != "cpu":
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads, advice = torch.get_num_threads(), ""
     # OpenMP's threads wait for each other in a spin: 800 images/s on two free cores, 70 beside one
     # other busy process
     if threads > 1 and threads + os.getloadavg()[0] > os.cpu_count() + 0.5:
         advice = "; others are busy here: fewer threads, by OMP_NUM_THREADS=1, may be faster"
-    return f"{device.type} ({threads} threads{advice})"
+    return f"cpu ({threads} threads{advice})"
 
 
-# Dense bf16 FLOP/s of the data sheets, without sparsity
+# Dense bf16 FLOP/s of the data sheets, without sparsity; of the SXM version where there are two
 _PEAK = dict(GH200=989e12, H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
 _PEAK |= {"4090": 165e12, "3090": 71e12}
 

@@ -53,7 +53,7 @@ class Run:
     # ---- the folder
 
     def _open(self):
-        """Locks the folder. Returns True to resume its run; else removes that and returns False."""
+        """Locks the folder. Returns True to resume its run; else deletes it and returns False."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and c.overwrite:
@@ -73,7 +73,8 @@ class Run:
             raise UserError(f"{self.dir} is not empty: --resume continues the run in it, "
                             "--overwrite deletes it, --out_dir goes elsewhere")
         if not resuming:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
+            pictures = (path.name for path in self.dir.glob("step*.png"))
+            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):
                 (self.dir / name).unlink(missing_ok=True)
         return resuming
 
@@ -291,8 +292,8 @@ class Run:
         self.say(f"{text}, {'bfloat16' if self.processes.half else 'float32'}")
 
     def done(self, *then):
-        """Writes the last line of metrics.jsonl, with the mean speed after the first step, and that
-        of the terminal, draws run.png, and returns the line.
+        """Writes the last line of metrics.jsonl, with the mean speed after the first step, and the
+        terminal's last lines; draws run.png; returns the former.
 
         `then`: commands to try next, with the last weights, {ckpt}, or the best, {best}."""
         seconds, speed = time.perf_counter() - self.began, self._speed(self.after_first)

@@ -37,8 +37,8 @@ class Config(RunFlags, ModelFlags):
     patch_size: int | None = option(None, "P, pixels", low=1)
     stem: str | None = option(None, "patch embedding; auto is the arch's",
                               choices=("norm", "plain"))
-    pool: str | None = option(None, "what the head reads; auto is class, or what the pretraining "
-                              "shaped", choices=("class", "mean"))
+    pool: str | None = option(None, "what the head reads; auto is class, or what the "
+                              "pretraining used", choices=("class", "mean"))
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
@@ -64,7 +64,7 @@ class Config(RunFlags, ModelFlags):
     ema: float = option(0.0, "momentum of averaged weights, which are then evaluated; 0: none",
                         low=0, high=0.999999)
     # sparse rate reduction as a regularizer ([S])
-    srr_weight: float = option(0.0, "weight of SRR beside the cross-entropy; 0: none", low=0)
+    srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)
     srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
     srr_eps: float = option(0.5, "its distortion", above=0)
     # augmentation
@@ -81,7 +81,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [N] B.1.2
         data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
-        batch_size=2048, epochs=155, warmup_epochs=5,     # read as 5, then 150
+        batch_size=2048, epochs=155, warmup_epochs=5,     # taken as 5 of warm-up + 150
         # "random cropping" in [N]; RandomResizedCrop(224) in the released main.py, which is
         # followed here. It cuts from whole images, ours are stored as squares of 256 px
         crop="resized"),
@@ -101,7 +101,8 @@ PRESETS = {
         batch_size=128, micro_batch=32,     # 32 fit into a core's cache: 304 images/s, 128 have 229
         # lr x decay forgets in 17 epochs, about as [N]'s Lion (2.4e-4 x 0.5). With 3e-3 x 0.5, in
         # 1.7 epochs, accuracy stood at 65 % from the 20th epoch on, until the rate fell
-        optimizer="muon", lr=1.5e-3, weight_decay=0.1, randaugment=2, eval_every=782),
+        optimizer="muon", lr=1.5e-3, weight_decay=0.1, randaugment=2,
+        eval_every=780),    # two epochs
     "shapes": dict(         # the README's first command
         data="shapes", width=64, heads=4, layers=4, patch_size=4, batch_size=50, epochs=12,
         warmup_epochs=0.5, log_every=50,
@@ -177,7 +178,7 @@ def lr_scale(name, L, decay):
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def regularized_layers(c, L, step):
-    """The layers, counted from 0, whose coding rate this step adds to the loss."""
+    """The layers, counted from 0, whose R^c this step adds to the loss."""
     if c.srr_layers == "all":
         return range(L)
     if c.srr_layers == "random":
@@ -202,11 +203,11 @@ class LogitsAndLayers(nn.Module):
 
 
 def subspace_rate_loss(model, outputs, chosen, eps):
-    """The mean over the chosen layers of R^c(StopGrad(Z^l) | U^l), Z^l the output of layer l.
+    """The mean over the chosen layers l of R^c(StopGrad(Z^{l+1}) | U^l).
 
-    [S] adds eta / L sum_l (lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l)) to the loss and stops the
-    gradient through Z^l. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only the
-    cross-entropy keeps U away from it, so the weight has to be small."""
+    [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
+    stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
+    the cross-entropy keeps U away from it, so the weight has to be small."""
     bases = [model.encoder.layers[l].attention.bases() for l in chosen]         # (K, d, p) each
     rates = [subspace_coding_rate(outputs[l].detach(), U, eps) for l, U in zip(chosen, bases)]
     return torch.stack(rates).mean()

@@ -2,8 +2,8 @@
 
 Every function takes square images x (B, 3, S, S) float32 in [0, 1], as prepare.py stores them, and
 gives each sample its own random parameters. Nothing loops over samples, copies to a GPU or waits
-for it: `compiled` makes one graph of a whole augmentation. Each operation is the one that
-torchvision and Pillow define, so that published recipes carry over. Call these outside autocast,
+for it: `compiled` makes one graph of a whole augmentation. Each operation but CutMix is as
+torchvision and Pillow define it, so that published recipes carry over. Call these outside autocast,
 which would round pixels to 8 bits.
 """
 import functools

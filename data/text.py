@@ -148,7 +148,7 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, caus
     `stride` (by default the context), and counts the last s of its targets, which the window before
     did not predict, each from at least context - s + 1 tokens; the first window counts all. y is -1
     where nothing is counted: there, beyond the end, and in rows that fill up the last batch. A
-    causal model does not see the padding behind a last, partly filled window; any other would,
+    causal model does not see the padding after a last, partly filled window; any other would,
     so its last window ends with the text and overlaps the one before. All ranks get equally
     many batches, all of one shape: one compiled graph, and no rank waits in vain."""
     stride = stride or context
@@ -170,7 +170,7 @@ def mask_tokens(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None
     """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted.
 
     A token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
-    behind the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
+    after the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
     are those of a global batch of that many rows, of which x is `rows`."""
     shape, device = (batch_size or len(x), x.shape[1]), generator.device
     u = torch.rand(shape, generator=generator, device=device)[rows].to(x.device)

@@ -136,7 +136,7 @@ def main(argv):
     generator = torch.Generator().manual_seed(c.seed)
     U = random_subspaces(c, generator)
     Z = torch.randn(c.tokens, c.width, generator=generator, dtype=torch.float64)
-    Z = F.normalize(Z, dim=-1) * c.width ** 0.5                     # as behind a LayerNorm
+    Z = F.normalize(Z, dim=-1) * c.width ** 0.5                     # as after a LayerNorm
     behind_norm = validity(Z, U, c.eps)
 
     panels = []
@@ -149,7 +149,7 @@ def main(argv):
         print("R^c (nats) over the iterations, and its two Taylor terms along the path of mssa")
         print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][2].items()}
                      for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])
-    print(f"behind a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")
+    print(f"after a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     draw(panels, c)
     print(f"wrote {c.out}")

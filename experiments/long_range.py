@@ -43,7 +43,7 @@ class Flags(DeviceFlags):
     seed: int = option(0, "the same seed gives the same run", low=0)
 
 
-# A task is sequences of token ids, 0 behind the end of a short one, and a class of ten for each
+# A task is sequences of token ids, 0 after the end of a short one, and a class of ten for each
 LISTOPS_VOCAB = ["<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]"]
 LISTOPS = {
     "[MIN": min,

@@ -2,7 +2,7 @@
 Can single neurons be read?
 
 A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's Z^{l+1},
-ODL's a_2, or what is behind an MLP's GELU. Means and standard errors over an arch's checkpoints.
+ODL's a_2, or what comes out of an MLP's GELU. Means and standard errors over an arch's checkpoints.
 
 k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
@@ -44,7 +44,7 @@ class Neurons(OneModel):
 
 def text_properties(pieces):
     """{property: bool (n,)} of the tokens of one window. Letters count from a word's first (with
-    GPT-2's tokens, its pieces); "quoted" is behind an odd number of quotation marks."""
+    GPT-2's tokens, its pieces); "quoted" is after an odd number of quotation marks."""
     quoted, letter, rows = False, 0, []
     for piece in pieces:
         mark = piece.strip()
