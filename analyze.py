@@ -61,7 +61,7 @@ def new_figure(rows, columns, width, height):
 
 
 def draw_heat_maps(c, maps, title, xlabel, ylabel, scale):
-    """Matrices of one shape with entries in [0, 1], one a layer, four a row."""
+    """Matrices of one shape with entries in [0, 1], one per layer, four per row."""
     rows, columns = -(-len(maps) // 4), min(4, len(maps))
     height = max(1.2, min(3.2 * len(maps[0]) / len(maps[0].mT), 4.8)) + 0.4
     figure, axes = new_figure(rows, columns, 3.2, height)
@@ -312,7 +312,7 @@ class Saliency(OneModel):
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     index: int = option(0, "the first image's number in the split", low=0)
-    pictures: int = option(8, "how many images, one a row", low=1)
+    pictures: int = option(8, "how many images, one per row", low=1)
 
 
 @torch.no_grad()

@@ -238,7 +238,7 @@ def bench_gpt(c, processes):
 
 
 def compare_operator(c, processes, build):
-    """`compare` for one operator: build(d, K, n) returns it and its multiply-adds a token."""
+    """`compare` for one operator: build(d, K, n) returns it and its multiply-adds per token."""
     for B, n, d, K in SHAPES:
         B = larger(B, processes.device)
         Z = torch.randn(B, n, d, device=processes.device, requires_grad=True)

@@ -836,7 +836,7 @@ def make_config(cls, fields, size=None):
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
     task: ClassVar = "image"            # of SIZES
-    image_size: int = 224               # pixels a side, square
+    image_size: int = 224               # pixels per side, square
     patch_size: int = 16                # P
     channels: int = 3
     classes: int = 1000
@@ -1057,7 +1057,7 @@ class DecoderLayer(nn.Module):
 
     D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: if Z = D A
     with A >= 0, D orthogonal and eta = 1, D undoes ISTA exactly at lambda = 0, and up to
-    lambda sqrt(nnz) a token otherwise.
+    lambda sqrt(nnz) per token otherwise.
     I - MSSA is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU
     cuts off has to be learned."""
 

@@ -81,7 +81,7 @@ class Run:
     def begin(self, total, eval_every, unit, per_step, flops=0):
         """Starts clock, bar and metrics, after `restore`.
 
-        unit: "images" or "tokens"; per_step of them a step; `flops` each, for MFU."""
+        unit: "images" or "tokens"; per_step of them per step; `flops` each, for MFU."""
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.eval_every = self.config.eval_every or eval_every

@@ -201,7 +201,7 @@ def write_sheet(path, pictures, columns, rows=None):
     gap = width // 16
     sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
     sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
-    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels a side
+    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels per side
     axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
     axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
     rows = rows or [f"image {i}" for i in range(1, n + 1)]
@@ -219,7 +219,7 @@ def stretched(maps):
 
 
 def write_overlays(path, x, maps, columns=None, rows=None):
-    """A PNG with an image x (n, 3, H, H) a row, then each of its maps (n, m, patches), stretched,
+    """A PNG with an image x (n, 3, H, H) per row, then each of its maps (n, m, patches), stretched,
     in red over its greys. `columns` names the maps: by default the mean of the heads and each."""
     side = math.isqrt(maps.shape[-1])
     heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
@@ -237,7 +237,7 @@ def validation_noise(model, first, n, device):
 
 @torch.no_grad()
 def write_reconstructions(path, model, pixels, data, rows=None):
-    """A PNG with one of the uint8 images (n, H, H, 3) a row: input, masked, reconstruction, and the
+    """A PNG with a uint8 image (n, H, H, 3) per row: input, masked, reconstruction, and the
     reconstruction with the visible patches pasted in."""
     c = model.eval().config
     x = model_input(pixels, data, c.image_size)

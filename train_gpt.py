@@ -42,7 +42,7 @@ class Config(RunFlags, ModelFlags):
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
-    batch_size: int = option(384, "sequences a step, of all processes together", low=1)
+    batch_size: int = option(384, "sequences per step, of all processes together", low=1)
     micro_batch: int | None = option(None, "sequences at once in a process, whose gradients a step "
                                      "adds up; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)

@@ -28,7 +28,7 @@ from model import MAEConfig, MaskedAutoencoder, mae_config
 class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto. --layers is the encoder's depth."""
     data: str = option("shapes", "which images: a prepared set")
-    image_size: int = option(32, "pixels a side that the model sees", low=1)
+    image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "layers that decode; auto is as many as encode",
                                         low=1, high=10_000)

@@ -33,7 +33,7 @@ from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, tra
 class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
-    image_size: int = option(32, "pixels a side of a global view", low=1)
+    image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
     # the method
@@ -67,7 +67,7 @@ class Config(RunFlags, ModelFlags):
     clip_each: float = option(3.0, "largest norm of each parameter's own gradient; 0: no limit",
                               low=0)
     # views
-    local_size: int = option(16, "pixels a side of a local view", low=1)
+    local_size: int = option(16, "pixels per side of a local view", low=1)
     local_views: int = option(4, "small views of an image, beside the two global ones", low=0)
     global_area: float = option(0.4, "a global view keeps from this share of the area to all",
                                 above=0, high=1)

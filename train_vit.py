@@ -33,17 +33,15 @@ class Config(RunFlags, ModelFlags):
     train_images: int | None = option(None, "use only the first N training images", low=1)
     val: int = option(0, "hold out the last N training images to choose best.pt by; 0: the test "
                       "images choose it, so report ckpt.pt, the last weights", low=0)
-    image_size: int = option(32, "pixels a side that the model sees", low=1)
+    image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
-    stem: str | None = option(None, "patch embedding; auto is the arch's",
-                              choices=("norm", "plain"))
     pool: str | None = option(None, "what the head reads; auto is class, or what the "
                               "pretraining used", choices=("class", "mean"))
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one",
-        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size", "stem"))
+        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
     # optimization
     optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
                             choices=("adamw", "muon", "lion"))
@@ -66,7 +64,6 @@ class Config(RunFlags, ModelFlags):
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)
     srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
-    srr_eps: float = option(0.5, "its distortion", above=0)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
                        "and aspect; none", choices=("pad", "resized", "none"))
@@ -156,7 +153,7 @@ def build_model(c, classes, loaded=None):
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config)
-    for name in ["patch_size", "stem", *(f.name for f in fields(ModelFlags) if f.name != "size")]:
+    for name in ["patch_size", *(f.name for f in fields(ModelFlags) if f.name != "size")]:
         if getattr(c, name) not in (None, theirs[name]):
             raise UserError(f"--{name}={getattr(c, name)} contradicts {c.init_from}, which has "
                             f"{theirs[name]}")
@@ -202,7 +199,7 @@ class LogitsAndLayers(nn.Module):
         return self.model.head(self.model.pool(encoder.norm(Z[-1]))), *Z[1:]
 
 
-def subspace_rate_loss(model, outputs, chosen, eps):
+def subspace_rate_loss(model, outputs, chosen, eps=0.5):
     """The mean over the chosen layers l of R^c(StopGrad(Z^{l+1}) | U^l).
 
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
@@ -300,7 +297,7 @@ def main(argv):
                 micro_loss = F.cross_entropy(logits, micro_labels,
                                              label_smoothing=c.label_smoothing)
             if c.srr_weight:
-                subspace_rate = subspace_rate_loss(model, outputs, chosen, c.srr_eps)
+                subspace_rate = subspace_rate_loss(model, outputs, chosen)
                 micro_loss = micro_loss + c.srr_weight * subspace_rate
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()

@@ -299,7 +299,7 @@ def _blur_matrix(sigma, size, reach):
 
 
 def gaussian_blur(x, rng, p, sigma):
-    """With probability p, a number or one a sample, a Gaussian of standard deviation uniform in
+    """With probability p, a number or one per sample, a Gaussian of standard deviation uniform in
     `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
     reach = math.ceil(5 * sigma[1])     # 6e-7 of a Gaussian lies beyond
 

@@ -43,12 +43,12 @@ from flags import CACHE, UserError, cli
 from model import not_one_of
 
 # -------------------------------------------------------------------------------------------------
-# The sets, a row each. `hub` is what load_dataset takes; a large set is not prepared unasked
+# The sets, one row each. `hub` is what load_dataset takes; a large set is not prepared unasked
 # -------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class ImageSet:
-    size: int                   # pixels a side, as stored
+    size: int                   # pixels per side, as stored
     hub: dict | None = None
     val: str = "test"           # the split that validates
     large: bool = False
@@ -371,7 +371,7 @@ def main(argv):
     parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
     parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"), help="of your own text")
-    parser.add_argument("--size", type=int, default=32, help="pixels a side of your own pictures")
+    parser.add_argument("--size", type=int, default=32, help="pixels per side of your own pictures")
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")

@@ -37,7 +37,7 @@ def _inside(shape, x, y):
 
 
 def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
-    """float32 (n, size, size, 3) around 0: interpolated noise of (cells a side, strength) each."""
+    """float32 (n, size, size, 3) around 0: noise, interpolated, of (cells per side, strength)."""
     out = np.zeros((n, size * size, 3), np.float32)
     for cells, strength in scales:
         at = np.linspace(0, cells - 1, size)

@@ -38,7 +38,7 @@ class Flags(DeviceFlags):
     task: str = option("pixels", "CIFAR-10, or generated ListOps", choices=("pixels", "listops"))
     held_out: int = option(2000, "sequences to test on", low=1)
     steps: int = option(500, "optimizer steps; the first is not timed", low=2)
-    batch_size: int = option(16, "sequences a step", low=1)
+    batch_size: int = option(16, "sequences per step", low=1)
     lr: float = option(1e-3, "AdamW's; warm-up over a tenth of the steps, cosine to 0", above=0)
     seed: int = option(0, "the same seed gives the same run", low=0)
 
@@ -139,7 +139,7 @@ def main(argv):
             chosen = [model(ids.long().to(device)).argmax(-1) for ids in x_test.split(c.batch_size)]
         results[arch] = (torch.cat(chosen).cpu() == y_test).double().mean().item()
         ms = 1e3 * statistics.median(seconds[1:])
-        print(f"{arch:12} {ms:9,.1f} ms a step {results[arch]:9.2%} of {len(x_test):,} are right")
+        print(f"{arch:12} {ms:9,.1f} ms per step {results[arch]:9.2%} of {len(x_test):,} are right")
     return results
 
 

@@ -44,7 +44,7 @@ class Recall:
     symbols: int = option(8, "keys, and as many values, to draw from", low=1)
     seeds: int = option(5, "runs of each arch", low=1)
     steps: int = option(1500, "at most, of each run", low=1)
-    batch_size: int = option(128, "sequences of a step", low=1)
+    batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
 
 
