@@ -287,7 +287,7 @@ def grayscale(x, rng, p):
 
 def _blur_matrix(sigma, size, reach):
     """(B, size, size): the Gaussian of each sigma around each pixel, out to `reach` pixels beyond
-    the edges, where the edge pixel goes on."""
+    the edges, whose pixels are repeated beyond them."""
     pixel = torch.arange(-reach, size + reach, device=sigma.device)
     distance = (pixel - pixel[reach:reach + size, None]).abs()      # (size, size + 2 reach)
     reached = torch.arange(size + reach, device=sigma.device)
