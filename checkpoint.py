@@ -224,7 +224,7 @@ def publish(path, name):
     weights = {key: tensor.half() for key, tensor in content["model"].items()
                if content["task"] != "simdino" or key.startswith("encoder.")}
     flags = {key: value for key, value in content["run_config"].items()
-             if key not in ("data_dir", "out_dir")}         # folders of the machine that trained it
+             if key not in ("data_dir", "out_dir", "init_from")}    # paths of the training machine
     kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
     write_checkpoint(PRETRAINED / f"{name}.pt", content | kept, keep_previous=False)
 

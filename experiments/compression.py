@@ -15,7 +15,7 @@ where its step diverges.
 
 Verdict (2026-11-21): no. The step Z + MSSA raises R^c on small and on large tokens, as [S] found.
 Its negative lowers R^c a little; the exact gradient and Eq. (34), which shrinks Z, lower it. MSSA
-stands for the second Taylor term of R^c alone; on small tokens it raises the first more. Behind a
+stands for the second Taylor term of R^c alone; on small tokens it raises the first more. After a
 LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
 """
 from dataclasses import dataclass
