@@ -81,18 +81,17 @@ def classify(model, split, data, config, processes, batch_size=500):
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
-    parts = []
-    for batch, _ in _batches(split, batch_size, config, processes):
+    result = None       # filled in place: a list of views Z[:, 0] keeps all tokens of all images
+    for i, (batch, _) in enumerate(_batches(split, batch_size, config, processes)):
         if encoder is None:
-            parts.append(augment.to_float(batch).flatten(1))
-            continue
-        with processes.autocast():
-            Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
-        # a copy: a view of the class tokens would keep all of Z, 10 GB for CIFAR-10 at 48 px
-        parts.append(Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0].clone())
-    x = torch.cat(parts)
-    result = x.new_zeros(len(split), x.shape[1])
-    result[processes.rank::processes.world] = x
+            x = augment.to_float(batch).flatten(1)
+        else:
+            with processes.autocast():
+                Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
+            x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0]
+        if result is None:
+            result = x.new_zeros(len(split), x.shape[1])
+        result[processes.rank::processes.world][i * batch_size:][:len(x)] = x
     return processes.sum(result)
 
 
