@@ -83,7 +83,7 @@ def open_model(path, c, untrained=False, tasks=None):
 
 
 def backbone_of(loaded):
-    """What has .layers, .tokens(x) = Z^1 and .trace(x)."""
+    """The part of the model that has .layers, .tokens(x) = Z^1 and .trace(x)."""
     return loaded.encoder or loaded.model
 
 
@@ -139,9 +139,9 @@ class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
     layer: mean and deviation over samples.
 
-    R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token at norm 1: so [N]'s
-    code has it, while the caption of its figure says R^c(Z^{l+1/2} | U). "attention" is what the
-    attention's step changes, R^c(Z^{l+1/2} | U) - R^c(Z^l | U): it is derived to be negative. "srr"
+    R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
+    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
+    R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. "srr"
     is of Z^{l+1}: higher is better, and [S]'s measure is its negative. Rates are in nats, from
     float64 (float32 has NaNs). An arch without U has its value maps in U's place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
@@ -305,10 +305,10 @@ def tokens(c):
 
 @dataclass(kw_only=True)
 class Saliency(OneModel):
-    """What the class token attends to, in red over the image: the mean of the heads, then each ([B]
-    Eq. (7.2.41)). Of a mean-pooled model, or a masked autoencoder: what its patches attend to on
-    average. Of TSSA, which has no attention map: each patch's membership Pi. With --head only that
-    head ([B] Figure 7.11)."""
+    """What the class token attends to, in red over the image: the mean of the heads, then each head
+    ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
+    on average. For TSSA, which has no attention map: each patch's membership Pi. --head shows only
+    that head ([B] Figure 7.11)."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     index: int = option(0, "the first image's number in the split", low=0)

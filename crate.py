@@ -3,9 +3,9 @@ CRATE in one file: a transformer whose layers are derived from optimization step
 
     python crate.py         trains on drawn shapes, then looks inside every layer
 
-Tokens Z should be spread out as a whole (R), close to subspaces U_1 .. U_K one by one (R^c), and
-sparse: max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates one
-on R^c, to compress Z; ISTA takes one on a LASSO that stands for R - lambda ||Z||_0.
+Tokens Z should be spread out (high R), close to subspaces U_1 .. U_K (low R^c), and sparse. The
+objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates
+a step on R^c, to compress Z; ISTA takes a step on a LASSO in place of R - lambda ||Z||_0.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
@@ -129,8 +129,8 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """Layer by layer: R^c of LN(Z^l), without LN's gain and bias; what attention changes,
-    R^c(Z^{l+1/2}) - R^c(Z^l); objective, nonzeros and accuracy of the output.
+    """For each layer: R^c of LN(Z^l) without LN's gain and bias; the change of R^c by attention,
+    R^c(Z^{l+1/2}) - R^c(Z^l); and the objective, nonzeros and accuracy of the layer's output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
     of the nearest class mean, because the head is trained on the last layer only."""

@@ -180,8 +180,8 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 
 class Sparsification(nn.Module):
-    """The interface of what stands in the MLP's place. Z reaches the output through `code` alone,
-    so that whoever replaces `code` on an instance steers it."""
+    """The interface of the operator that replaces the MLP. The output depends on Z through `code`
+    only, so the model can be steered by replacing `code` on an instance."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
     sparse = True           # whether it codes sparsely, with eta and lambda
 
@@ -500,8 +500,8 @@ class TSSA(Attention):
         energy = square.cumsum(-2) + (state["energy"] if start else 0)      # squared norm so far
         likeness = (square / energy.clamp_min(1e-12)).sum(-1)   # the released causal code's guard
         if not start:
-            # a first token has ratio 1 to itself, a constant. Below the guard it is not, with a
-            # slope of up to 2e6 that would drown every other gradient: so it is cut
+            # the first token's ratio to itself is the constant 1. Below the guard the ratio varies
+            # with a slope of up to 2e6, which would dominate the gradient: so it is detached
             likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
         Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
         moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + (state["moment"] if start else 0)
@@ -1090,8 +1090,8 @@ class MaskedAutoencoder(nn.Module):
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
     mask, and returns the mean squared error on those. mask_tokens="before": a mask token (zero in
-    [B]) takes their place before the encoder, and positions are added once (released CRATE-MAE; in
-    [B] Eq. (7.6.6) the decoder removes them). "after": the encoder sees the visible ones only."""
+    [B]) replaces these patches before the encoder; positions are added once (released CRATE-MAE; in
+    [B] (7.6.6) the decoder removes positions). "after": the encoder sees visible patches only."""
 
     def __init__(self, config):
         super().__init__()
@@ -1103,7 +1103,7 @@ class MaskedAutoencoder(nn.Module):
             self.decoder_embed = nn.Linear(c.width, d)
             table = sincos_positions(d, c.image_size // c.patch_size)
             self.register_buffer("decoder_positions", table)
-        # a proximal step is undone by its mirror image; a residual branch has none
+        # DecoderLayer reverses a proximal step; a residual branch has no such reverse
         operator, decoder = ARCHS[c.arch].sparsification, c.decoder()
         layer = Layer if operator is None or operator.residual else DecoderLayer
         self.decoder = nn.ModuleList(layer(decoder) for _ in range(decoder.layers))
@@ -1206,7 +1206,7 @@ def text_config(size, arch="crate", **overrides):
     return make_config(TextConfig, dict(arch=arch) | overrides, size)
 
 
-# The kernels to generate with: cuDNN's, the first choice on Hopper, plans anew for every length
+# The kernels for generation, without cuDNN's, the default on Hopper: it plans for every new length
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -1282,11 +1282,11 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
-        """Yields the next tokens (B,) of the prompts `ids` (B, m), n times or until all met `stop`.
+        """Yields the next tokens (B,) of the prompts `ids` (B, m), n times or until all rows ended.
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
-        probability. At the end of the context the last half of it is read again and the rest
-        forgotten. A row that met `stop` repeats it."""
+        probability. When the context is full, the model reads its last half again and forgets the
+        rest. A row ends with its first `stop` and then repeats it."""
         context = self.config.context
         states, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]

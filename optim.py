@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-# What Muon takes, by the names that the models here have: not embeddings, classifiers, prototypes
+# The modules whose matrices Muon updates: not embeddings, classifiers or prototypes
 _HIDDEN = {"layers", "decoder", "projector", "predict"}
 
 

@@ -196,8 +196,8 @@ class Run:
             self.save(content)
 
     def _on_signal(self, number, frame):
-        """The first signal ends the run after its step. A second Ctrl-C does not wait; but torchrun
-        sends every signal again, so that among its processes a second one means nothing."""
+        """The first signal ends the run after the current step. A second Ctrl-C ends it at once,
+        but not with several processes, to which torchrun sends every signal again."""
         if number == signal.SIGINT == self.signal and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
@@ -259,8 +259,8 @@ class Run:
     # ---- output
 
     def say(self, text):
-        """A line for the reader, that does not tear the bar. If the reader has left, or the disk is
-        full, the run goes on in silence."""
+        """Prints a line above the progress bar. If output is closed or the disk is full, the run
+        continues without printing."""
         if self.is_main:
             with contextlib.suppress(OSError):
                 tqdm.write(text)
@@ -292,8 +292,8 @@ class Run:
         self.say(f"{text}, {'bfloat16' if self.processes.half else 'float32'}")
 
     def done(self, *then):
-        """Writes the last line of metrics.jsonl, with the mean speed after the first step, and the
-        terminal's last lines; draws run.png; returns the former.
+        """Writes the last line of metrics.jsonl, with the mean speed after the first step; prints
+        the last messages; draws run.png; returns the line of metrics.jsonl.
 
         `then`: commands to try next, with the last weights, {ckpt}, or the best, {best}."""
         seconds, speed = time.perf_counter() - self.began, self._speed(self.after_first)

@@ -54,7 +54,7 @@ def _batches(split, batch_size, config, processes):
 
 
 def zero_sums(device):
-    """To add to, in float64 where the device has it."""
+    """Three zeros to accumulate sums in, float64 if the device has it."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
     return torch.zeros(3, dtype=dtype, device=device)
 

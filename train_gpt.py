@@ -96,7 +96,7 @@ def build_model(c, tokenizer):
 
 # ---- Evaluation ---------------------------------------------------------------------------------
 def write_sample(model, tokenizer, c, run, device):
-    """A few lines by the model, from an empty page, at temperature 0.8."""
+    """Prints and returns text that the model samples at temperature 0.8 from an empty prompt."""
     first = tokenizer.eot if tokenizer.eot is not None else int(tokenizer.encode("\n")[0])
     start = torch.tensor([[first]], device=device)
     generator = torch.Generator(device).manual_seed(derive_seed(c.seed, run.step, "sample"))
@@ -165,7 +165,7 @@ def main(argv):
             x, y = x.pin_memory(), y.pin_memory()           # so that the copy does not wait
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
-        # targets in the whole step: known, unless it was drawn which tokens are targets
+        # the number of targets in the step: every token, or the randomly masked tokens
         n_targets = c.batch_size * c.context
         if masked:
             n_targets = processes.sum((y >= 0).sum().float()).clamp_min(1)

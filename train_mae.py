@@ -5,9 +5,9 @@ Masked autoencoding with CRATE-MAE, and ViT-MAE as the baseline.
     python train_mae.py cifar10 --arch=transformer --mask_tokens=after       any preset, any flag
     torchrun --standalone --nproc_per_node=8 train_mae.py        ImageNet, the setting of [B] 7.6
 
-[B] 7.6: hide three quarters of the patches, encode with CRATE layers, decode with the same layers
-in reverse, and compare what was hidden. Each evaluation writes a PNG: input, masked,
-reconstruction, and the two pasted. Fine-tune the encoder with train_vit.py finetune-cifar10-small
+[B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
+reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: input, masked,
+reconstruction, and both combined. Fine-tune the encoder with train_vit.py finetune-cifar10-small
 --init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
 """
 from dataclasses import asdict, dataclass

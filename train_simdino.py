@@ -42,8 +42,8 @@ class Config(RunFlags, ModelFlags):
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
     gamma: float | None = option(None, "weight of the coding rate; auto is (p + N m) / (p N m), 0 "
                                  "lets the features collapse", low=0)
-    rate_of: str = option("student", "features whose rate that is: the student's, as [B] has it, "
-                          "or the mean of its and the teacher's, the released default",
+    rate_of: str = option("student", "features in the coding rate: the student's, as in [B], or "
+                          "the mean of the student's and the teacher's, as released",
                           choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, its output", low=2)
@@ -60,7 +60,7 @@ class Config(RunFlags, ModelFlags):
     lr: float = option(2e-3, "peak learning rate", above=0)
     min_lr: float = option(1e-6, "where the cosine ends", low=0)
     weight_decay: float = option(0.04, "decoupled, on matrices only; rises as a cosine", low=0)
-    weight_decay_end: float = option(0.4, "to this", low=0)
+    weight_decay_end: float = option(0.4, "weight decay at the end of the run", low=0)
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(10, "of linear warm-up", low=0)
@@ -236,7 +236,7 @@ def schedules(c, total, epoch):
 # ---- Evaluation, and the watch for a collapse ---------------------------------------------------
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
-    """What a collapse shows in, for unit features Z (m, p) of each process: the coding rate, the
+    """Measures of collapse, of the unit features Z (m, p) of each process: the coding rate, the
     effective rank exp(entropy of the eigenvalues of Z^* Z / N m), and two images' mean cosine."""
     total = processes.sum(torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)]))
     n = Z.shape[0] * processes.world
@@ -357,7 +357,7 @@ def main(argv):
             optimizer.zero_grad()
         ema_update(averages, params, schedule["momentum"][step])
 
-        # log; during warm-up random features look collapsed, which is no news
+        # log; no warning during warm-up, when random features look collapsed
         seen = {}
         if run.log_due(step + 1):
             seen = feature_statistics(s[0].detach(), c.eps, processes)

@@ -141,7 +141,7 @@ def luma(x):
 # -------------------------------------------------------------------------------------------------
 
 def pad_crop(x, size, padding, rng):
-    """Zeros around, then a size x size window anywhere."""
+    """Pads with zeros, then crops a random size x size window."""
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     window = torch.arange(size, device=x.device)
@@ -423,11 +423,11 @@ RAND_AUGMENT = {
 
 
 def rand_augment(x, rng, n=2, m=9):
-    """n operations in turn, each any of the fourteen of torchvision's RandAugment.
+    """Applies n random operations in turn, of the fourteen of torchvision's RandAugment.
 
-    m is on torchvision's scale of 0 to 30, as the m = 14 of CRATE's fine-tuning is (timm's goes to
-    10). Nearest neighbour, black outside. Works on 8-bit levels as the original does: x is rounded
-    to multiples of 1/255."""
+    m is on torchvision's scale of 0 to 30, like m = 14 in CRATE's fine-tuning (timm's ends at 10).
+    Resampling takes the nearest neighbour, and black outside the image. As in the original, x is
+    rounded to 8-bit levels, the multiples of 1/255."""
     levels = (x * 255).round_()
     ops = [functools.partial(op, m=m) for op in RAND_AUGMENT.values()]
     for _ in range(n):
@@ -441,7 +441,7 @@ def rand_augment(x, rng, n=2, m=9):
 # -------------------------------------------------------------------------------------------------
 
 def cutmix(x, targets, rng, p):
-    """CutMix (Yun et al. 2019), by image: with probability p a square is that of its neighbour.
+    """CutMix (Yun et al. 2019): with probability p, an image gets a square of its neighbour.
 
     Images 2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
     image's, its centre is anywhere, and what crosses the border is lost. targets (b, classes) mix
