@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.nn import functional as F
+from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
@@ -30,8 +31,8 @@ class OneModel:
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
-    untrained: bool = option(False, "the model at random initialization instead; layers: beside it")
-    seed: int = option(0, "of that initialization", low=0)
+    untrained: bool = option(False, "random weights instead; layers shows both")
+    seed: int = option(0, "of the random weights", low=0)
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
@@ -179,7 +180,7 @@ def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = backbone_of(loaded)
     found = [[] for _ in backbone.layers]
-    for _, x in batches(loaded, c):
+    for _, x in tqdm(batches(loaded, c), total=-(-c.samples // c.batch_size), disable=None):
         Z = backbone.tokens(x)
         for parts, layer, trace in zip(found, backbone.layers, backbone.trace(x)):
             parts.append(layer_numbers(layer, Z, trace, c))

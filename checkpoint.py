@@ -220,13 +220,16 @@ def load_optimizers(optimizers, saved):
 
 def publish(path, name):
     """Writes data/pretrained/NAME.pt: what load_model needs of a checkpoint, weights in float16."""
-    content = read_checkpoint(path)
+    content, out = read_checkpoint(path), PRETRAINED / f"{name}.pt"
+    if out.exists() or out.parent != PRETRAINED:
+        raise UserError(f"{name} is not a new name: {out}")
     weights = {key: tensor.half() for key, tensor in content["model"].items()
                if content["task"] != "simdino" or key.startswith("encoder.")}
     flags = {key: value for key, value in content["run_config"].items()
              if key not in ("data_dir", "out_dir", "init_from")}    # paths of the training machine
     kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
-    write_checkpoint(PRETRAINED / f"{name}.pt", content | kept, keep_previous=False)
+    write_checkpoint(out, content | kept, keep_previous=False)
+    print(f"wrote {out}; --ckpt=pretrained:{name} opens it")
 
 
 # -------------------------------------------------------------------------------------------------

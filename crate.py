@@ -13,8 +13,8 @@ a step on R^c, to compress Z; ISTA takes a step on a LASSO in place of R - lambd
 Equations are those of arXiv 2311.13110, where Z is d x n, one token per column; here it is
 (B, n, d), one token per row. model.py has the same operators made fast, and their variants.
 """
-import argparse
 import math
+from argparse import ArgumentParser, RawTextHelpFormatter
 
 import torch
 from torch import nn
@@ -123,7 +123,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        if step % 200 == 199:
+        if step == 0 or step % 200 == 199:
             print(f"step {step + 1} of {steps}: loss {loss:.3f}", flush=True)
 
 
@@ -156,7 +156,7 @@ def shapes(n, seed):
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(usage=__doc__).parse_args()     # --help; it has no flags
+    ArgumentParser(description=__doc__, formatter_class=RawTextHelpFormatter).parse_args()
     torch.manual_seed(0)
     (x, y), (val_x, val_y) = shapes(10_000, seed=0), shapes(2_000, seed=1)
     model = CRATE()

@@ -39,8 +39,8 @@ from scores import (classify, features, images_for, language_scores, linear_prob
 class ImageFlags(DeviceFlags):
     ckpt: str | None = option(None, "an image checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    random: bool = option(False, "the checkpoint's model at random initialization instead")
-    seed: int = option(0, "of that initialization, and of linear's held-out tenth", low=0)
+    random: bool = option(False, "random weights instead of the checkpoint's")
+    seed: int = option(0, "of the random weights, and of the tenth that linear holds out", low=0)
 
 
 @dataclass(kw_only=True)
@@ -75,7 +75,7 @@ class Predict(ImageFlags):
 @dataclass(kw_only=True)
 class Segment(ImageFlags):
     """How well an encoder's attention finds the objects of a drawn set."""
-    data: str = option("shapes", "which", choices=("shapes", "camouflage"))
+    data: str = option("shapes", "which drawn set", choices=("shapes", "camouflage"))
     layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
     batch_size: int = option(100, "images at once", low=1)
     dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
@@ -103,8 +103,7 @@ def accuracy(c):
 
 
 def probe(c):
-    """(what was read, (x, y, x_test, y_test, classes), Processes, the data): features of both
-    parts."""
+    """(what was read, its features (x, y, x_test, y_test, classes), Processes, the data)."""
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
     else:

@@ -124,7 +124,7 @@ class DeviceFlags:
     """Where and in what precision to compute, and where data lies."""
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 on CUDA and on CPUs with "
+    dtype: str = option("auto", "precision of autocast; auto is bfloat16 on CUDA and on CPUs with "
                         "instructions for it (AMX, AVX512-BF16), else float32",
                         choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
@@ -134,9 +134,9 @@ class DeviceFlags:
 @dataclass(kw_only=True)
 class RunFlags(DeviceFlags):
     """The flags of every training script."""
-    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET, or with "
-                                 "--data another set than the preset's out/TASK-PRESET-DATA")
-    resume: bool = option(False, "continue the run in out_dir from its checkpoint")
+    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET, and "
+                                 "out/TASK-PRESET-DATA where --data is not the preset's own")
+    resume: bool = option(False, "continue the run in out_dir, with the same flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda, and on a CPU in "
@@ -246,6 +246,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
             near = [flag for flag, f in flags.items() if f"--{name}" in f.metadata["help"]]
             near += difflib.get_close_matches(name, flags, 1)
             hint = f", did you mean --{near[0]}?" if near else ""
+            hint = ": a preset comes first" if word in presets else hint
             raise UserError(f"unknown argument {word}{hint} (--help lists all)")
     given |= {name: tuple(words) for name in positional}
     config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)

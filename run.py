@@ -1,7 +1,7 @@
 """
 A run: its folder, metrics, signals, saving and resuming.
 
-    python run.py out/a out/b --out=curves.png      draws the curves of recorded runs
+    python run.py out/a out/b --out=out/curves.png      draws the curves of recorded runs
 """
 import contextlib
 import dataclasses
@@ -30,9 +30,8 @@ class Run:
     metrics.jsonl, ckpt.pt (latest), ckpt.prev.pt (the one before), best.pt and, at the end,
     run.png. A write that fails ends the run; --resume continues from the last checkpoint.
 
-    A script calls Run, restore, begin and describe. In each step it calls log_step; if
-    evaluation_due, check_finite, record_scores (inside untimed) and save; then end_step. At the end
-    it calls done."""
+    A script calls Run, restore, begin and describe; in each step log_step, if evaluation_due
+    check_finite, record_scores (inside untimed) and save, then end_step; at the end done."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -71,7 +70,7 @@ class Run:
         there = {path.name for path in self.dir.iterdir()} - {".lock"}
         if there and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume continues the run in it, "
-                            "--overwrite deletes it, --out_dir goes elsewhere")
+                            "--overwrite deletes that run, --out_dir goes elsewhere")
         if not resuming:
             pictures = (path.name for path in self.dir.glob("step*.png"))
             for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):
@@ -232,14 +231,15 @@ class Run:
         content = self.processes.main_only(self._newest_whole)
         with reading(self.dir):
             fixed = dataclasses.asdict(model_config)    # with the values that auto stands for
-            theirs = content["run_config"] | content["model_config"]
-            for name, now in (vars(self.config) | fixed).items():
-                was = theirs.get(name, now)
-                if now != was and name in {*fixed, "optimizer", "ema"}:
-                    raise UserError(f"cannot resume {self.dir}: it has {name}={was}, the flags "
-                                    f"say {now}")
-                if now != was and name not in _HARMLESS:
-                    self.say(f"note: --{name} was {was}, is now {now}")
+            theirs, now = content["run_config"] | content["model_config"], vars(self.config) | fixed
+            changed = [name for name in now if theirs.get(name, now[name]) != now[name]]
+            for name in changed:
+                if name in {*fixed, "optimizer", "ema"}:
+                    raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
+                                    f"flags say {now[name]}; give those of its config.json again")
+            for name in changed:
+                if name not in _HARMLESS:
+                    self.say(f"note: --{name} was {theirs[name]}, is now {now[name]}")
             load_into(averaged or model, content["model"], self.dir)
             if averaged is not None:
                 load_into(model, content["extra"]["student"], self.dir)
@@ -250,11 +250,14 @@ class Run:
 
     def _newest_whole(self):
         """The content of ckpt.pt or, with a warning if that is damaged, of the one before."""
+        previous = self.dir / "ckpt.prev.pt"
         try:
             return read_checkpoint(self.dir / "ckpt.pt", self.task)
         except UserError as error:
+            if not previous.exists():
+                raise
             print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
-        return read_checkpoint(self.dir / "ckpt.prev.pt", self.task)
+        return read_checkpoint(previous, self.task)
 
     # ---- output
 
@@ -281,7 +284,7 @@ class Run:
         self.say(f"step {self.step}: validation " + ", ".join(shown))
         value = scores[key] if value is None else value
         if value != scores[key]:
-            self.say(f"step {self.step}: {key} {value:.4f} as before, on --eval_windows")
+            self.say(f"step {self.step}: {key} {value:.4f} on the windows of earlier evaluations")
         better = math.isfinite(value) and (
             self.best is None or (value < self.best if key == "loss" else value >= self.best))
         self.best = value if better else self.best
@@ -352,8 +355,10 @@ def draw_curves(folders, path):
 def main(argv):
     """The command of the module's header."""
     *folders, out = argv or [""]
-    if not (folders and out.startswith("--out=") and all(map(read_metrics, folders))):
-        raise UserError("usage: python run.py FOLDER ... --out=FILE, metrics.jsonl in each FOLDER")
+    if not (folders and out.startswith("--out=")):
+        raise UserError("usage: python run.py FOLDER ... --out=FILE")
+    if empty := [folder for folder in folders if not read_metrics(folder)]:
+        raise UserError(f"there is no metrics.jsonl of a run in {empty[0]}")
     draw_curves(folders, out.removeprefix("--out="))
     print(f"wrote {out.removeprefix('--out=')}")
 

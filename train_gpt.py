@@ -40,7 +40,6 @@ class Config(RunFlags, ModelFlags):
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
-    beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(384, "sequences per step, of all processes together", low=1)
     micro_batch: int | None = option(None, "sequences at once in a process, whose gradients a step "
@@ -133,7 +132,7 @@ def main(argv):
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2))
     schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run

@@ -43,7 +43,6 @@ class Config(RunFlags, ModelFlags):
                             choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(256, "of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once in a process, whose gradients a step "
@@ -131,7 +130,7 @@ def main(argv):
     model = build_model(c).to(device)
 
     # ---- optimizer
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2))
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run

@@ -137,8 +137,7 @@ def make_views(pixels, *rngs, c, data):
 
 # ---- Model: encoder, projector, prototypes (DINO) -----------------------------------------------
 class Branch(nn.Module):
-    """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p.  [B] Section
-    7.2.3.
+    """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p; [B] 7.2.3.
 
     With prototypes (DINO) their inner products with unit vectors follow, [B] Section 7.2.2.
     branch(views) takes a list of (V_i, b, 3, S_i, S_i) and returns unit features (V, b, p), V the
@@ -169,16 +168,14 @@ class Branch(nn.Module):
 
 
 def build_model(c):
-    """The branch that the flags describe. A LayerNorm ends every encoder: the projector needs
-    bounded input."""
+    """The branch that the flags describe. A LayerNorm before the projector bounds its input."""
     config = image_config(c.size, **model_fields(ImageConfig, c, classes=1, final_norm=True))
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 
 # ---- Losses, gradients, schedules ---------------------------------------------------------------
 def mean_over_pairs(score):
-    """The mean of score (2, V): teacher's global view by student's view, no view paired with
-    itself."""
+    """The mean of score (2, V): teacher's global view by student's view, without equal views."""
     return (score.sum() - score.diagonal().sum()) / (score.numel() - score.shape[0])
 
 
@@ -215,8 +212,7 @@ def dino_loss(student, teacher, center, temperature):
 
 @torch.no_grad()
 def clip_each(params, limit):
-    """Scales each parameter's gradient by itself to a norm of at most `limit`, without waiting for
-    the device."""
+    """Scales each parameter's own gradient to a norm of at most `limit`, without waiting."""
     grads = [p.grad for p in params if p.grad is not None]
     norms = torch.stack(torch._foreach_norm(grads))
     torch._foreach_mul_(grads, (limit / (norms + 1e-6)).clamp(max=1).unbind())

@@ -32,7 +32,7 @@ class Config(RunFlags, ModelFlags):
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "use only the first N training images", low=1)
     val: int = option(0, "hold out the last N training images to choose best.pt by; 0: the test "
-                      "images choose it, so report ckpt.pt, the last weights", low=0)
+                      "images choose best.pt, so report ckpt.pt, the last weights", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "what the head reads; auto is class, or what the "
@@ -50,7 +50,6 @@ class Config(RunFlags, ModelFlags):
                                 above=0, high=1)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    beta1: float = option(0.9, "momentum", low=0, high=0.9999)
     beta2: float = option(0.99, "second average", low=0, high=0.9999)
     batch_size: int = option(128, "of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once in a process, whose gradients a step "
@@ -249,8 +248,7 @@ def main(argv):
 
     # ---- optimizer
     scale = partial(lr_scale, L=model.config.layers, decay=c.layer_decay)
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (c.beta1, c.beta2),
-                                 scale)
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2), scale)
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run

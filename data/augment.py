@@ -17,8 +17,7 @@ class BatchRandom:
     """Random numbers for a global batch, of which this process keeps its own rows.
 
     Each draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes
-    with the same seed see the images that one would. On a CPU only the low 32 bits of `seed`
-    count."""
+    with the same seed see the images that one would. A CPU uses the low 32 bits of `seed` only."""
 
     def __init__(self, seed, batch, rows=slice(None), device="cpu"):
         self.batch, self.rows, self.device = batch, rows, torch.device(device)

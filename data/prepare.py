@@ -239,7 +239,8 @@ def image_meta(classes, draft):
         total = total + part.sum(0, np.uint64)
         squares = squares + np.square(part, dtype=np.uint32).sum(0, np.uint64)
     mean, square = total / pixels[..., 0].size, squares / pixels[..., 0].size
-    return dict(kind="images", classes=classes, image_size=pixels.shape[1],
+    counts = {split: len(np.load(draft / f"{split}_labels.npy")) for split in ("train", "val")}
+    return dict(kind="images", classes=classes, image_size=pixels.shape[1], images=counts,
                 mean=(mean / 255).tolist(), std=(np.sqrt(square - mean ** 2) / 255).tolist())
 
 
@@ -341,7 +342,9 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    print(f"{name} is ready in {folder}", file=sys.stderr)
+    unit = "tokens" if meta["kind"] == "text" else "images"
+    counts = ", ".join(f"{split} {n:,}" for split, n in meta[unit].items())
+    print(f"{name} is ready in {folder}: {counts} {unit}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -350,7 +353,8 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     if not folder.exists():
         if name not in sets:
-            own = [path.parent.name for path in sorted(Path(cache).glob("*/meta.json"))]
+            own = [path.parent.name for path in sorted(Path(cache).glob("*/meta.json"))
+                   if f'"kind": "{kind}"' in path.read_text()]
             raise UserError(f"--data: {not_one_of(name, dict.fromkeys([*own, *sets]))}; "
                             "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:

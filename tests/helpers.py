@@ -71,6 +71,5 @@ def same(a, b):
 def write_model(path, model, task, meta, **run_config):
     """A checkpoint of a model as the training scripts write it."""
     checkpoint.write_checkpoint(path, dict(
-        task=task, model=model.state_dict(), model_config=dataclasses.asdict(model.config),
-        data_meta=meta, run_config=dict(seed=0) | run_config, step=1, best=None, optimizer={},
-        extra={}))
+        task=task, model=model.state_dict(), model_config=dataclasses.asdict(model.config), step=1,
+        data_meta=meta, run_config=dict(seed=0) | run_config, best=None, optimizer={}, extra={}))

@@ -104,6 +104,8 @@ def test_published_in_this_repository(tmp_path, monkeypatch, task):
                 {name: tensor.half().float() for name, tensor in whole.state_dict().items()})
     assert not any("projector" in name for name in loaded.content["model"])
     assert loaded.content["run_config"] == dict(seed=7)
+    with pytest.raises(UserError, match="small is not a new name"):
+        checkpoint.main([str(tmp_path / "whole.pt"), "small"])
     with pytest.raises(UserError, match="pretrained model .* is not one of small, whole"):
         checkpoint.load_model("pretrained:../small")
 

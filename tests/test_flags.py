@@ -53,7 +53,7 @@ def test_flags_take_their_fields_types():
     ("--width=0", "at least 1"), ("--rate=0", "more than 0"), ("--rate=2", "at most 1"),
     ("--rate=nan", "not finite"), ("--rate=x", "a number"),
     ("--flip=maybe", "true or false"), ("--width", "--width: expected one argument"),
-    ("tiny extra", "unknown argument"), ("-w3", "unknown argument")])
+    ("tiny extra", "unknown argument"), ("-w3", "unknown"), ("--width=3 tiny", "comes first")])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv.split())

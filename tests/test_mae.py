@@ -151,7 +151,7 @@ def test_compiled_equals_eager(fields):
 
 
 def test_train_flops():
-    """6 x 3 d^2 and 12 n d a token and layer; an encoder of the visible patches has fewer tokens."""
+    """6 x 3 d^2 and 12 n d a token and layer; an encoder of visible patches has fewer tokens."""
     def layers(number, n):
         return n * number * (6 * 3 * 16 ** 2 + 12 * n * 16)
     assert MaskedAutoencoder(config(decoder_layers=3)).train_flops() == layers(5, 17)

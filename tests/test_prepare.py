@@ -101,7 +101,7 @@ def test_own_pictures(tmp_path, capsys):
             assert sorted(train) == sorted(val) == [*range(20)]
     assert sorted([*train, *val]) == [*range(20)] and 2 <= len(val) <= 3
     told = capsys.readouterr().err
-    assert "1 pictures left out: " in told and "zz.jpg (" in told
+    assert "1 pictures left out: " in told and "zz.jpg (" in told and f"val {len(val)} i" in told
     assert_fails("1 classes", prepare.prepare, "one", tmp_path / "one", tmp_path / "cache")
     for file in (tmp_path / "split/val").rglob("*.*"):
         file.write_bytes(b"no picture")

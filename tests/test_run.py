@@ -123,7 +123,7 @@ def test_curves_of_recorded_runs(tmp_path):
     (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     run_module.main([f"{tmp_path}/a", f"{tmp_path}/a", f"--out={tmp_path}/curves.png"])
     assert Image.open(tmp_path / "curves.png").size == (900, 350)
-    with pytest.raises(UserError, match="metrics.jsonl in each"):
+    with pytest.raises(UserError, match="no metrics.jsonl of a run in .*b"):
         run_module.main([f"{tmp_path}/a", f"{tmp_path}/b", f"--out={tmp_path}/curves.png"])
 
 

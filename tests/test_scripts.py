@@ -153,7 +153,7 @@ MISTAKES = {
         "--patch_size=3": "image_size=32", "--heads=3": "does not divide width",
         "--arch=crat": "did you mean crate", "--widht=3": "did you mean --width",
         "shape": "did you mean shapes", "--lambd=0.2 --arch=transformer": "--lambd",
-        "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "val=400 leaves none",
+        "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "leaves none",
         "--data=cifar10": "--source DIR", "--device=mps": "this machine has none",
         "--init_from=nowhere.pt": "nowhere.pt", "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",
         "--srr_weight=0.1 --arch=transformer": "transformer"},

@@ -151,9 +151,9 @@ def test_a_damaged_checkpoint_is_one_warning(train, tmp_path, capsys):
     captured = capsys.readouterr()
     assert captured.err.count("warning: ") == 1 and "resuming after step 8" in captured.out
     assert same(end, weights(out))
-    (out / "ckpt.pt").unlink()
-    (out / "ckpt.prev.pt").write_bytes(b"")
-    with pytest.raises(UserError, match="cannot be read as a checkpoint"):
+    (out / "ckpt.prev.pt").unlink()
+    (out / "ckpt.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="ckpt.pt cannot be read as a checkpoint"):
         train(train_gpt, "a", "--resume")
 
 
