@@ -92,9 +92,9 @@ def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset):
     """As the README has it: the head reads the tokens that were trained, and 30 steps on 50 images
     go well below chance, ln 10 = 2.30."""
     train(train_mae, "mae", "--width=32", "--heads=4", "--batch_size=50", "--epochs=3")
-    train_vit.main([preset, f"--init_from={tmp_path}/mae/ckpt.pt", "--train_images=50", "--crop=none",
-                    "--epochs=30", "--flip=false", "--eval_every=30", "--log_every=5",
-                    "--device=cpu", f"--data_dir={cache}", f"--out_dir={tmp_path}/a"])
+    train_vit.main([preset, f"--init_from={tmp_path}/mae/ckpt.pt", "--train_images=50",
+                    "--crop=none", "--epochs=30", "--flip=false", "--eval_every=30", "--device=cpu",
+                    "--log_every=5", f"--data_dir={cache}", f"--out_dir={tmp_path}/a"])
     assert checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")["model_config"]["pool"] == "mean"
     assert losses(tmp_path / "a")[-1] < 1.6
 
