@@ -123,13 +123,14 @@ class Loaded(NamedTuple):
     model: nn.Module
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ...; of a published one its tokenizer
-    content: dict                   # the whole checkpoint; of a published one two parts of it
+    content: dict                   # the checkpoint; of a published one data_meta and run_config
 
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
     """Any checkpoint, ours or a published one, as `Loaded`.
 
-    `tasks` names those that are accepted; `heads` is K of a published one of unpublished width.
+    `tasks` names those that are accepted; `heads` gives K of a published file whose width matches
+    no published size.
     With an `untrained_seed` the weights are those at initialization. Raises UserError."""
     with reading(path):
         content = _read(path)

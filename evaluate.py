@@ -182,7 +182,7 @@ def predict(c):
     else:
         with processes.autocast():
             attention = loaded.encoder.trace(x)[-1].attention.float()
-        maps = saliency(attention, config.pool).mean(1, keepdim=True)
+        maps = saliency(attention, pooling(loaded)).mean(1, keepdim=True)
         write_overlays(c.out, augment.to_float(pixels), maps, ["saliency"], labels)
     print(f"wrote {c.out}")
     return dict(pictures=dict(zip(c.files, shares)), wrote=c.out)
@@ -209,8 +209,8 @@ def segment(c):
 
     Maps are resized to the image and stretched to [0, 1]. A score is the mean IoU over images at
     one threshold for all, the best of 0, 0.01 .. 0.99 on this very split: "iou" of the mean over
-    heads, "iou_heads" of every head. "iou_prior" is that of the split's mean mask as the map of
-    every image, which knows where objects lie on average. A constant map scores "foreground", the
+    heads, "iou_heads" of every head. "iou_prior" uses the split's mean mask as the map of every
+    image, which knows where objects lie on average. A constant map scores "foreground", the
     objects' share of the pixels."""
     loaded, processes, data, split, masks = open_objects(c)
     size, patch = loaded.encoder.config.image_size, loaded.encoder.config.patch_size
@@ -324,8 +324,8 @@ def lambada(c):
 def likeliest(model, candidates, processes):
     """The index of the likeliest of token lists that begin alike.
 
-    Only what follows the beginning is scored. Beyond the context all lose as many tokens on the
-    left as the longest."""
+    Only what follows the beginning is scored. If the longest exceeds the context, every list drops
+    the same number of tokens on its left."""
     longest, shared = max(map(len, candidates)), 1
     while shared < min(map(len, candidates)) and len({ids[shared] for ids in candidates}) == 1:
         shared += 1

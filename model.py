@@ -84,7 +84,7 @@ class Attention(nn.Module):
     def __init__(self, d, heads, p, causal, dropout):
         super().__init__()
         self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
-        self.scale = self.p ** -0.5         # keeps products of two tokens of order 1 for any p
+        self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
 
     @classmethod
     def build(cls, c, causal, context):
@@ -125,7 +125,7 @@ class MSSA(Attention):
     output      the module computes              arch      source
     learned     W stack_k SSA(Z | U_k)           crate     [J] Eq. (37), [N] Eq. (115)
     subspace    s [U_1 .. U_K] stack_k SSA       crate-c   [J] Eq. (36), [S]
-    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: a small step descends R^c
+    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: the sign of a descent step on R^c
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
@@ -174,7 +174,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
     [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
     1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Z (..., n, d), D (d, d) -> (..., n, d).
-    [B] prints + eta lambda, which would not shrink."""
+    [N] Eq. (15)-(16) omit the 1/2; [B] prints + eta lambda, which would not shrink."""
     residual = Z @ D.mT - Z                                 # D Z - Z
     return F.relu(Z - eta * residual @ D - eta * lambd)
 
@@ -343,16 +343,14 @@ def at_least_float32(t):
 
 
 def gram_coding_rate(G, a):
-    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
+    """1/2 logdet(I + a G) of Gram matrices G (..., m, m), float32 or float64: [J] Eq. (8). (...)
 
     With I + a G = L L^* it is the sum of log diag(L). A matrix that Cholesky cannot factor (G not
     finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
-    with torch.autocast(G.device.type, enabled=False):
-        G = at_least_float32(G)
-        eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-        L, failed = torch.linalg.cholesky_ex(eye + a * G)
-        half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
+    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    L, failed = torch.linalg.cholesky_ex(eye + a * G)
+    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
 
 
 def coding_rate(Z, eps=0.5):
@@ -412,9 +410,9 @@ def gaussian_mixture_denoise(z, U, sigma):
     [J] Eq. (47), [N] Eq. (6). One denoising step for a token z (..., d) drawn from Gaussians on
     subspaces U (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it
     projects onto the nearest subspace."""
-    w = project(z.unsqueeze(-2), U)                                     # (..., K, 1, p)
-    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -2)   # (..., K, 1)
-    return ((weight.unsqueeze(-1) * w) @ U.mT).sum(-3).squeeze(-2)
+    w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
+    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
+    return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -609,7 +607,7 @@ class MMProx(Sparsification):
 class ODL(Sparsification):
     """Overcomplete dictionary learning (CRATE-alpha): two ISTA steps from 0, then back.
 
-    [B] Eq. (7.5.3)-(7.5.5), with a dictionary of its own on the way back, as in the released code:
+    [B] Eq. (7.5.3)-(7.5.5), with a dictionary of its own on the way back, as [B] notes under them:
         a1 = ReLU(eta D^*Z - eta lambda)
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
         output = D_hat a2
@@ -738,7 +736,7 @@ def _size(width, heads, layers, **fields):
 
 
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
-CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # [N] Table 1
+CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # as released
 # DeiT's tiny and small, ViT's base and large
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
@@ -938,8 +936,7 @@ class ImageEncoder(nn.Module):
         if family.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
         if family.embed_kaiming:
-            linear, = (m for m in self.embed if isinstance(m, nn.Linear))
-            nn.init.kaiming_uniform_(linear.weight)
+            nn.init.kaiming_uniform_(self.embed[0].weight)
         nn.init.normal_(self.class_token, std=family.class_token_std)
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=family.init_std or 1.0)
@@ -1311,7 +1308,7 @@ class LanguageModel(nn.Module):
 
 def cached(state, new):
     """The tokens `new` (B, K, m, p) after the n of the state: (B, K, n + m, p). The first call
-    makes state["past"] for `room` tokens: w of MSSA, keys and values side by side of MHSA."""
+    makes state["past"] for `room` tokens. MSSA stores w, MHSA keys and values side by side."""
     start = state.get("n", 0)
     if not start:
         state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])

@@ -114,7 +114,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0)
 
     Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not, as in
     timm. nanoGPT, ToST's text code, DINO and MAE decay the positions that they train; released
-    CRATE decays every parameter. No model here has a convolution: a 4-D weight should decay too."""
+    CRATE decays every parameter."""
     hidden, others = {}, {}         # (spared from decay, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:

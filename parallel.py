@@ -18,8 +18,8 @@ from flags import UserError
 
 
 class Processes:
-    """This process among those of torchrun (rank, world, device), and the collectives. `half` says
-    whether --dtype is bfloat16, autocast() is its context."""
+    """This process among those of torchrun (rank, world, device), and the collectives. `half` is
+    true where autocast() computes in bfloat16."""
 
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))

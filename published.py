@@ -67,9 +67,9 @@ IMAGES = [("vit", ImageConfig, "crate", _CRATE), ("vit", ImageConfig, "crate-alp
 def describe(content, heads=None):
     """(task, config, tensors, {our name: theirs}) of a published file's content.
 
-    Takes the whole or the state dict in it, with or without "module." or "_orig_mod." before each
-    name; `heads` is needed for an unpublished width, but for crate-lm's (d / 64). Raises KeyError
-    or ConfigError with the name of what does not fit."""
+    `content` is the whole file or its state dict; names may begin with "module." or "_orig_mod.".
+    A width of no published size needs `heads`, except crate-lm's (d / 64). Raises KeyError or
+    ConfigError with the name of what does not fit."""
     for key in ("state_dict", "model"):
         content = content.get(key, content)
     tensors = {name.removeprefix("module.").removeprefix("_orig_mod."): tensor

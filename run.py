@@ -52,7 +52,8 @@ class Run:
     # ---- the folder
 
     def _open(self):
-        """Locks the folder. Returns True to resume its run; else deletes it and returns False."""
+        """Locks the folder. Returns True if its run is to be resumed; otherwise deletes that run's
+        files and returns False."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and c.overwrite:

@@ -43,11 +43,6 @@ class Sample(DeviceFlags):
     seed: int = option(0, "the same seed gives the same text", low=0)
 
 
-def decode(tokenizer, ids):
-    """The text of token ids, without those that only pad the vocabulary."""
-    return tokenizer.decode([i for i in ids if i < tokenizer.n_vocab])
-
-
 def steer(model, words):
     """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
     found = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
@@ -82,7 +77,7 @@ def fill(model, tokenizer, sentence, device):
     logits = model(torch.tensor([ids], device=device))[0, :, :tokenizer.n_vocab]
     for gap in gaps:
         ids[gap] = int(logits[gap].argmax())
-    return decode(tokenizer, ids)
+    return tokenizer.decode(ids)
 
 
 def write(model, tokenizer, ids, c, processes):
@@ -96,12 +91,12 @@ def write(model, tokenizer, ids, c, processes):
             written.append(new)
             if c.samples == 1 and (token := int(new)) != stop:
                 pending.append(token)
-                piece = decode(tokenizer, pending)
+                piece = tokenizer.decode(pending)
                 if not piece.endswith(UNKNOWN):     # a character may take several tokens
                     print(piece, end="", flush=True)
                     pending = []
     if c.samples == 1:
-        print(decode(tokenizer, pending))
+        print(tokenizer.decode(pending))
     return torch.stack(written, 1).tolist()
 
 
@@ -125,7 +120,7 @@ def main(argv):
     ids = tokenizer.encode(prompt).tolist()
     if not ids:
         ids = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()
-    opening = decode(tokenizer, ids) if prompt else ""      # the prompt as the model reads it
+    opening = tokenizer.decode(ids) if prompt else ""      # the prompt as the model reads it
     if UNKNOWN in opening and UNKNOWN not in prompt:
         print(f"note: characters unknown to the model are read as {UNKNOWN}", file=sys.stderr)
     if c.samples == 1:
@@ -136,7 +131,7 @@ def main(argv):
     rate = len(rows) * len(rows[0]) / (time.perf_counter() - began)
     if c.stop:
         rows = [row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row for row in rows]
-    texts = [opening + decode(tokenizer, row) for row in rows]
+    texts = [opening + tokenizer.decode(row) for row in rows]
     if c.samples > 1:
         print("\n---\n".join(texts))
     print(f"{rate:,.0f} tokens/s", file=sys.stderr)

@@ -19,8 +19,8 @@ from parallel import derive_seed
 
 
 def statistics_of(meta):
-    """.mean and .std, per channel, of a checkpoint's images. `meta` is its data_meta, {} of a
-    published one, which was trained on ImageNet."""
+    """.mean and .std, per channel, of a checkpoint's images. `meta` is the checkpoint's data_meta;
+    a published one has {}, and ImageNet's values are used."""
     return SimpleNamespace(mean=list(meta.get("mean", images.IMAGENET_MEAN)),
                            std=list(meta.get("std", images.IMAGENET_STD)))
 
@@ -218,14 +218,13 @@ def stretched(maps):
     return (maps - low) / (high - low).clamp_min(1e-12)
 
 
-def write_overlays(path, x, maps, columns=None, rows=None):
+def write_overlays(path, x, maps, columns, rows=None):
     """A PNG with an image x (n, 3, H, H) per row, then each of its maps (n, m, patches), stretched,
-    in red over its greys. `columns` names the maps: by default the mean of the heads and each."""
+    in red over its greys. `columns` names the maps."""
     side = math.isqrt(maps.shape[-1])
     heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
     red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
     overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
-    columns = columns or ["mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
 
 

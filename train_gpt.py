@@ -102,7 +102,7 @@ def write_sample(model, tokenizer, c, run, device):
     model.eval()
     written = model.generate(start, c.sample, temperature=0.8, top_k=200, stop=tokenizer.eot,
                              generator=generator)
-    words = tokenizer.decode([i for i in written[0, 1:].tolist() if i < tokenizer.n_vocab])
+    words = tokenizer.decode(written[0, 1:])
     run.say("\n".join("  | " + line for line in words.splitlines()))
     return words
 

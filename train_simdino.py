@@ -204,7 +204,8 @@ def global_coding_rate(Z, eps, processes):
 def dino_loss(student, teacher, center, temperature):
     """The mean over pairs of -<softmax((t - center) / temperature), log softmax(s / 0.1)>.
 
-    [B] Eq. (7.2.28), for logits (V, b, prototypes) and (2, b, prototypes)."""
+    [B] Eq. (7.2.28), for logits (V, b, prototypes) and (2, b, prototypes). As in DINO the teacher's
+    temperature rises and the student's is fixed; [B]'s text has it the other way round."""
     target = ((teacher.float() - center) / temperature).softmax(-1)
     guess = (student.float() / 0.1).log_softmax(-1)
     return mean_over_pairs(-torch.einsum("gbk,vbk->gv", target, guess) / student.shape[1])
@@ -249,7 +250,7 @@ def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
     teacher.eval()
     x, x_test = (features(teacher.encoder, split, data, c, processes) for split in (train, val))
-    y, y_test = (torch.as_tensor(split.labels).to(x.device) for split in (train, val))
+    y, y_test = (split.labels.to(x.device) for split in (train, val))
     return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes, c.k)
 
 

@@ -288,15 +288,15 @@ def main(argv):
             x, labels = augment.cutmix(x, targets, rng, c.cutmix)
 
         # forward and backward
-        loss, chosen = 0.0, regularized_layers(c, model.config.layers, step)
+        loss = 0.0
         for micro_x, micro_labels in micro_batches(ddp, c.micro_batch, x, labels):
             with processes.autocast():
                 logits, *outputs = ddp(micro_x) if c.srr_weight else [ddp(micro_x)]
                 micro_loss = F.cross_entropy(logits, micro_labels,
                                              label_smoothing=c.label_smoothing)
             if c.srr_weight:
-                subspace_rate = subspace_rate_loss(model, outputs, chosen)
-                micro_loss = micro_loss + c.srr_weight * subspace_rate
+                chosen = regularized_layers(c, model.config.layers, step)
+                micro_loss = micro_loss + c.srr_weight * subspace_rate_loss(model, outputs, chosen)
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()

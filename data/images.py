@@ -136,7 +136,7 @@ def _leave_signals_to_parent(worker):
 # Pictures
 # -------------------------------------------------------------------------------------------------
 
-def resize_crop(image, size=256):
+def resize_crop(image, size):
     """The middle of a Pillow image whose shorter side is resized to `size` (bicubic), the longer
     one rounded down; sides and crop are torchvision's."""
     width, height = (side * size // min(image.size) for side in image.size)

@@ -40,9 +40,9 @@ class CharTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids):
-        """ids -> str; the last id, and any id beyond the vocabulary, as U+FFFD."""
-        known = len(self.characters)
-        return "".join(self.characters[i] if i < known else "\ufffd" for i in map(int, ids))
+        """ids -> str; the last id as U+FFFD. Ids that only pad a model's vocabulary are dropped."""
+        known = self.characters + "\ufffd"
+        return "".join(known[i] for i in map(int, ids) if i < self.n_vocab)
 
     def meta(self):
         return {"kind": "char", "characters": self.characters}
@@ -73,9 +73,10 @@ class GPT2Tokenizer:
         return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
 
     def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8, and ids of the padded vocabulary, as U+FFFD."""
+        """ids -> str; bytes that are not UTF-8 as U+FFFD. Ids that only pad a model's vocabulary
+        are dropped."""
         piece = self.encoding.decode_single_token_bytes
-        data = b"".join(piece(i) if i < self.n_vocab else b"\xef\xbf\xbd" for i in map(int, ids))
+        data = b"".join(piece(i) for i in map(int, ids) if i < self.n_vocab)
         return data.decode("utf-8", errors="replace")
 
     def meta(self):
@@ -105,7 +106,6 @@ class TextData:
     """A prepared text set. Its splits are read-only memory maps of uint16 tokens."""
     name: str
     tokenizer: CharTokenizer | GPT2Tokenizer
-    meta: dict
     train: np.ndarray | None = None
     val: np.ndarray | None = None
     test: np.ndarray | None = None
@@ -117,7 +117,7 @@ def load(name, cache=CACHE):
     from data import prepare
 
     with prepare.opened(name, "text", cache) as (folder, meta):
-        data = TextData(name, tokenizer_from_meta(meta), meta)
+        data = TextData(name, tokenizer_from_meta(meta))
         for split, n in meta["tokens"].items():
             setattr(data, split, np.memmap(folder / f"{split}.bin", np.uint16, "r", shape=(n,)))
         if (folder / f"{name}.jsonl").exists():

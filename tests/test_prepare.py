@@ -167,7 +167,6 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
         rows = rows[:-1]
         assert "1 documents left out: no UTF-8" in capsys.readouterr().err
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
-    assert data.meta["tokens"] == {"train": len(data.train), "val": len(data.val)}
     # of one part alone, a hundredth of the documents validates, whatever its files are called
     (tmp_path / "a/train/README.md").write_text("no document")
     next((tmp_path / "a/train").glob(f"*0.{kind}")).rename(tmp_path / f"a/train/test-of-1.{kind}")

@@ -161,7 +161,7 @@ def test_crate_lm(prefix, tmp_path, monkeypatch, bpe):
     Z = F.layer_norm(Z, (d,), t["transformer.ln_f.weight"], t["transformer.ln_f.bias"])
     logits = Z @ t["lm_head.weight"].T
     assert_near(loaded.model(ids), logits)
-    data = text.TextData("a", bpe, {}, test=ids[0].numpy())
+    data = text.TextData("a", bpe, test=ids[0].numpy())
     monkeypatch.setattr(text, "load", lambda name, cache: data)
     found = evaluate.main(["lm", f"--ckpt={path}", "--data=a", "--device=cpu"])
     assert found["loss"] == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())

@@ -63,9 +63,9 @@ def test_overlays_are_red_where_a_map_is_large(tmp_path, monkeypatch):
     sheets = []
     monkeypatch.setattr(scores, "write_sheet", lambda *sheet: sheets.append(sheet))
     x, maps = torch.rand(2, 3, 32, 32), torch.rand(2, 3, 16)
-    scores.write_overlays("a.png", x, 5 * maps - 1)
+    scores.write_overlays("a.png", x, 5 * maps - 1, ["a", "b", "c"])
     (_, pictures, columns, _), = sheets
-    assert columns == ["image", "mean of heads", "head 1", "head 2"]
+    assert columns == ["image", "a", "b", "c"]
     assert torch.equal(pictures[:, 0], x)
     red = pictures[:, 1:, 0] - pictures[:, 1:, 1]
     heat = F.avg_pool2d(red, 8).flatten(2)

@@ -42,9 +42,9 @@ def test_round_trips(bpe):
         chars = text.CharTokenizer("".join(sorted(set(line))))
         assert chars.decode(chars.encode(line)) == line and chars.encode(line).dtype == np.uint16
     assert text.CharTokenizer("ba").encode("abc\U0010ffff\ud800").tolist() == [1, 0, 2, 2, 2]
-    assert text.CharTokenizer("ba").decode([1, 0, 2, 9]) == "ab\ufffd\ufffd"
+    assert text.CharTokenizer("ba").decode([1, 0, 2, 9]) == "ab\ufffd"
     assert bpe.eot not in bpe.encode("<|endoftext|>")
-    assert bpe.decode([*bpe.encode("in"), bpe.n_vocab, 50303]) == "in\ufffd\ufffd"
+    assert bpe.decode([*bpe.encode("in"), bpe.n_vocab, 50303]) == "in"
     assert bpe.decode(bpe.encode("half \ud800 pair")) == "half \ufffd pair"
 
 
