@@ -3,7 +3,7 @@ Looks inside the layers of trained checkpoints.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
-    tokens --ckpt=A.pt                     Z^l of one image             [N] Fig. 6
+    tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
 
 `python analyze.py COMMAND` draws a figure; all but saliency also print a table.
@@ -142,9 +142,9 @@ class Layers(OneModel):
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
     [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
-    R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. "srr"
-    is of Z^{l+1}: higher is better, and [S]'s measure is its negative. Rates are in nats, from
-    float64 (float32 has NaNs). An arch without U has its value maps in U's place."""
+    R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. For
+    "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}.
+    Rates are in nats, from float64 (float32 has NaNs). Without U, value maps are in its place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
@@ -164,9 +164,11 @@ def layer_numbers(layer, Z, trace, c):
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
     w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
-    before, after = (subspace_coding_rate(in_float64(T), U, c.eps) for T in (Z, trace.half))
+    Z, half = in_float64(Z), in_float64(trace.half)
+    scaled = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, scaled))
     found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
-                 rate=coding_rate(out, c.eps),
+                 scaled=scaled - before, rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
         code = layer.sparsification.code(layer.norm2(trace.half))

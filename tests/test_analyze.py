@@ -51,12 +51,14 @@ def check(backbone, x, rows, eps=0.3, lambd=0.1):
     for row, layer, step in zip(rows, backbone.layers, traces, strict=True):
         U, out = layer.attention.bases().detach().double(), step.out.double()
         n, p = out.shape[1], U.shape[2]
-        into, Z, half = (T.detach().double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half))
-        into = into / into.norm(dim=-1, keepdim=True)
-        Rc, before, after = (0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1)
-                             for w in (into, Z, half))
+        same = step.half * (Z.norm(dim=(1, 2)) / step.half.norm(dim=(1, 2)))[:, None, None]
+        ws = [T.detach().double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same)]
+        ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
+        Rc, before, after, scaled = (
+            0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
         for key, values in dict(rate_of_subspaces=Rc, rate=coding_rate(out, eps),
-                                attention=after - before, nonzeros=(out != 0).double().mean((1, 2)),
+                                attention=after - before, scaled=scaled - before,
+                                nonzeros=(out != 0).double().mean((1, 2)),
                                 srr=sparse_rate_reduction(out, U, eps, lambd)).items():
             expected = [values.mean().item(), values.std(correction=0).item()]
             assert [row[key], row[f"{key}_std"]] == pytest.approx(expected, rel=1e-4, abs=1e-6), key
@@ -111,7 +113,6 @@ def test_subspaces(save, call):
     U = torch.linalg.qr(torch.randn(12, 12).double())[0].view(12, 3, 4).transpose(0, 1)
     gram, found = analyze.coherence(5 * U)
     assert torch.allclose(gram, torch.eye(12).double()) and max(found.values()) < 1e-12
-
     U = torch.randn(3, 7, 2)
     columns = [U[k, :, j] / U[k, :, j].norm() for k in range(3) for j in range(2)]
     same, other = ([abs(float(columns[i] @ columns[j])) for i in range(6) for j in range(6)
