@@ -343,10 +343,11 @@ def at_least_float32(t):
 
 
 def gram_coding_rate(G, a):
-    """1/2 logdet(I + a G) of Gram matrices G (..., m, m), float32 or float64: [J] Eq. (8). (...)
+    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
-    With I + a G = L L^* it is the sum of log diag(L). A matrix that Cholesky cannot factor (G not
-    finite) gives NaN instead of an error, because reading the error flag would stall a GPU."""
+    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). A
+    matrix that Cholesky cannot factor (G not finite) gives NaN instead of an error, because reading
+    the error flag would stall a GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
     half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
