@@ -87,8 +87,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        # the head ignores it; it is kept so that weights fit model.py too
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # so that weights fit model.py too
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -107,22 +106,33 @@ class CRATE(nn.Module):
         return self.head(self.tokens(x)[-1][:, 1:].mean(1))
 
 
+def newton_schulz(G):
+    """Nearly U V^* of each G = U S V^* in a stack (Jordan et al. 2024)."""
+    X = G / G.norm(dim=(1, 2), keepdim=True)
+    for _ in range(5):
+        A = X @ X.mT
+        X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
+    return X
+
+
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
-    matrices = {name: p for name, p in model.layers.named_parameters("layers") if p.ndim == 2}
-    others = [p for name, p in model.named_parameters() if name not in matrices]
-    muon = torch.optim.Muon(matrices.values(), weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    adamw = torch.optim.AdamW(others, weight_decay=0)
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
+    rest = [p for p in model.parameters() if p not in {*matrices}]
+    adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), torch.zeros(len(matrices), 1, 1)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one per batch
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for optimizer in muon, adamw:
-            optimizer.param_groups[0]["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad()
+        G = torch.stack([p.grad for p in matrices])
+        momentum = 0.95 * momentum + 0.05 * G
+        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as AdamW's
+        adamw.param_groups[0]["lr"] = lr
+        adamw.step()
+        model.zero_grad()
         if step == 0 or step % 200 == 199:
             print(f"step {step + 1} of {steps}: loss {loss:.3f}", flush=True)
 
@@ -141,11 +151,10 @@ def look(model, x, y, val_x, val_y):
         half = Z + layer.attention(layer.norm1(Z))
         Rc, before, after = (subspace_coding_rate(T, U).mean()
                              for T in (F.layer_norm(Z, Z.shape[-1:]), Z, half))
-        objective = sparse_rate_reduction(val_out, U).mean()
         means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
         near = torch.cdist(val_out.mean(1), means).argmin(1)
-        nonzeros, accuracy = (val_out != 0).float().mean(), (near == val_y).float().mean()
-        rows.append((Rc, after - before, objective, 100 * nonzeros, 100 * accuracy))
+        rows.append((Rc, after - before, sparse_rate_reduction(val_out, U).mean(),
+                     100 * (val_out != 0).float().mean(), 100 * (near == val_y).float().mean()))
     return rows
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flags import UserError
+from optim import is_fast_in_bfloat16
 
 
 class Processes:
@@ -40,9 +41,8 @@ class Processes:
         if device == "cuda":
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        can = torch.cpu.get_capabilities() if device == "cpu" else {}
-        auto = device == "cuda" or can.get("amx_bf16") or can.get("avx512_bf16")
-        self.half = dtype == "bfloat16" or (dtype == "auto" and bool(auto))
+        auto = is_fast_in_bfloat16(self.device)
+        self.half = dtype == "bfloat16" or (dtype == "auto" and auto)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.half)
         self.control = None
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 import crate
 import model
+import optim
 
 
 def same_models():
@@ -40,6 +41,11 @@ def test_the_rates_are_those_of_model():
     torch.testing.assert_close(crate.subspace_coding_rate(Z, U, 0.3), expected)
     expected = model.sparse_rate_reduction(Z, U, 0.3, 0.2)
     torch.testing.assert_close(crate.sparse_rate_reduction(Z, U, 0.3, 0.2), expected)
+
+
+def test_newton_schulz_is_that_of_optim():
+    G = torch.randn(3, 8, 8)
+    torch.testing.assert_close(crate.newton_schulz(G), optim.newton_schulz(G, torch.float32))
 
 
 def test_it_learns_and_looks_inside():

@@ -74,7 +74,7 @@ def test_newton_schulz_is_its_definition(shape):
 
 
 def test_muon_is_torchs():
-    """Up to bfloat16's rounding, which changes with the stacking."""
+    """Up to the rounding of bfloat16, in which torch's always computes."""
     shapes = [(8, 8), (8, 24), (8, 8), (24, 8), (8, 24)]
     ours = torch.nn.ParameterList(torch.randn(shape) for shape in shapes)
     theirs = copy.deepcopy(ours)
@@ -87,6 +87,19 @@ def test_muon_is_torchs():
             optimizer.step()
     near = 0.02 * LR * 0.2 * math.sqrt(24)
     torch.testing.assert_close(list(ours), list(theirs), atol=near, rtol=0)
+
+
+@pytest.mark.parametrize("instructions, dtype", [
+    ({}, torch.float32), (dict(amx_bf16=True), torch.bfloat16)])
+def test_muon_is_in_bfloat16_where_there_are_instructions(monkeypatch, instructions, dtype):
+    """Elsewhere it is in float32, which the emulation would take 30 times as long as."""
+    p = torch.nn.Parameter(torch.zeros(8, 8))
+    p.grad = torch.randn(8, 8)
+    expected = optim.newton_schulz(p.grad[None], dtype).float()[0]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    optim.Muon([p], lr=1.0).step()
+    near = 0.05 if instructions else 1e-5       # the momentum is rounded too
+    torch.testing.assert_close(p.detach(), -0.2 * 8 ** 0.5 * expected, atol=near, rtol=0)
 
 
 def test_the_launches_of_muon_do_not_grow_with_the_layers():
