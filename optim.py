@@ -113,26 +113,24 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
 
 
-# The modules whose matrices Muon updates: not embeddings, classifiers or prototypes
-_HIDDEN = {"layers", "decoder", "projector", "predict"}
+def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambda key: 1.0):
+    """[Lion], [AdamW], or [Muon for the matrices in the modules `hidden`, AdamW for the rest];
+    scale(key) multiplies the learning rate of the parameter key.
 
-
-def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0):
-    """[Lion], [AdamW], or [Muon for the matrices under _HIDDEN, AdamW for the rest]; scale(key)
-    multiplies the learning rate of the parameter key.
-
-    Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are not, as in
-    timm. nanoGPT, ToST's text code, DINO and MAE decay the positions that they train; released
-    CRATE decays every parameter."""
-    hidden, others = {}, {}         # (spared from decay, scale) -> parameters
+    `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's, as Jordan
+    advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
+    not, as in timm. nanoGPT, ToST's text code, DINO and MAE decay the positions that they train;
+    released CRATE decays every parameter. Raises ValueError if Muon gets no matrix."""
+    inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
+    chosen, others = {}, {}         # (spared from decay, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        words = key.split(".")
-        decays = p.ndim == 2 and words[-1] != "positions"
-        is_hidden = decays and not _HIDDEN.isdisjoint(words[:2])
-        members = hidden if name == "muon" and is_hidden else others
+        decays = p.ndim == 2 and key.split(".")[-1] != "positions"
+        members = chosen if decays and p in inside else others
         members.setdefault((not decays, scale(key)), []).append(p)
+    if name == "muon" and not chosen:
+        raise ValueError("no matrix of the model is in `hidden`")
 
     def groups(members):            # as PyTorch's optimizers take them
         return [dict(params=params, weight_decay=0.0 if spared else weight_decay,
@@ -141,7 +139,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, scale=lambda key: 1.0)
     if name == "lion":
         return [Lion(groups(others), lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(groups(others), lr=lr, betas=betas, fused=True)
-    return [Muon(groups(hidden), lr=lr), adamw] if name == "muon" else [adamw]
+    return [Muon(groups(chosen), lr=lr), adamw] if name == "muon" else [adamw]
 
 
 def set_lr(optimizers, lr):

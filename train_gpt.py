@@ -132,7 +132,8 @@ def main(argv):
     model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
+                                 hidden=[model.layers])
     schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run

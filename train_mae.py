@@ -130,7 +130,8 @@ def main(argv):
     model = build_model(c).to(device)
 
     # ---- optimizer
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2))
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
+                                 hidden=[model.encoder.layers, model.decoder, model.predict])
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run

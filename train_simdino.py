@@ -276,7 +276,8 @@ def main(argv):
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
     # ---- optimizer
-    optimizers = make_optimizers(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999))
+    optimizers = make_optimizers(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999),
+                                 hidden=[student.encoder.layers, student.projector])
     schedule = schedules(c, total, epoch)
     # the weight of the coding rate as its authors set it: (p + N m) / (p N m) = 1 / p + 1 / N m
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma

@@ -248,7 +248,8 @@ def main(argv):
 
     # ---- optimizer
     scale = partial(lr_scale, L=model.config.layers, decay=c.layer_decay)
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2), scale)
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
+                                 hidden=[model.encoder.layers], scale=scale)
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run

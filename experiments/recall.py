@@ -89,7 +89,7 @@ def train(c, arch, seed):
     """Trains one model: dict(steps until 95 % or None, the last accuracy)."""
     torch.manual_seed(derive_seed(seed, "weights"))
     model = build(c, arch)
-    optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99))
+    optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99), hidden=[model.layers])
     held_out, answers = sequences(c, 1000, seed, "held out")
     for step in range(1, c.steps + 1):
         model(*sequences(c, c.batch_size, seed, step)).backward()

@@ -116,10 +116,16 @@ def test_the_launches_of_muon_do_not_grow_with_the_layers():
     assert counts[0] == counts[1] < 80
 
 
+def hidden_of(model):
+    """The modules that the training scripts give to Muon."""
+    parts = "layers", "encoder.layers", "decoder", "predict", "projector"
+    return [module for name, module in model.named_modules() if name in parts]
+
+
 def split(model):
     """The optimizers, and {parameter's name: "muon", "decayed" or "rest"}, each exactly once."""
     names = {p: name for name, p in model.named_parameters()}
-    muon, adamw = make_optimizers(model, "muon", LR, DECAY, BETAS)
+    muon, adamw = make_optimizers(model, "muon", LR, DECAY, BETAS, hidden_of(model))
     found = {names.pop(p): "muon" for group in muon.param_groups for p in group["params"]}
     for group in adamw.param_groups:
         kind = "decayed" if group["weight_decay"] else "rest"
@@ -145,6 +151,12 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
         assert found[name] == ("rest" if spared else "muon" if hidden else "decayed"), name
         factor = 1.0 if spared else 1 - LR * DECAY
         torch.testing.assert_close(p.detach(), factor * before[name], msg=name)
+
+
+def test_muon_without_a_matrix_is_an_error():
+    model = build("gpt")
+    with pytest.raises(ValueError, match="hidden"):
+        make_optimizers(model, "muon", LR, DECAY, BETAS, [model.norm])
 
 
 def test_the_rest_is_adamws():
