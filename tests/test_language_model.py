@@ -129,6 +129,15 @@ def test_linear_cross_entropy(block):
     assert not any(t.any() for t in with_gradients(nothing, Z, W))
 
 
+@pytest.mark.parametrize("factor", [lambda Z: 1.0, lambda Z: Z.square().sum()])
+def test_linear_cross_entropy_has_no_second_derivative(factor):
+    """Its gradient would look like a constant: the derivative of loss + |g|^2 would lack a term."""
+    Z, W, targets = tokens_and_head()
+    loss = factor(Z) * linear_cross_entropy(Z, W, targets)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, Z, create_graph=True)
+
+
 def test_linear_cross_entropy_in_bf16():
     torch.set_default_dtype(torch.float32)
     Z, W, targets = tokens_and_head(200)
