@@ -78,7 +78,6 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 class Attention(nn.Module):
     """The interface of a compression operator. K heads of dimension p."""
-    pairs = True                            # whether it compares every token with every other
     has_bias = False                        # default of qkv_bias in image models
 
     def __init__(self, d, heads, p, causal, dropout):
@@ -103,6 +102,10 @@ class Attention(nn.Module):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
         sequences whose past is in the state. first=m (not causal): the output of the first m tokens
         alone, (B, m, d); they attend to all n."""
+
+    def products(self, n):
+        """Multiply-adds of a forward over n tokens, beside those of weights."""
+        return 2 * n * n * self.heads * self.p              # q k^*, and the map times v
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
@@ -130,7 +133,8 @@ class MSSA(Attention):
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
     scale 1). U has no bias; W has one where the released code has, and is absent when K = 1 and
-    p = d. One tensor w = U^* Z is query, key and value, so generation caches one a layer."""
+    p = d (in crate-lm's code it is there). One tensor w = U^* Z is query, key and value, so
+    generation caches one a layer."""
 
     def __init__(self, d, heads, p=None, output="learned", causal=False, step_size=1.0, bias=True,
                  dropout=0.0):
@@ -321,11 +325,10 @@ def trace_layers(layers, Z):
 def train_flops(layers, n):
     """Operations of forward and backward over n tokens, as nanoGPT counts: n (6 N + 12 L n d)
     with N weights in matrices, each counted once per token, though ODL's D and the U of crate-c,
-    -n and -t are used more often. A causal map counts in full; TSSA and CBSA have no n x n maps."""
+    -n and -t are used more often. A causal map counts in full; TSSA has none, CBSA smaller ones."""
     weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-    attentions = [layer.attention for layer in layers if layer.attention.pairs]
-    products = sum(2 * n * attention.heads * attention.p for attention in attentions)
-    return 6 * n * (weights + products)     # a multiply-add: 2 operations, 3 passes
+    products = sum(layer.attention.products(n) for layer in layers)
+    return 6 * (n * weights + products)     # a multiply-add: 2 operations, 3 passes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -464,7 +467,7 @@ class TSSA(Attention):
     then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
     b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
     not decayed. Generation keeps the three running sums, of constant size."""
-    pairs, has_bias = False, True
+    has_bias = True
 
     def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
                  dropout=0.0):
@@ -510,6 +513,9 @@ class TSSA(Attention):
             state.update(n=end, **{name: t.clone() for name, t in last.items()})
         return Pi, moment / (mass + 1e-8).unsqueeze(-1)
 
+    def products(self, n):
+        return 0                            # it has no n x n map
+
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self.statistics(self.projections(Z), None)[0]
@@ -536,7 +542,6 @@ class CBSA(Attention):
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
     then W. s1, s2 are one number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
-    pairs = False
 
     def __init__(self, d, heads, p=None, out_bias=True, dropout=0.0):
         super().__init__(d, heads, p, causal=False, dropout=dropout)
@@ -560,6 +565,10 @@ class CBSA(Attention):
         grid = w[:, :, 1:].mT.unflatten(-1, (side, side)).flatten(0, 1)     # (B K, p, side, side)
         R = F.adaptive_avg_pool2d(grid, min(side, 8)).flatten(2).mT.unflatten(0, w.shape[:2])
         return R, attention_map(R, w, self.scale)
+
+    def products(self, n):
+        m = min(math.isqrt(n - 1), 8) ** 2
+        return (3 * m * n + 2 * m * m) * self.heads * self.p    # R w^*, A w, A^* times; R' twice
 
     def map(self, Z):
         """A^* A (B, K, n, n): how much two tokens share representatives. Rows do not sum to 1, and
@@ -743,8 +752,8 @@ VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, lar
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
-# released code's, but cbsa's are inferred from its parameter counts, aot's are ours. Text sizes are
-# inferred from the counts in [B] Sections 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
+# released code's, but aot's are ours. Text sizes are inferred from the counts in [B] Sections 7.4
+# and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,

@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageConfig,
@@ -445,3 +447,14 @@ def test_train_flops(arch, matrices):
     """6 N + 12 L n d a token, without the second part for TSSA; N = `matrices` of d^2 a layer."""
     layer = 6 * matrices * 16 ** 2 + (0 if arch == "tost" else 12 * 50 * 16)
     assert model.train_flops(model.make_layers(config(arch, layers=3)), 50) == 50 * 3 * layer
+
+
+@pytest.mark.parametrize("op, n", [(MSSA(24, 3), 50), (MHSA(24, 3), 50),
+                                   (CBSA(24, 3, p=5), 197), (CBSA(24, 3), 17)])
+@torch.no_grad()
+def test_products(op, n):
+    """Those that PyTorch counts in a forward, beside the weights', at grids of both kinds."""
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        op.float()(torch.randn(1, n, 24, dtype=torch.float32))
+    weights = sum(p.numel() for p in op.parameters() if p.ndim == 2)
+    assert counter.get_total_flops() == 2 * (n * weights + op.products(n))
