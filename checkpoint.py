@@ -9,6 +9,7 @@ optimizer, extra}. `model` is what one evaluates (averaged weights, SimDINO's te
 extra["student"] holds the weights being trained where they differ. An image encoder is always
 `encoder.*`.
 """
+import argparse
 import contextlib
 import os
 import zipfile
@@ -51,10 +52,11 @@ def write_checkpoint(path, content, keep_previous=True):
         if keep_previous and path.exists():
             os.replace(path, path.with_suffix(".prev.pt"))
         os.replace(tmp, path)
-    except (OSError, RuntimeError) as error:    # of torch.save, on a full disk
+    except (OSError, RuntimeError) as error:    # of torch.save; behind it may be the full disk
         with contextlib.suppress(OSError):
             tmp.unlink()
-        raise UserError(f"cannot write {path}: {error}") from None
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise UserError(f"cannot write {path}: {cause}") from None
     with contextlib.suppress(OSError):          # so that the renames survive a power cut
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
@@ -87,11 +89,14 @@ def find(path):
 
 
 def _read(path):
-    """What torch.save wrote: tensors and plain values. zipfile looks at the CRC that torch.save
-    gave to each part of the file, torch.load does not."""
+    """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
+    zipfile looks at the CRC that torch.save gave to each part of the file, torch.load does not."""
     path = find(path)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")               # /dev/zero would never end
     try:
-        with zipfile.ZipFile(path) as file:
+        with zipfile.ZipFile(path) as file, \
+                torch.serialization.safe_globals([argparse.Namespace]):
             if file.testzip() is None:
                 return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:

@@ -48,17 +48,20 @@ def test_files_are_written_whole(tmp_path):
     for step, keep in ((3, True), (4, True), (5, False)):
         checkpoint.write_checkpoint(path, content(step=step), keep)
     (tmp_path / "ckpt.pt.tmp").symlink_to("/dev/full")
-    with pytest.raises(UserError, match="cannot write .*ckpt.pt: .*No space left on device"):
-        checkpoint.write_checkpoint(path, content())
+    for extra in ({}, dict(large=torch.zeros(1 << 20))):        # an OSError; torch's RuntimeError
+        with pytest.raises(UserError, match="cannot write .*ckpt.pt: .*No space left on device"):
+            checkpoint.write_checkpoint(path, content(extra=extra))
+        (tmp_path / "ckpt.pt.tmp").symlink_to("/dev/full")
     assert [checkpoint.read_checkpoint(p, "vit")["step"] for p in (path, previous)] == [5, 3]
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def config(**fields):
     return content(model_config=content()["model_config"] | fields)
 
 
-REFUSED = {"No such file": None, "no torch file": "hello", "an official checkpoint": dict(a=1),
+REFUSED = {"No such file": None, "no torch file": "hello", "no regular file": "/dev/zero",
+           "an official checkpoint": dict(a=1),
            "task gpt, not vit": content("gpt"), r"\(40, 16\) here": config(heads=5),
            "layers.0.scale1 is missing in it": config(layer_scale=7),
            "1073741824": config(width=2 ** 30)}             # built without memory
@@ -67,7 +70,9 @@ REFUSED = {"No such file": None, "no torch file": "hello", "an official checkpoi
 @pytest.mark.parametrize("says", REFUSED)
 def test_other_files_are_refused(tmp_path, says):
     path, whole = tmp_path / "x.pt", REFUSED[says]
-    if isinstance(whole, str):
+    if says == "no regular file":
+        path.symlink_to(whole)
+    elif isinstance(whole, str):
         path.write_text(whole)
     elif whole is not None:
         torch.save(whole if "a" in whole else dict(format=checkpoint.FORMAT) | whole, path)

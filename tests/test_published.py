@@ -1,4 +1,7 @@
 """Published files, of random tensors, against the authors' networks written once more."""
+from argparse import Namespace
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -102,9 +105,9 @@ def released_forward(t, x, masked=None, heads=4):
 @pytest.mark.parametrize("kind", ["crate", "crate-alpha", "crate-mae"])
 @torch.no_grad()
 def test_published_files_open_as_the_authors_networks(kind, tmp_path):
-    def load(tensors, heads=None):
+    def load(tensors, heads=None, args=Namespace(lr=1e-3, betas=(0.9, 0.95), output_dir="a/b")):
         whole = dict(state_dict={f"module.{name}": t for name, t in tensors.items()}, epoch=799)
-        torch.save(whole, tmp_path / "their.pth")
+        torch.save(whole | dict(args=args), tmp_path / "their.pth")
         return load_model(tmp_path / "their.pth", ("vit", "mae"), heads)
 
     tensors, x, noise = official(kind), torch.randn(2, 3, 12, 12), torch.rand(2, 9)
@@ -122,6 +125,8 @@ def test_published_files_open_as_the_authors_networks(kind, tmp_path):
     assert load(official(kind, d=576)).model.config.heads == 12         # a published width
     with pytest.raises(UserError, match="their.pth .*no published .* has width 16.*heads="):
         load(tensors)
+    with pytest.raises(UserError, match="could run code"):
+        load(tensors, 4, Namespace(lr=SimpleNamespace()))               # any other class
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
@@ -140,7 +145,7 @@ def test_crate_lm(prefix, tmp_path, monkeypatch, bpe):
     t = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
     t["lm_head.weight"] = t["transformer.wte.weight"]
     path = tmp_path / "ckpt.pt"
-    torch.save(dict(model={prefix + name: x for name, x in t.items()}, iter_num=3), path)
+    torch.save(dict(model={prefix + name: x for name, x in t.items()}, args=Namespace(lr=1)), path)
     loaded = load_model(path, ("gpt",))
     assert loaded.model.config.heads == 2
 
