@@ -327,10 +327,12 @@ class Run:
 
 
 def read_metrics(folder):
-    """The lines of a run's metrics.jsonl; a kill may have torn the last one."""
-    path = Path(folder) / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
+    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
+    path, found = Path(folder) / "metrics.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
 def draw_curves(folders, path):

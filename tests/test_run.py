@@ -137,7 +137,7 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
     assert read_metrics(tmp_path)[-1] == dict(step=4, split="val", loss=None)
     run.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 1, "spl')          # torn by a kill
+        file.write("\0" * 9 + '\n{"loss": 1}\n[1]\n\xff\n{"step": 1, "spl')      # torn by a kill
     run, *_ = start(tmp_path, resume=True)
     run.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
