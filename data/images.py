@@ -43,8 +43,10 @@ def load(name, cache=CACHE):
     from data import prepare
 
     with prepare.opened(name, "images", cache) as (folder, meta):
-        arrays = {path.stem: np.load(path, None if "labels" in path.stem else "r")
-                  for path in folder.glob("*.npy")}
+        names = [f"{split}_{kind}" for split in ("train", "val") for kind in ("images", "labels")]
+        names += [path.stem for path in folder.glob("*_masks.npy")]         # of drawn sets
+        arrays = {name: np.load(folder / f"{name}.npy", None if "labels" in name else "r")
+                  for name in names}
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"],
                          **arrays)
 

@@ -21,6 +21,7 @@ of `datasets` (HF_HOME) and 18 GB written.
 """
 import argparse
 import contextlib
+import errno
 import fcntl
 import io
 import json
@@ -113,11 +114,16 @@ TEXTS = {
 
 def read_rows(row, source, draft, **how):
     """{split: rows} of a set on the Hub, or of the Parquet, .jsonl or .txt files in a folder."""
-    from datasets import load_dataset
+    from datasets import config, load_dataset
+    from huggingface_hub import constants, utils
 
     if source is None and row.hub is None:
         raise UserError("there is no such text on the Hub: give your own by --source DIR")
     if source is None:
+        try:
+            utils.get_session().head(constants.ENDPOINT, timeout=10)
+        except Exception:       # no network; `datasets` would ask six times, in half a minute
+            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
         return load_dataset(**{**how, **row.hub})
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
@@ -308,6 +314,9 @@ def one_line(name, advice):
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
         reason = " ".join(str(cause).split())[:200]
+        # of a full disk numpy says "Not enough free space" or "9 requested and 5 written"
+        if re.search("No space left|Not enough .* space|requested and", reason):
+            raise UserError(f"{name}: {os.strerror(errno.ENOSPC)}") from error
         raise UserError(f"{name}: {type(cause).__name__}: {reason}; {advice}") from error
 
 

@@ -1,7 +1,10 @@
 """data/prepare.py: what is written, and that it appears whole or not at all."""
+import resource
+
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 
 from data import images, prepare, shapes, text
@@ -225,12 +228,38 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file, damage", [
-    ("meta.json", b"\xff"), ("train_labels.npy", b""), ("val_images.npy", None)])
+    ("meta.json", b"\xff"), ("train_labels.npy", b""), ("val_images.npy", -1),
+    ("val_images.npy", None)])
 def test_damage_is_one_line(tmp_path, file, damage):
+    """Other bytes, the last one cut off, or no file."""
     prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
     path = tmp_path / "shapes" / file
-    path.write_bytes(path.read_bytes()[:-1] if damage is None else damage)
+    whole = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(whole[:-1] if damage == -1 else damage)
     assert_fails("shapes: .* prepare it again", images.load, "shapes", tmp_path)
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """numpy and `datasets` have other words for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
+    try:
+        assert_fails("No space left", prepare.prepare, "shapes", cache=tmp_path, drawn=(99, 9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    parquet(tmp_path / "a/train.parquet", text=["the"])
+    monkeypatch.setattr("datasets.builder.has_sufficient_disk_space", lambda *a, **k: False)
+    assert_fails("No space left", prepare.prepare, "mine", tmp_path / "a", tmp_path, "char")
+
+
+def test_without_a_network_nothing_is_asked_again(tmp_path, monkeypatch):
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")    # nothing answers there
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
+    assert_fails("cifar10: .* with a network", images.load, "cifar10", tmp_path)
 
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
