@@ -79,16 +79,15 @@ PRESETS = {
 
 
 # ---- Model --------------------------------------------------------------------------------------
-def build_model(c, tokenizer):
-    """The language model that the flags describe, filled from --init_from if given."""
+def build_model(c, tokenizer, loaded=None):
+    """The language model that the flags describe, with the weights of `loaded` if given."""
     masked = c.objective == "masked"
     vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
         vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
     fields = model_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
     model = LanguageModel(text_config(c.size, **fields))
-    if c.init_from:
-        loaded = checkpoint.load_model(c.init_from, ("gpt",))
+    if loaded:
         checkpoint.load_into(model, loaded.model.state_dict(), c.init_from)
     return model
 
@@ -114,6 +113,7 @@ def main(argv):
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"
+    loaded = checkpoint.load_model(c.init_from, ("gpt",)) if c.init_from else None
 
     # ---- data
     data = text.load(c.data, cache=c.data_dir)
@@ -129,7 +129,7 @@ def main(argv):
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
-    model = build_model(c, tokenizer).to(device)
+    model = build_model(c, tokenizer, loaded).to(device)
 
     # ---- optimizer
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),

@@ -221,8 +221,9 @@ def main(argv):
         raise UserError("--cutmix pairs images: a process needs an even number of them")
 
     # ---- data; a pretrained encoder gets images normalized as in its pretraining
-    loaded, data = None, images.load(c.data, cache=c.data_dir)
-    if c.init_from is not None:
+    if c.init_from is None:
+        loaded, data = None, images.load(c.data, cache=c.data_dir)
+    else:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = images_for(c.data, loaded.meta, c.data_dir)
     rest = len(data.train_labels) - c.val                   # the first are trained on

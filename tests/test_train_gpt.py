@@ -57,8 +57,9 @@ def test_starting_from_weights(train, tmp_path, text_cache):
     flags = [*TEXT, f"--init_from={tmp_path / 'a' / 'ckpt.pt'}"]
     c, _ = parse(train_gpt.Config, train_gpt.PRESETS, flags, "")
     tokenizer = text.load("tiny", text_cache).tokenizer
-    theirs = checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")["model"]
-    assert same(train_gpt.build_model(c, tokenizer).state_dict(), theirs)
+    loaded = checkpoint.load_model(c.init_from)
+    theirs = loaded.model.state_dict()
+    assert same(train_gpt.build_model(c, tokenizer, loaded).state_dict(), theirs)
     c.width = 32
     with pytest.raises(UserError, match="positions is .16, 16. there, .16, 32. here"):
-        train_gpt.build_model(c, tokenizer)
+        train_gpt.build_model(c, tokenizer, loaded)
