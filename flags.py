@@ -96,6 +96,8 @@ def _explain(error):
                 "--batch_size, or a smaller model")
     if isinstance(error, OSError):                      # a full disk, a name too long
         return f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    if "No space left on device" in str(error):
+        return "No space left on device, perhaps in TMPDIR, where torch.compile writes"
     return f"not UTF-8: {error}" if isinstance(error, UnicodeDecodeError) else None     # stdin
 
 

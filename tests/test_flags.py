@@ -91,6 +91,7 @@ def test_subcommands(monkeypatch, capsys):
     (KeyboardInterrupt(), 130, ""), (MemoryError(), 2, "--micro_batch"), (BrokenPipeError(), 0, ""),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
     (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: a.pt"),
+    (RuntimeError("[Errno 28] No space left on device\n"), 2, "No space left on device, per"),
     (UserError("word " * 1000), 2, "word word")])
 def test_exit_statuses(monkeypatch, capsys, error, status, says):
     def main(argv):
