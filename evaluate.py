@@ -32,7 +32,7 @@ from data import augment, images, text
 from model import run_layers, saliency
 from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
                     nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
-                    write_overlays, write_reconstructions, write_sheet)
+                    validation_noise, write_overlays, write_reconstructions, write_sheet)
 
 # ---- Images -------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
@@ -134,12 +134,17 @@ def knn(c):
 
 def write_neighbours(path, data, x, x_test):
     """A PNG: the first validation picture of each of eight classes, then the eight training
-    pictures whose features x (N, D) are the nearest by cosine."""
+    pictures whose features x (N, D) are the nearest by cosine, of another class in a red frame."""
     classes, first = (found[:8] for found in np.unique(data.val_labels, return_index=True))
     cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
     nearest = cosine.topk(min(8, len(x))).indices.cpu().numpy()
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
+    edge = -(-shown.shape[-1] // 16)
+    frame = F.pad(torch.zeros_like(shown[0, 0])[:, edge:-edge, edge:-edge], [edge] * 4, value=1.0)
+    wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
+    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    shown[:, 1:][wrong] = torch.where(frame > 0, red, shown[:, 1:][wrong])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     write_sheet(path, shown, columns, [data.classes[k] for k in classes])
@@ -147,8 +152,8 @@ def write_neighbours(path, data, x, x_test):
 
 @torch.no_grad()
 def predict(c):
-    """{"pictures": {file: {class: probability}}, "wrote"}, no class without a classifier. Prints
-    one line a file."""
+    """{"pictures": {file: {class: probability}}, "wrote"}; of a masked autoencoder {"error"}, the
+    mean squared error on a picture's masked patches. Prints one line a file."""
     if not c.files:
         raise UserError("which pictures? evaluate.py predict --ckpt=CHECKPOINT PICTURE ...")
     loaded, processes = load_image_model(c, "vit", "mae", "simdino")
@@ -169,6 +174,10 @@ def predict(c):
             best = model(x).float().softmax(-1).topk(min(c.top, len(names)))
         shares = [{names[i]: round(p, 4) for p, i in zip(*row)}
                   for row in zip(best.values.tolist(), best.indices.tolist())]
+    elif loaded.task == "mae":
+        noise = validation_noise(model, 0, len(x), x.device)
+        shares = [dict(error=round(model(x[i:i + 1], noise[i:i + 1]).item(), 4))
+                  for i in range(len(x))]
     labels = []
     for file, row in zip(c.files, shares):
         shown = "".join(char if char.isprintable() else " " for char in Path(file).name)

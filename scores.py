@@ -5,6 +5,7 @@ The measures that training and evaluating share, and the pictures that both writ
 counts once; the processes share the samples.
 """
 import math
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -195,7 +196,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 def write_sheet(path, pictures, columns, rows=None):
     """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
-    names of the n rows."""
+    names of the n rows, whose long lines lose their middle."""
     from matplotlib.figure import Figure
     n, m, _, height, width = pictures.shape
     gap = width // 16
@@ -204,7 +205,8 @@ def write_sheet(path, pictures, columns, rows=None):
     inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels per side
     axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
     axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
-    rows = rows or [f"image {i}" for i in range(1, n + 1)]
+    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row)
+            for row in rows or (f"image {i}" for i in range(1, n + 1))]
     axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
     axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
     axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)

@@ -88,17 +88,22 @@ def test_accuracy_and_probes(train, tmp_path, run):
 
 
 def test_neighbours_are_shown_in_order(monkeypatch, tmp_path):
-    """One validation picture a class, the nearest by angle first; picture i is of grey i."""
-    train, val = (np.arange(n, dtype=np.uint8)[:, None, None, None] for n in (20, 4))
+    """One validation picture a class, the nearest by angle first, wrong ones in a red frame;
+    picture i is of grey i."""
+    train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
+                  for n in (20, 4))
     data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
+                           train_labels=np.arange(20) % 3,
                            val_labels=np.array([2, 2, 1, 1]))          # no ant
     x, x_test, sheets = torch.randn(20, 3), torch.randn(4, 3), []
     monkeypatch.setattr(evaluate, "write_sheet", lambda *sheet: sheets.append(sheet[1:]))
     evaluate.write_neighbours(tmp_path / "a.png", data, x, x_test)
     (shown, columns, rows), = sheets
-    for row, i in zip((255 * shown).round().flatten(1).tolist(), (2, 0), strict=True):
-        angles = F.cosine_similarity(x_test[i], x)
-        assert row == [i, *angles.argsort(descending=True)[:8].tolist()]
+    for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
+        nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:8].tolist()
+        assert row[:, 1, 1, 1].tolist() == [i, *nearest]
+        framed = [k for k in range(9) if row[k, :, 0, 0].tolist() == [255, 0, 0]]
+        assert framed == [k for k, j in enumerate(nearest, 1) if j % 3 != label]
     assert columns == ["image", "1.", "2.", "3.", "4.", "5.", "6.", "7.", "8."]
     assert rows == ["cat", "dog"]
 
@@ -157,8 +162,13 @@ def test_predict(tmp_path, run, monkeypatch):
     encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
     encoder.config = encoder["encoder"].config
     assert predict(encoder, "simdino")[0] == [{}, {}]                   # it has no classes
-    _, shown, columns, _ = predict(MaskedAutoencoder(MAEConfig(**SIZE)), "mae")
+    model = MaskedAutoencoder(MAEConfig(**SIZE))
+    shares, shown, columns, _ = predict(model, "mae")
     assert columns == ["input", "masked", "reconstruction", "pasted"]
+    std = torch.tensor(META["std"]).view(3, 1, 1)
+    for (seen, masked, guess, _), share in zip(shown, shares, strict=True):
+        error = ((guess - seen) / std)[:, (masked != seen).any(0)].square().mean().item()
+        assert share == dict(error=pytest.approx(error, abs=1e-3))
     torch.testing.assert_close(shown[:, 0], pixels)
 
 
