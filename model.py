@@ -1288,11 +1288,12 @@ class LanguageModel(nn.Module):
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
-    def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None):
+    def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None,
+               known=None):
         """Yields the next tokens (B,) of the prompts `ids` (B, m), n times or until all rows ended.
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
-        probability. When the context is full, the model reads its last half again and forgets the
+        probability; ids from `known` on, which mean no text, are never drawn. When the context is full, the model reads its last half again and forgets the
         rest. A row ends with its first `stop` and then repeats it."""
         context = self.config.context
         states, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -1300,7 +1301,9 @@ class LanguageModel(nn.Module):
         for _ in range(n):
             if states and states[0]["n"] == context:
                 states, new = [], ids[:, -(context // 2):]
-            chosen = choose(self.advance(new, states), temperature, top_k, top_p, generator)
+            logits = self.advance(new, states)
+            logits[:, known or self.config.vocab_size:] = -math.inf
+            chosen = choose(logits, temperature, top_k, top_p, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop

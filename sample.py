@@ -74,7 +74,7 @@ def fill(model, tokenizer, sentence, device):
         gaps.append(len(ids))
         ids.append(tokenizer.n_vocab)       # [MASK]
     ids += tokenizer.encode(last).tolist()
-    logits = model(torch.tensor([ids], device=device))[0, :, :tokenizer.n_vocab]
+    logits = model(torch.tensor([ids], device=device))[0, :, :tokenizer.known]
     for gap in gaps:
         ids[gap] = int(logits[gap].argmax())
     return tokenizer.decode(ids)
@@ -87,7 +87,8 @@ def write(model, tokenizer, ids, c, processes):
     start = torch.tensor([ids] * c.samples, device=processes.device)
     written, pending = [], []
     with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
-        for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator):
+        for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
+                                tokenizer.known):
             written.append(new)
             if c.samples == 1 and (token := int(new)) != stop:
                 pending.append(token)

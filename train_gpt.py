@@ -100,7 +100,7 @@ def write_sample(model, tokenizer, c, run, device):
     generator = torch.Generator(device).manual_seed(derive_seed(c.seed, run.step, "sample"))
     model.eval()
     written = model.generate(start, c.sample, temperature=0.8, top_k=200, stop=tokenizer.eot,
-                             generator=generator)
+                             generator=generator, known=tokenizer.known)
     words = tokenizer.decode(written[0, 1:])
     run.say("\n".join("  | " + line for line in words.splitlines()))
     return words

@@ -28,6 +28,7 @@ class CharTokenizer:
 
     def __init__(self, characters):
         self.characters = characters
+        self.known = len(characters)            # the ids below it mean text
         self.n_vocab = len(characters) + 1
         self.table = np.full(0x110000, len(characters), dtype=np.uint16)
         self.table[[ord(character) for character in characters]] = np.arange(len(characters))
@@ -61,7 +62,7 @@ class GPT2Tokenizer:
             raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
                             f"({type(error).__name__})") from None
-        self.n_vocab = self.encoding.n_vocab
+        self.n_vocab = self.known = self.encoding.n_vocab
         self.eot = self.encoding.eot_token
 
     def encode(self, text):
