@@ -187,7 +187,7 @@ class Sparsification(nn.Module):
     """The interface of the operator that replaces the MLP. The output depends on Z through `code`
     only, so the model can be steered by replacing `code` on an instance."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
-    sparse = True           # whether it codes sparsely, with eta and lambda
+    uses = ("eta", "lambd")     # of the config's fields that not every arch has
 
     @classmethod
     def build(cls, c, context):
@@ -597,7 +597,7 @@ class MMProx(Sparsification):
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. In a model n is its context."""
-    residual = False
+    residual, uses = False, ("lambd",)
 
     def __init__(self, d, lambd=0.1, eps=0.5, context=None):
         super().__init__()
@@ -652,7 +652,7 @@ class TiedODL(ODL):
 
 class MLP(Sparsification):
     """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
-    sparse = False
+    uses = ()
 
     def __init__(self, d, m, bias=True, dropout=0.0):
         super().__init__()
@@ -763,7 +763,7 @@ SIZES = {
         "cbsa": VIT_SIZES,
         "vit": VIT_SIZES},
     "mae": {
-        "crate": dict(small=SMALL | dict(lambd=0.5), base=BASE | dict(lambd=0.5)),
+        "crate": dict(small=SMALL, base=BASE),
         "tost": dict(small=_size(384, 8, 12)),
         "aot": dict(small=SMALL, base=BASE),
         "transformer": dict(small=_size(384, 6, 12, decoder_width=512, **VIT_DECODER),
@@ -792,9 +792,10 @@ class BackboneConfig:
     heads: int = 6                      # K
     layers: int = 12                    # L
     head_dim: int | None = None         # p; None is width / heads
-    eta: float = 0.1                    # step of ISTA and ODL
-    lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
-    step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
+    eta: float | None = None            # step of ISTA and ODL
+    lambd: float | None = None          # sparsity weight of ISTA, MMProx and ODL
+    step_size: float | None = None      # of MSSA where it has no W (crate-c, -n, -t)
+    steps: ClassVar = dict(eta=0.1, lambd=0.1, step_size=1.0)       # for None, where it is used
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
@@ -808,7 +809,7 @@ class BackboneConfig:
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
-        d, K, output = self.width, self.heads, ARCHS[self.arch].output
+        d, K, row = self.width, self.heads, ARCHS[self.arch]
         if min(K, self.layers) < 1:
             raise ConfigError(f"heads={K} and layers={self.layers} must be 1 or more")
         if self.head_dim is None:
@@ -816,12 +817,16 @@ class BackboneConfig:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if output == "transpose" and K * self.head_dim != d:
+        if row.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
                               f"not {K} x {self.head_dim} and {d}")
-        if self.step_size != 1.0 and output == "learned":
-            raise ConfigError(f"step_size={self.step_size} is for crate-c, crate-n and crate-t; "
-                              f"{self.arch} learns its own (W)")
+        used = getattr(row.sparsification, "uses", ())
+        used += ("step_size",) * (row.output != "learned")
+        for name, default in self.steps.items():
+            value = getattr(self, name)
+            if name not in used and value not in (None, default):
+                raise ConfigError(f"{name}={value} has no effect in {self.arch}")
+            setattr(self, name, (default if value is None else value) if name in used else None)
 
 
 def make_config(cls, fields, size=None):
@@ -1014,6 +1019,7 @@ class ImageClassifier(nn.Module):
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
     task: ClassVar = "mae"
+    steps: ClassVar = ImageConfig.steps | dict(lambd=0.5)       # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
     decoder_heads: int | None = None
@@ -1293,8 +1299,9 @@ class LanguageModel(nn.Module):
         """Yields the next tokens (B,) of the prompts `ids` (B, m), n times or until all rows ended.
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
-        probability; ids from `known` on, which mean no text, are never drawn. When the context is full, the model reads its last half again and forgets the
-        rest. A row ends with its first `stop` and then repeats it."""
+        probability; ids from `known` on, which mean no text, are never drawn. When the context is
+        full, the model reads its last half again and forgets the rest. A row ends with its first
+        `stop` and then repeats it."""
         context = self.config.context
         states, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]

@@ -63,15 +63,14 @@ PRESETS = {
     "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=192, heads=6, layers=6,
         patch_size=4,       # 64 patches, of which 16 are seen
-        lambd=0.5,          # the encoder's, as in the released code
         lr=2e-3, epochs=100, warmup_epochs=5,
         eval_every=780),    # four epochs
     "cifar10-small": dict(  # a quarter of an hour on two CPU cores
-        data="cifar10", width=128, heads=4, layers=4, patch_size=4, lambd=0.5,
+        data="cifar10", width=128, heads=4, layers=4, patch_size=4,
         optimizer="muon", lr=4e-3,      # loss 0.312; AdamW with lr=2e-3 0.365
         batch_size=128, epochs=6, warmup_epochs=1),
     "shapes": dict(
-        data="shapes", width=64, heads=4, layers=3, patch_size=4, lambd=0.5,
+        data="shapes", width=64, heads=4, layers=3, patch_size=4,
         optimizer="muon", lr=6.25e-3,   # loss 0.232; AdamW with lr=3.125e-3 0.325
         batch_size=100, epochs=12, warmup_epochs=1,
         crop_area=0.6),     # smaller crops lose the one object

@@ -153,9 +153,9 @@ def build_model(c, classes, loaded=None):
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config)
     for name in ["patch_size", *(f.name for f in fields(ModelFlags) if f.name != "size")]:
-        if getattr(c, name) not in (None, theirs[name]):
+        if getattr(c, name) not in (None, theirs.get(name)):
             raise UserError(f"--{name}={getattr(c, name)} contradicts {c.init_from}, which has "
-                            f"{theirs[name]}")
+                            f"{theirs.get(name)}")
     ours = dict(classes=classes, image_size=c.image_size, dropout=c.dropout, drop_path=c.drop_path,
                 pool=c.pool or pooling(loaded))
     model = ImageClassifier(ImageConfig(**theirs | ours))
