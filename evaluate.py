@@ -28,7 +28,9 @@ from tqdm import tqdm
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
 from parallel import Processes
-from data import augment, images, text
+from data import augment, text
+from data.prepare import read_picture
+from data.tokenizer import tokenizer_from_meta
 from model import run_layers, saliency
 from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
                     nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
@@ -159,7 +161,7 @@ def predict(c):
     loaded, processes = load_image_model(c, "vit", "mae", "simdino")
     config, model, pixels = loaded.encoder.config, loaded.model, []
     for file in c.files:
-        picture, problem = images.read_picture(file, config.image_size)
+        picture, problem = read_picture(file, config.image_size)
         if problem:
             raise UserError(f"cannot read {file}: {problem}")
         pixels.append(picture)
@@ -279,7 +281,7 @@ def load_language_model(c, causal=True):
         raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs one that predicts the next "
                         "token (--objective=causal)")
     loaded.model.to(processes.device)
-    return loaded, text.tokenizer_from_meta(loaded.meta), processes
+    return loaded, tokenizer_from_meta(loaded.meta), processes
 
 
 def lm(c):

@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse, UserError
 from parallel import derive_seed, Processes
-from data import text
+from data.tokenizer import tokenizer_from_meta
 from model import FOR_ANY_LENGTH
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
@@ -106,7 +106,7 @@ def main(argv):
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
-    model, tokenizer = loaded.model.to(processes.device), text.tokenizer_from_meta(loaded.meta)
+    model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if c.steer is not None:
         steer(model, c.steer)
     if c.fill is not None:

@@ -5,13 +5,12 @@
 prepare.py makes the files, on first use those of the small sets. `Images` hands out batches;
 `index_batches` says which images make up which step."""
 import signal
-import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
 
+from data import prepare
 from flags import CACHE
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -40,8 +39,6 @@ class ImageData:
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
-    from data import prepare
-
     with prepare.opened(name, "images", cache) as (folder, meta):
         names = [f"{split}_{kind}" for split in ("train", "val") for kind in ("images", "labels")]
         names += [path.stem for path in folder.glob("*_masks.npy")]         # of drawn sets
@@ -132,33 +129,3 @@ def _leave_signals_to_parent(worker):
     # Ctrl-C and torchrun signal the whole process group, but the parent has a step to finish.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-# -------------------------------------------------------------------------------------------------
-# Pictures
-# -------------------------------------------------------------------------------------------------
-
-def resize_crop(image, size):
-    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic), the longer
-    one rounded down; sides and crop are torchvision's."""
-    width, height = (side * size // min(image.size) for side in image.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
-
-
-def read_picture(file, size):
-    """(RGB array (size, size, 3), None), or (None, what is wrong with the file)."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # Pillow's, of damaged EXIF data
-            image = ImageOps.exif_transpose(Image.open(file))       # upright
-        if image.mode in ("I", "F"):
-            raise ValueError("32 bits a pixel")
-        if image.mode.startswith("I"):          # 16 bits a pixel, which convert() would clip at 255
-            image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
-        if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return np.asarray(resize_crop(image.convert("RGB"), size)), None
-    except Exception as error:      # a damaged file can make a decoder raise anything
-        return None, " ".join(str(error).split()) or type(error).__name__

@@ -29,6 +29,7 @@ import os
 import re
 import shutil
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +38,11 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])      # in place of data/ itself
 
 import numpy as np
+from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from data import images, shapes, text
+from data import shapes
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
 from flags import CACHE, UserError, cli
 from model import not_one_of
 
@@ -94,7 +97,7 @@ TEXTS = {
     "books": TextSet(large=True),
     "shakespeare": TextSet(SHAKESPEARE, by_position=True),
     "shakespeare_char": TextSet(SHAKESPEARE, "char", by_position=True),
-    "pydoc": TextSet(tokenizer=text.CharTokenizer(text.PRINTABLE), by_position=True),
+    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), by_position=True),
     # for zero-shot evaluation
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
                         documents=wikitext_articles),
@@ -176,9 +179,35 @@ def hold_out(sets, share):
 # Images: decoded by threads, in order
 # -------------------------------------------------------------------------------------------------
 
+def resize_crop(image, size):
+    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic), the longer
+    one rounded down; sides and crop are torchvision's."""
+    width, height = (side * size // min(image.size) for side in image.size)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
+
+
+def read_picture(file, size):
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # Pillow's, of damaged EXIF data
+            image = ImageOps.exif_transpose(Image.open(file))       # upright
+        if image.mode in ("I", "F"):
+            raise ValueError("32 bits a pixel")
+        if image.mode.startswith("I"):          # 16 bits a pixel, which convert() would clip at 255
+            image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return np.asarray(resize_crop(image.convert("RGB"), size)), None
+    except Exception as error:      # a damaged file can make a decoder raise anything
+        return None, " ".join(str(error).split()) or type(error).__name__
+
+
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image, load_dataset
+    from datasets import Image as ImageColumn, load_dataset
 
     row = IMAGES.get(name, ImageSet(size, val="validation"))
     if row.hub:
@@ -198,11 +227,11 @@ def write_images(name, size, source, draft):
 
     def read(cell):
         file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
-        pixels, problem = images.read_picture(file, row.size)
+        pixels, problem = read_picture(file, row.size)
         return pixels, problem and f"{cell['path']} ({problem})"
 
     for split, part in (("train", "train"), ("val", row.val)):
-        rows, labels = sets[part].cast_column(column, Image(decode=False)), []
+        rows, labels = sets[part].cast_column(column, ImageColumn(decode=False)), []
         with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as pool:
             out.seek(128)           # the header comes last: not every picture can be read
             for batch in tqdm(rows.iter(512), f"{name} {split}", unit_scale=512, disable=None):
@@ -257,7 +286,7 @@ def image_meta(classes, draft):
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row = TEXTS.get(name, TextSet())
-    sets = dict(train=dict(text=[text.pydoc()]))
+    sets = dict(train=dict(text=[pydoc()]))
     if name != "pydoc":
         sets = read_rows(row, source, draft, data_files=row.files)
     if row.passages:
@@ -275,16 +304,16 @@ def write_text(name, tokenizer, source, draft):
 
     tokenizer = tokenizer or row.tokenizer
     if tokenizer == "char":
-        tokenizer = text.CharTokenizer("".join(sorted(set().union(*parts["train"]))))
+        tokenizer = CharTokenizer("".join(sorted(set().union(*parts["train"]))))
     elif tokenizer == "gpt2":
-        tokenizer = text.GPT2Tokenizer()
+        tokenizer = GPT2Tokenizer()
     end = [] if one or tokenizer.eot is None else [tokenizer.eot]
     tokens = {}
     for split, texts in parts.items():
         with open(draft / f"{split}.bin", "wb") as out:
             # 64 at once: they may be books, and memory holds their tokens
             for start in tqdm(range(0, len(texts), 64), f"{name} {split}", disable=None):
-                for ids in tokenizer.encode_batch(texts[start:start + 64], os.cpu_count()):
+                for ids in tokenizer.encode_batch(texts[start:start + 64]):
                     out.write(np.array([*ids, *end], np.uint16))
             tokens[split] = out.tell() // 2
         if tokens[split] < 2:

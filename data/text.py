@@ -1,4 +1,4 @@
-"""Text sets as training reads them: tokenizers, batches, windows to evaluate, BERT's masks.
+"""Text sets as training reads them: batches, windows to evaluate, BERT's masks.
 
     load(NAME) -> TextData -> batch, eval_batches
 
@@ -9,97 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flags import CACHE, UserError
+from data import prepare
+from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from_meta
+from flags import CACHE
 
 SPLITS = ("train", "val", "test")
-
-
-# -------------------------------------------------------------------------------------------------
-# Tokenizers
-# -------------------------------------------------------------------------------------------------
-
-PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))      # of pydoc, whatever the Python version
-
-
-class CharTokenizer:
-    """One id for each of `characters`, in that order, and one more (the last) for any other."""
-
-    eot = None
-
-    def __init__(self, characters):
-        self.characters = characters
-        self.known = len(characters)            # the ids below it mean text
-        self.n_vocab = len(characters) + 1
-        self.table = np.full(0x110000, len(characters), dtype=np.uint16)
-        self.table[[ord(character) for character in characters]] = np.arange(len(characters))
-
-    def encode(self, text):
-        """str -> uint16 array (number of characters,)."""
-        return self.table[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)]
-
-    def encode_batch(self, texts, threads):
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids):
-        """ids -> str; the last id as U+FFFD. Ids that only pad a model's vocabulary are dropped."""
-        known = self.characters + "\ufffd"
-        return "".join(known[i] for i in map(int, ids) if i < self.n_vocab)
-
-    def meta(self):
-        return {"kind": "char", "characters": self.characters}
-
-
-class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding: 50257 ids.
-
-    Raises UserError if tiktoken's files are neither cached nor within reach."""
-
-    def __init__(self):
-        import tiktoken
-        try:
-            self.encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:      # no network; a damaged file
-            raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
-                            "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
-                            f"({type(error).__name__})") from None
-        self.n_vocab = self.known = self.encoding.n_vocab
-        self.eot = self.encoding.eot_token
-
-    def encode(self, text):
-        """str -> uint16 array; text that looks like a special token is encoded as text."""
-        return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
-
-    def encode_batch(self, texts, threads):
-        """[str] -> lists of ids, the same as encode's."""
-        return self.encoding.encode_ordinary_batch(texts, num_threads=threads)
-
-    def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 as U+FFFD. Ids that only pad a model's vocabulary
-        are dropped."""
-        piece = self.encoding.decode_single_token_bytes
-        data = b"".join(piece(i) for i in map(int, ids) if i < self.n_vocab)
-        return data.decode("utf-8", errors="replace")
-
-    def meta(self):
-        return {"kind": "gpt2"}
-
-
-def tokenizer_from_meta(meta):
-    """The tokenizer that a meta.json, or a checkpoint's copy of it, describes."""
-    if "characters" in meta["tokenizer"]:
-        return CharTokenizer(meta["tokenizer"]["characters"])
-    return GPT2Tokenizer()
-
-
-# -------------------------------------------------------------------------------------------------
-# Prepared sets
-# -------------------------------------------------------------------------------------------------
-
-def pydoc():
-    """The English text of Python's own help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
 
 
 @dataclass
@@ -115,8 +29,6 @@ class TextData:
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
-    from data import prepare
-
     with prepare.opened(name, "text", cache) as (folder, meta):
         data = TextData(name, tokenizer_from_meta(meta))
         for split, n in meta["tokens"].items():

@@ -27,7 +27,7 @@ import torch
 
 from analyze import backbone_of, batches, OneModel, open_model, print_table, split_for
 from checkpoint import load_model
-from data.text import tokenizer_from_meta
+from data.tokenizer import tokenizer_from_meta
 from flags import cli, needed, option, parse, UserError
 from scores import logistic_regression, pooling
 

@@ -33,15 +33,15 @@ def cache(tmp_path_factory):
 def text_cache(tmp_path_factory):
     """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
     short rhyme (`verse`), and a set without a training part (`exam`)."""
-    from data import text
     from data.prepare import prepare
+    from data.tokenizer import CharTokenizer, PRINTABLE, pydoc
     folder = tmp_path_factory.mktemp("text")
-    for name, file, words in (("tiny", "manual.txt", text.pydoc()[:40_000]),
+    for name, file, words in (("tiny", "manual.txt", pydoc()[:40_000]),
                               ("verse", "verse.txt", "abc\n" * 3000),
                               ("exam", "test.txt", "read only\n" * 9)):
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
-        tokenizer = text.CharTokenizer("\nabc" if name == "verse" else text.PRINTABLE)
+        tokenizer = CharTokenizer("\nabc" if name == "verse" else PRINTABLE)
         prepare(name, folder / name, folder / "cache", tokenizer)
     prepare("pydoc", cache=folder / "cache")
     return folder / "cache"

@@ -12,14 +12,15 @@ from torch.nn import functional as F
 import evaluate
 import train_gpt
 import train_vit
-from data import augment, images, text
+from data import augment, images, prepare, text
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import UserError
 from helpers import metrics, write_model
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, saliency, TextConfig)
 from scores import stretched
 
-CHARACTERS = text.CharTokenizer("\n abcdefgh.")
+CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
 SIZE = dict(width=16, heads=2, layers=2, image_size=16, patch_size=8)
 META = dict(name="pets", classes=["cat", "dog", "emu"], mean=[0.5, 0.4, 0.3], std=[0.2, 0.25, 0.3])
@@ -32,7 +33,7 @@ def bpe(monkeypatch):
     encoding = tiktoken.Encoding("small", pat_str=r" ?\w+|\s+|[^\s\w]+", mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": 258})
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    return text.GPT2Tokenizer()
+    return GPT2Tokenizer()
 
 
 def scrambled(model):
@@ -136,7 +137,7 @@ def test_predict(tmp_path, run, monkeypatch):
     paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")], []
     for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
         Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
-    pixels = [np.array(images.resize_crop(Image.open(path), 16)) for path in paths]
+    pixels = [np.array(prepare.resize_crop(Image.open(path), 16)) for path in paths]
     pixels = augment.to_float(torch.from_numpy(np.stack(pixels)))
     monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet[1:]))
 
@@ -208,7 +209,7 @@ def test_sliding_windows(tmp_path, run, letters, stride):
 def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
     """Greedily, a token at a time. By default quotes are made plain, and the word may come anywhere
     in ten tokens, in any case."""
-    few = text.CharTokenizer('\n "aAb“')
+    few = CharTokenizer('\n "aAb“')
     model, rng = language_model(tmp_path / "ckpt.pt", few, context=24), np.random.default_rng(0)
     texts = [" ".join("".join(rng.choice(list("aAb“"), rng.integers(1, 3)))
                       for _ in range(rng.integers(2, 20))) for _ in range(80)]

@@ -36,6 +36,24 @@ def assert_fails(message, function, *arguments, **more):
 
 # ---- images
 
+def test_pictures_stand_upright_in_8_bits(tmp_path):
+    """The camera's orientation tag is applied (6: a quarter turn clockwise), and 16 bits a pixel
+    are scaled to 8."""
+    left = np.zeros((32, 32, 3), np.uint8)
+    left[:, :16] = 255
+    tag = Image.Exif()
+    tag[0x0112] = 6
+    Image.fromarray(left).save(tmp_path / "turned.jpg", exif=tag, quality=95)
+    top, bottom = np.split(prepare.read_picture(tmp_path / "turned.jpg", 32)[0], 2)
+    assert top.min() > 240 and bottom.max() < 15
+    levels = np.arange(256, dtype=np.uint16).reshape(16, 16)
+    Image.fromarray(257 * levels).save(tmp_path / "deep.png")
+    pixels, problem = prepare.read_picture(tmp_path / "deep.png", 16)
+    assert problem is None and np.array_equal(pixels, levels[..., None].repeat(3, 2))
+    Image.fromarray(levels.astype(np.float32)).save(tmp_path / "f.tiff")
+    assert prepare.read_picture(tmp_path / "f.tiff", 16) == (None, "32 bits a pixel")
+
+
 def test_small_images_are_stored_as_they_are(tmp_path):
     names = [f"class {i}" for i in range(10)]
     pictures, labels = [noise(32, 32, i) for i in range(60)], [i % 5 for i in range(60)]

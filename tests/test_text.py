@@ -1,10 +1,11 @@
-"""data/text.py: tokenizers, batches and masks."""
+"""data/tokenizer.py, and data/text.py: batches and masks."""
 import numpy as np
 import pytest
 import tiktoken
 import torch
 
 from data import text
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MERGES = [b"th", b"the", b" t", b" the", b"an", b"in", b"  ", b"\n\n", b" \n", b"er", b" a"]
@@ -22,7 +23,7 @@ def encoding():
 @pytest.fixture
 def bpe(encoding, monkeypatch):
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    return text.GPT2Tokenizer()
+    return GPT2Tokenizer()
 
 
 def sentences(n, seed=0):
@@ -38,11 +39,11 @@ def test_round_trips(bpe):
     for line in sentences(50):
         assert bpe.decode(bpe.encode(line)) == line
         assert bpe.encode(line).tolist() == bpe.encoding.encode_ordinary(line)
-        assert bpe.encode_batch([line], 1) == [bpe.encode(line).tolist()]
-        chars = text.CharTokenizer("".join(sorted(set(line))))
+        assert bpe.encode_batch([line]) == [bpe.encode(line).tolist()]
+        chars = CharTokenizer("".join(sorted(set(line))))
         assert chars.decode(chars.encode(line)) == line and chars.encode(line).dtype == np.uint16
-    assert text.CharTokenizer("ba").encode("abc\U0010ffff\ud800").tolist() == [1, 0, 2, 2, 2]
-    assert text.CharTokenizer("ba").decode([1, 0, 2, 9]) == "ab\ufffd"
+    assert CharTokenizer("ba").encode("abc\U0010ffff\ud800").tolist() == [1, 0, 2, 2, 2]
+    assert CharTokenizer("ba").decode([1, 0, 2, 9]) == "ab\ufffd"
     assert bpe.eot not in bpe.encode("<|endoftext|>")
     assert bpe.decode([*bpe.encode("in"), bpe.n_vocab, 50303]) == "in"
     assert bpe.decode(bpe.encode("half \ud800 pair")) == "half \ufffd pair"
