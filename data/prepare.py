@@ -29,9 +29,9 @@ import os
 import re
 import shutil
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -46,38 +46,34 @@ from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
 from flags import CACHE, UserError, cli
 from model import not_one_of
 
-# -------------------------------------------------------------------------------------------------
-# The sets, one row each. `hub` is what load_dataset takes; a large set is not prepared unasked
-# -------------------------------------------------------------------------------------------------
+# ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
 
 @dataclass(frozen=True)
 class ImageSet:
-    size: int                   # pixels per side, as stored
-    hub: dict | None = None
-    val: str = "test"           # the split that validates
-    large: bool = False
+    size: int                       # pixels per side, as stored
+    hub: dict | None = None         # None: drawn, or the user's own
+    val: str = "test"               # the split that validates
+    large: bool = False             # not prepared unasked
 
 
 @dataclass(frozen=True)
 class TextSet:
     hub: dict | None = None
-    tokenizer: object = "gpt2"
-    files: dict | None = None   # {split: pattern}, where the file names do not tell the split
-    column: str | None = "text"
-    documents: object = None    # texts -> documents, where the rows are not the documents
-    passages: bool = False      # whether evaluation scores the rows one by one
-    by_position: bool = False   # the last tenth of the characters validates;
-    held_out: float = 0.01      # else, where no file does, this share of the documents
+    tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
+    files: dict | None = None       # {split: pattern}, where the file names do not tell the split
+    documents: object = itemgetter("text")     # of a split's rows; None: passages alone
+    passages: bool = False          # whether evaluation scores the rows one by one
+    one_text: bool = False          # all rows are one text, whose last tenth validates; else, where
+    held_out: float = 0.01          # no file validates, this share of the documents does
     large: bool = False
 
 
-def wikitext_articles(texts):
+def wikitext_articles(rows):
     """Titles stand between empty lines, formulas such as ` = 1 / s = ` do not."""
-    whole = "".join(line or " \n" for line in texts)        # the Hub's rows are lines
+    whole = "".join(line or " \n" for line in rows["text"])     # the Hub's rows are lines
     return re.split(r"(?<=\n \n)(?= = [^=\n]+ = \n \n)", whole)
 
 
-SPLITS = dict(train="train", validation="val", test="test")     # names of `datasets`, ours
 IMAGES = {
     "shapes": ImageSet(32),
     "camouflage": ImageSet(32),
@@ -94,77 +90,83 @@ TEXTS = {
     # the share is nanoGPT's, so that losses compare
     "openwebtext": TextSet(dict(path="Skylion007/openwebtext", num_proc=os.cpu_count()),
                            held_out=0.0005, large=True),
-    "books": TextSet(large=True),
-    "shakespeare": TextSet(SHAKESPEARE, by_position=True),
-    "shakespeare_char": TextSet(SHAKESPEARE, "char", by_position=True),
-    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), by_position=True),
+    "shakespeare": TextSet(SHAKESPEARE, one_text=True),
+    "shakespeare_char": TextSet(SHAKESPEARE, "char", one_text=True),
+    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True),
     # for zero-shot evaluation
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
                         documents=wikitext_articles),
     "ptb": TextSet(dict(path="ptb-text-only/ptb_text_only", revision=CONVERTED),
-                   column="sentence"),
+                   documents=itemgetter("sentence")),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
     # common nouns and named entities
-    "cbt": TextSet(dict(path="cam-cst/cbt"), column=None, passages=True,
-                   files={"CN": "CN/validation*", "NE": "NE/validation*"}),
+    "cbt": TextSet(dict(path="cam-cst/cbt"), files={"CN": "CN/validation*", "NE": "NE/validation*"},
+                   documents=None, passages=True),
 }
+SPLITS = dict(train="train", validation="val", val="val", test="test")      # {theirs: ours}
 
 
-# -------------------------------------------------------------------------------------------------
-# Rows
-# -------------------------------------------------------------------------------------------------
+# ---- Reading: {split: rows} by `datasets`, whose copies of a folder's files go into the draft ---
 
 def read_rows(row, source, draft, **how):
-    """{split: rows} of a set on the Hub, or of the Parquet, .jsonl or .txt files in a folder."""
+    """The rows of a set on the Hub, or of the Parquet, .jsonl or .txt files in a folder."""
     from datasets import config, load_dataset
     from huggingface_hub import constants, utils
 
-    if source is None and row.hub is None:
-        raise UserError("there is no such text on the Hub: give your own by --source DIR")
     if source is None:
         try:
             utils.get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:       # no network; `datasets` would ask six times, in half a minute
             config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
-        return load_dataset(**{**how, **row.hub})
+        return load_dataset(**how | row.hub)
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
         there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
         if there != int(count):
             raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
-    how["cache_dir"], how["data_dir"] = str(draft / "scratch"), str(source)
-    suffix = next((suffix for suffix in (".parquet", ".jsonl", ".txt")
-                   if any(source.rglob("*" + suffix))), None)
+    kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
+    suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), None)
+    if suffix is None:
+        raise UserError(f"there is no .parquet, .jsonl or .txt file in {source}")
     if row.hub is None:
         how["data_files"] = own_texts(source, suffix)
     if suffix == ".txt":
-        sets = load_dataset("text", sample_by="document", encoding_errors="replace", **how)
-        utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
-        say_left_out("documents", sum(len(sets[k]) - len(utf8[k]) for k in sets), "no UTF-8")
-        return utf8
-    return load_dataset("json" if suffix == ".jsonl" else "parquet", **how)
+        how |= dict(sample_by="document", encoding_errors="replace")
+    how |= dict(data_dir=str(source), cache_dir=str(draft / "scratch"))
+    sets = load_dataset(kinds[suffix], **how)
+    if suffix != ".txt":
+        return sets
+    utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
+    say_left_out("documents", sum(len(sets[k]) - len(utf8[k]) for k in sets), "no UTF-8")
+    return utf8
 
 
 def own_texts(source, suffix):
-    """{split: files} of a user's own text: by name, where all files, or the folders that hold them,
-    are called train, val, validation or test; else every file is for training."""
-    if suffix is None:
-        raise UserError(f"there is no .parquet, .jsonl or .txt file in {source}")
-    found, others = {}, 0
-    for path in sorted(path for path in source.rglob("*") if path.is_file()):
-        others += path.suffix != suffix
-        if path.suffix == suffix:
-            name = re.sub(r"-\d+-of-\d+$", "", path.relative_to(source).parts[0].split(".")[0])
-            found.setdefault("validation" if name == "val" else name, []).append(str(path))
-    say_left_out("files", others, f"no {suffix}")
-    return found if found.keys() <= SPLITS.keys() else dict(train=sum(found.values(), []))
+    """{split: files} of a user's own text: by the names of the files, or of the folders that hold
+    them, where each is one of SPLITS; else every file is for training."""
+    files = sorted(source.rglob("*" + suffix))
+    names = [re.split(r"\.|-\d+-of-", path.relative_to(source).parts[0])[0] for path in files]
+    say_left_out("files", sum(map(Path.is_file, source.rglob("*"))) - len(files), f"no {suffix}")
+    if not {*names} <= SPLITS.keys():
+        names = ["train"] * len(files)
+    return {split: [str(path) for path, name in zip(files, names) if name == split]
+            for split in names}
 
 
-def say_left_out(what, number, why):
-    """One line for all that cannot be read."""
-    if number:
-        print(f"{number} {what} left out: {why}", file=sys.stderr)
+def own_pictures(source, draft):
+    """The rows of a user's own pictures. Files lie by class: shuffled, as a run may take a part."""
+    from datasets import load_dataset
+
+    if {path.suffix for path in source.rglob("*.*")} <= {".txt", ".jsonl", ".parquet"}:
+        raise UserError("DIR holds text: add --tokenizer=gpt2 or char")
+    say_left_out("files", sum(path.is_file() for path in source.iterdir()), "in no CLASS")
+    files = {"train": f"{source}/*/**"}
+    if (source / "train").is_dir():
+        files = {"train": f"{source}/train/**", "validation": f"{source}/val/**"}
+    sets = hold_out(load_dataset("imagefolder", data_files=files, drop_labels=False,
+                                 cache_dir=str(draft / "scratch")), 0.1)
+    return dict(sets, train=sets["train"].shuffle(seed=2357))
 
 
 def hold_out(sets, share):
@@ -175,82 +177,76 @@ def hold_out(sets, share):
     return dict(train=halves["train"], validation=halves["test"])
 
 
-# -------------------------------------------------------------------------------------------------
-# Images: decoded by threads, in order
-# -------------------------------------------------------------------------------------------------
+def say_left_out(what, number, why):
+    """One line for all that cannot be read."""
+    if number:
+        print(f"{number} {what} left out: {why}", file=sys.stderr)
 
-def resize_crop(image, size):
-    """The middle of a Pillow image whose shorter side is resized to `size` (bicubic), the longer
-    one rounded down; sides and crop are torchvision's."""
-    width, height = (side * size // min(image.size) for side in image.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.resize((width, height), Image.BICUBIC).crop((left, top, left + size, top + size))
 
+# ---- Images: decoded by threads, in order -------------------------------------------------------
 
 def read_picture(file, size):
-    """(RGB array (size, size, 3), None), or (None, what is wrong with the file)."""
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
+    is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # Pillow's, of damaged EXIF data
-            image = ImageOps.exif_transpose(Image.open(file))       # upright
-        if image.mode in ("I", "F"):
-            raise ValueError("32 bits a pixel")
-        if image.mode.startswith("I"):          # 16 bits a pixel, which convert() would clip at 255
-            image = Image.fromarray((np.asarray(image) / 257).round().astype(np.uint8))
+        image = ImageOps.exif_transpose(Image.open(file))       # upright
+        if image.mode[0] in "IF":               # convert() would clip them at 255
+            raise ValueError("16 or 32 bits a pixel")
         if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-        return np.asarray(resize_crop(image.convert("RGB"), size)), None
+        width, height = (side * size // min(image.size) for side in image.size)
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        image = image.convert("RGB").resize((width, height), Image.BICUBIC)
+        return np.asarray(image.crop((left, top, left + size, top + size))), None
     except Exception as error:      # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__
 
 
+def readable(rows, column, label, size, problems):
+    """Yields (pixels, label) in order. What is wrong with the other files goes into `problems`."""
+    def read(cell):
+        file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
+        pixels, problem = read_picture(file, size)
+        return pixels, problem and f"{cell['path']} ({problem})"
+
+    with ThreadPoolExecutor() as pool:
+        for batch in rows.iter(512):
+            for number, (pixels, problem) in zip(batch[label], pool.map(read, batch[column])):
+                if problem:
+                    problems.append(problem)
+                else:
+                    yield pixels, number
+
+
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn, load_dataset
+    from datasets import Image as ImageColumn
 
-    row = IMAGES.get(name, ImageSet(size, val="validation"))
-    if row.hub:
-        sets = read_rows(row, source, draft, streaming=True)
-    else:
-        files = {"train": f"{source}/*/**"}
-        say_left_out("files", sum(path.is_file() for path in source.iterdir()), "in no CLASS")
-        if (source / "train").is_dir():
-            files = {"train": f"{source}/train/**", "validation": f"{source}/val/**"}
-        sets = hold_out(load_dataset("imagefolder", data_files=files, drop_labels=False,
-                                     cache_dir=str(draft / "scratch")), 0.1)
-        sets["train"] = sets["train"].shuffle(seed=2357)    # files lie by class; a run takes a part
+    row, problems = IMAGES.get(name, ImageSet(size, val="validation")), []
+    sets = read_rows(row, source, draft, streaming=True) if row.hub else own_pictures(source, draft)
     features = sets["train"].features
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
-    classes, problems = getattr(features[label], "names", None), []
-
-    def read(cell):
-        file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
-        pixels, problem = read_picture(file, row.size)
-        return pixels, problem and f"{cell['path']} ({problem})"
-
+    classes = getattr(features[label], "names", None)
     for split, part in (("train", "train"), ("val", row.val)):
         rows, labels = sets[part].cast_column(column, ImageColumn(decode=False)), []
-        with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as pool:
+        pictures = readable(rows, column, label, row.size, problems)
+        with open(draft / f"{split}_images.npy", "wb") as out:
             out.seek(128)           # the header comes last: not every picture can be read
-            for batch in tqdm(rows.iter(512), f"{name} {split}", unit_scale=512, disable=None):
-                for number, (pixels, problem) in zip(batch[label], pool.map(read, batch[column])):
-                    if problem:
-                        problems.append(problem)
-                        continue
-                    out.write(pixels.tobytes())
-                    labels.append(number)
-            about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *2 * [row.size], 3))
+            for pixels, number in tqdm(pictures, f"{name} {split}", disable=None):
+                out.write(pixels.tobytes())
+                labels.append(number)
+            shape = (len(labels), row.size, row.size, 3)
             out.seek(0)
-            np.lib.format.write_array_header_1_0(out, about)
+            np.lib.format.write_array_header_1_0(
+                out, dict(descr="|u1", fortran_order=False, shape=shape))
         if not labels:
             raise UserError(f"no picture of {part} can be read: {', '.join(problems[:3])}")
-        classes = classes or [str(i) for i in range(max(labels) + 1)]
-        if len(classes) < 2 or not 0 <= min(labels) <= max(labels) < len(classes):
-            raise UserError(f"the labels of {part} are {min(labels)} to {max(labels)}, of "
-                            f"{len(classes)} classes; pictures lie in DIR/CLASS/FILE")
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
+        classes = classes or [str(i) for i in range(max(labels) + 1)]
+    if len(classes) < 2:
+        raise UserError("there is one class alone; pictures lie in DIR/CLASS/FILE")
     say_left_out("pictures", len(problems), ", ".join(problems[:3]) + ", ..." * (len(problems) > 3))
     return image_meta(classes, draft)
 
@@ -279,58 +275,52 @@ def image_meta(classes, draft):
                 mean=(mean / 255).tolist(), std=(np.sqrt(square - mean ** 2) / 255).tolist())
 
 
-# -------------------------------------------------------------------------------------------------
-# Text: encoded by tiktoken's threads, in order
-# -------------------------------------------------------------------------------------------------
+# ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
 
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
-    row = TEXTS.get(name, TextSet())
-    sets = dict(train=dict(text=[pydoc()]))
+    row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
     if name != "pydoc":
         sets = read_rows(row, source, draft, data_files=row.files)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
         (draft / f"{name}.jsonl").write_text("".join(lines))
-    if not row.by_position:
+    if not row.one_text:
         sets = hold_out(sets, row.held_out)
-    parts = {SPLITS[split]: sets[split][row.column] for split in sets if row.column}
-    if row.documents:
-        parts = {split: row.documents(rows) for split, rows in parts.items()}
-    one = row.by_position or [*parts] == ["train"]      # document, cut by position
-    if one:
-        whole = "".join(words for part in parts.values() for words in part)
-        parts = dict(train=[whole[:int(0.9 * len(whole))]], val=[whole[int(0.9 * len(whole)):]])
+    parts = {SPLITS[split]: row.documents(sets[split]) for split in sets if row.documents}
+    one_text = row.one_text or [*parts] == ["train"]        # a single document
+    if one_text:
+        whole = "".join(document for part in parts.values() for document in part)
+        cut = int(0.9 * len(whole))
+        parts = dict(train=[whole[:cut]], val=[whole[cut:]])
 
     tokenizer = tokenizer or row.tokenizer
     if tokenizer == "char":
         tokenizer = CharTokenizer("".join(sorted(set().union(*parts["train"]))))
     elif tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer()
-    end = [] if one or tokenizer.eot is None else [tokenizer.eot]
+    end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
     tokens = {}
-    for split, texts in parts.items():
+    for split, documents in parts.items():
         with open(draft / f"{split}.bin", "wb") as out:
             # 64 at once: they may be books, and memory holds their tokens
-            for start in tqdm(range(0, len(texts), 64), f"{name} {split}", disable=None):
-                for ids in tokenizer.encode_batch(texts[start:start + 64]):
+            for start in tqdm(range(0, len(documents), 64), f"{name} {split}", disable=None):
+                for ids in tokenizer.encode_batch(documents[start:start + 64]):
                     out.write(np.array([*ids, *end], np.uint16))
             tokens[split] = out.tell() // 2
-        if tokens[split] < 2:
-            raise UserError(f"there is no text for {split}")
     return dict(kind="text", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab, tokens=tokens)
 
 
-# -------------------------------------------------------------------------------------------------
-# Preparing and opening
-# -------------------------------------------------------------------------------------------------
+# ---- Preparing and opening ----------------------------------------------------------------------
 
 def how_to(name, cache):
     """Both ways to a set, for messages."""
-    row = IMAGES.get(name) or TEXTS.get(name) or TextSet()
-    both = (f" with a network, or --source DIR with the files of huggingface.co/datasets/"
-            f"{row.hub['path']}") if row.hub else " --source DIR, where DIR has its files"
-    return f"python data/prepare.py {name} --data_dir={cache}{both}"
+    row = IMAGES.get(name) or TEXTS.get(name)
+    command = f"python data/prepare.py {name} --data_dir={cache}"
+    if row is None or row.hub is None:
+        return f"{command} --source DIR, where DIR has its files"
+    return (f"{command} with a network, or --source DIR with the files of huggingface.co/datasets/"
+            f"{row.hub['path']}")
 
 
 @contextlib.contextmanager
@@ -362,9 +352,6 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
         draft.mkdir()
         try:
             source = Path(source).resolve(strict=True) if source else None
-            if source and name not in {**IMAGES, **TEXTS} and not tokenizer:
-                if {path.suffix for path in source.rglob("*.*")} <= {".txt", ".jsonl", ".parquet"}:
-                    raise UserError("DIR holds text: add --tokenizer=gpt2 or char")
             if name in TEXTS or tokenizer:
                 meta = write_text(name, tokenizer, source, draft)
             elif name in ("shapes", "camouflage"):
@@ -373,10 +360,6 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
                 meta = write_images(name, size, source, draft)
             (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
             shutil.rmtree(draft / "scratch", ignore_errors=True)        # of `datasets`
-            for path in (*draft.iterdir(), draft):      # a power cut leaves whole files, or no set
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
-                os.close(descriptor)
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)

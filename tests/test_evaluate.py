@@ -12,7 +12,8 @@ from torch.nn import functional as F
 import evaluate
 import train_gpt
 import train_vit
-from data import augment, images, prepare, text
+from data import augment, images, text
+from data.prepare import read_picture
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import UserError
 from helpers import metrics, write_model
@@ -137,7 +138,7 @@ def test_predict(tmp_path, run, monkeypatch):
     paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")], []
     for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
         Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
-    pixels = [np.array(prepare.resize_crop(Image.open(path), 16)) for path in paths]
+    pixels = [read_picture(path, 16)[0] for path in paths]
     pixels = augment.to_float(torch.from_numpy(np.stack(pixels)))
     monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet[1:]))
 
