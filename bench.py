@@ -61,11 +61,6 @@ def literal_ista(self, Z):
     return F.relu(Z + self.eta * (descent - ascent) - self.eta * self.lambd)
 
 
-def literal_classifier(self, x):
-    """A classifier whose last layer computes every token, though one is read."""
-    return self.head(self.pool(self.encoder(x)))
-
-
 def literal_language_model(self, ids, targets):
     """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
     Z = self.norm(run_layers(self.layers, self.tokens(ids)))
@@ -77,8 +72,7 @@ def literal_cross_entropy(Z, W, targets):
     return F.cross_entropy((Z @ W.mT).flatten(0, -2), targets.flatten(), ignore_index=-1)
 
 
-LITERAL = {MSSA: literal_attend, ISTA: literal_ista, ImageClassifier: literal_classifier,
-           LanguageModel: literal_language_model}
+LITERAL = {MSSA: literal_attend, ISTA: literal_ista, LanguageModel: literal_language_model}
 
 
 def literal(model):

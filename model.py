@@ -98,10 +98,9 @@ class Attention(nn.Module):
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
 
-    def forward(self, Z, state=None, first=None):
+    def forward(self, Z, state=None):
         """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
-        sequences whose past is in the state. first=m (not causal): the output of the first m tokens
-        alone, (B, m, d); they attend to all n."""
+        sequences whose past is in the state."""
 
     def products(self, n):
         """Multiply-adds of a forward over n tokens, beside those of weights."""
@@ -160,10 +159,10 @@ class MSSA(Attention):
         w = self.projections(Z)
         return attention_map(w, w, self.scale, self.causal)
 
-    def forward(self, Z, state=None, first=None):
+    def forward(self, Z, state=None):
         w = self.projections(Z)
         seen = w if state is None else cached(state, w)     # the tokens to attend to
-        ssa = self.attend(w[:, :, :first], seen, seen)
+        ssa = self.attend(w, seen, seen)
         if self.output == "learned":
             out = self.W(ssa)
         else:
@@ -220,7 +219,7 @@ class ISTA(Sparsification):
         return cls(c.width, c.eta, c.lambd)
 
     def code(self, Z):
-        if Z.numel() < self.D.numel():      # fewer than d (generation, class tokens): G costs more
+        if Z.numel() < self.D.numel():      # fewer than d (generation): G costs more
             return ista(Z, self.D, self.eta, self.lambd)
         G = self.eta * (self.D - self.D.mT @ self.D)
         return F.relu(Z + Z @ G - self.eta * self.lambd)
@@ -271,9 +270,9 @@ class Layer(nn.Module):
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
         return out
 
-    def compress(self, Z, state=None, first=None):
-        """Z^l -> Z^{l+1/2}; with first=m of the first m tokens alone."""
-        return Z[:, :first] + self.branch(self.attention(self.norm1(Z), state, first), self.scale1)
+    def compress(self, Z, state=None):
+        """Z^l -> Z^{l+1/2}."""
+        return Z + self.branch(self.attention(self.norm1(Z), state), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
@@ -282,8 +281,8 @@ class Layer(nn.Module):
         out = self.sparsification(self.norm2(Z))
         return Z + self.branch(out, self.scale2) if self.residual else out
 
-    def forward(self, Z, state=None, first=None):
-        return self.sparsify(self.compress(Z, state, first))
+    def forward(self, Z, state=None):
+        return self.sparsify(self.compress(Z, state))
 
     def trace(self, Z):
         """The LayerTrace of a forward pass."""
@@ -306,10 +305,10 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def run_layers(layers, Z, first=None):
-    """Z^1 -> Z^{L+1}. first=m: the last layer computes the first m tokens alone."""
-    for l, layer in enumerate(layers):
-        Z = layer(Z, first=first) if first and l == len(layers) - 1 else layer(Z)
+def run_layers(layers, Z):
+    """Z^1 -> Z^{L+1}."""
+    for layer in layers:
+        Z = layer(Z)
     return Z
 
 
@@ -450,11 +449,11 @@ class MHSA(Attention):
         q, k, _ = self.projections(Z)
         return attention_map(q, k, self.scale, self.causal)
 
-    def forward(self, Z, state=None, first=None):
+    def forward(self, Z, state=None):
         q, k, v = self.projections(Z)
         if state is not None:
             k, v = cached(state, torch.cat([k, v], -1)).chunk(2, -1)
-        return F.dropout(self.W(self.attend(q[:, :, :first], k, v)), self.dropout, self.training)
+        return F.dropout(self.W(self.attend(q, k, v)), self.dropout, self.training)
 
 
 class TSSA(Attention):
@@ -520,11 +519,10 @@ class TSSA(Attention):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self.statistics(self.projections(Z), None)[0]
 
-    def forward(self, Z, state=None, first=None):
+    def forward(self, Z, state=None):
         w = self.projections(Z)
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self.statistics(w, state)
-            Pi, w = Pi[:, :, :first], w[:, :, :first]
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
         out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
@@ -576,12 +574,12 @@ class CBSA(Attention):
         A = self.contract(self.projections(Z))[1]
         return A.mT @ A
 
-    def forward(self, Z, state=None, first=None):
+    def forward(self, Z, state=None):
         w = self.projections(Z)
         R, A = self.contract(w)
         R = R + self.s1[:, None, None] * (A @ w)
         out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-        out = self.s2[:, None, None] * (A[..., :first].mT @ out)
+        out = self.s2[:, None, None] * (A.mT @ out)
         out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
         return F.dropout(out, self.dropout, self.training)
 
@@ -922,8 +920,8 @@ def saliency(attention, query="class"):
 class ImageEncoder(nn.Module):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
-    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d), with first=1 the class token
-    alone. Where H and W differ from config.image_size, positions are interpolated."""
+    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). Where H and W differ from
+    config.image_size, positions are interpolated."""
 
     def __init__(self, config):
         super().__init__()
@@ -976,8 +974,8 @@ class ImageEncoder(nn.Module):
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
-    def forward(self, x, first=None):
-        return self.norm(run_layers(self.layers, self.tokens(x), first))
+    def forward(self, x):
+        return self.norm(run_layers(self.layers, self.tokens(x)))
 
     def trace(self, x):
         """What each layer does with the images: a list of LayerTraces."""
@@ -1003,8 +1001,7 @@ class ImageClassifier(nn.Module):
         return Z[:, 0] if self.config.pool == "class" else Z[:, 1:].mean(1)
 
     def forward(self, x):
-        first = 1 if self.config.pool == "class" else None
-        return self.head(self.pool(self.encoder(x, first)))
+        return self.head(self.pool(self.encoder(x)))
 
     def train_flops(self):
         """Operations of forward and backward for one image, in the layers."""

@@ -159,7 +159,7 @@ class Branch(nn.Module):
 
     def forward(self, views):
         """One pass through the encoder for each size, one through the projector for all."""
-        tokens = [self.encoder(v.flatten(0, 1), first=1)[:, 0].unflatten(0, v.shape[:2])
+        tokens = [self.encoder(v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2])
                   for v in views]
         Z = F.normalize(self.projector(torch.cat(tokens)).float(), dim=-1)
         if self.prototypes is None:
