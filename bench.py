@@ -232,11 +232,11 @@ def bench_gpt(c, processes):
 
 
 def compare_operator(c, processes, build):
-    """`compare` for one operator: build(d, K, n) returns it and its multiply-adds per token."""
+    """`compare` for one operator: build(config, n) returns it and its multiply-adds per token."""
     for B, n, d, K in SHAPES:
         B = larger(B, processes.device)
         Z = torch.randn(B, n, d, device=processes.device, requires_grad=True)
-        fast, multiply_adds = build(d, K, n)
+        fast, multiply_adds = build(ImageConfig(width=d, heads=K), n)
         variants = {}
         for name, operator in (("fast", fast.to(Z.device)), ("literal", literal(fast))):
             leaves = [Z, *operator.parameters()]
@@ -246,12 +246,13 @@ def compare_operator(c, processes, build):
 
 def bench_ista(c, processes):
     """The sparsification operator alone: one matmul against three."""
-    compare_operator(c, processes, lambda d, K, n: (ISTA(d), d * d))
+    compare_operator(c, processes, lambda config, n: (ISTA(config), config.width ** 2))
 
 
 def bench_attention(c, processes):
     """The compression operator alone: fused attention against an explicit softmax."""
-    compare_operator(c, processes, lambda d, K, n: (MSSA(d, K), 2 * d * (d + n)))
+    compare_operator(c, processes, lambda config, n: (
+        MSSA(config), 2 * config.width * (config.width + n)))
 
 
 def bench_head(c, processes):
@@ -273,9 +274,8 @@ def bench_length(c, processes):
     class token, each grid four times the one before, and the power of n that time grows with."""
     lengths = [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]
     device = processes.device
-    operators = {"TSSA": TSSA(256, 4), "CBSA": CBSA(256, 4), "MSSA": MSSA(256, 4),
-                 "MHSA": MHSA(256, 4)}
-    operators = {name: operator.to(device) for name, operator in operators.items()}
+    operators = {kind.__name__: kind(ImageConfig(width=256, heads=4, qkv_bias=True)).to(device)
+                 for kind in (TSSA, CBSA, MSSA, MHSA)}
     medians = {name: [] for name in operators}
     for n in lengths:
         Z = torch.randn(larger(1, device), 1 + n, 256, device=device, requires_grad=True)
@@ -292,7 +292,7 @@ def bench_length(c, processes):
 @torch.no_grad()
 def advance(processes, model, ids, state):
     """The state after the tokens `ids`; the given one stays as it is."""
-    state = [dict(layer) for layer in state]
+    state = [copy.copy(cache) for cache in state]
     with processes.autocast():
         model.advance(ids, state)
     return state
@@ -300,7 +300,7 @@ def advance(processes, model, ids, state):
 
 def cache_bytes(state):
     """What generation keeps for the tokens read; of a buffer, the part in use."""
-    return sum(kept[:, :, :layer["n"]].nbytes for layer in state for kept in layer.values()
+    return sum(kept[:, :, :cache.n].nbytes for cache in state for kept in vars(cache).values()
                if torch.is_tensor(kept))
 
 

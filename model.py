@@ -27,6 +27,7 @@ w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) ha
 """
 import difflib
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -76,31 +77,56 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     return out if bias is None else out + bias
 
 
-class Attention(nn.Module):
+@dataclass
+class Cache:
+    """What the attention of a layer keeps of the n tokens that a generation has read.
+
+    MSSA    past: w = U^* Z of `room` tokens, the first n filled            (B, K, room, p)
+    MHSA    past: the same of keys and values, side by side                 (B, K, room, 2 p)
+    TSSA    sums over the tokens: energy of w^2, moment of Pi w^2, mass of Pi
+            (B, K, 1, p) twice, (B, K, 1)"""
+    room: int = 0
+    n: int = 0
+    past: torch.Tensor | None = None
+    energy: torch.Tensor | float = 0.0
+    moment: torch.Tensor | float = 0.0
+    mass: torch.Tensor | float = 0.0
+
+    def append(self, new):
+        """Adds tokens (B, K, m, .) to `past` and returns all that it holds: (B, K, n, .)."""
+        if self.past is None:
+            self.past = new.new_empty(*new.shape[:2], self.room, new.shape[3])
+        start, self.n = self.n, self.n + new.shape[2]
+        self.past[:, :, start:self.n] = new
+        return self.past[:, :, :self.n]
+
+
+class Attention(nn.Module, ABC):
     """The interface of a compression operator. K heads of dimension p."""
     has_bias = False                        # default of qkv_bias in image models
 
-    def __init__(self, d, heads, p, causal, dropout):
+    def __init__(self, config):
         super().__init__()
-        self.heads, self.p, self.causal, self.dropout = heads, p or d // heads, causal, dropout
+        self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
+        self.dropout = config.dropout
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
 
-    @classmethod
-    def build(cls, c, causal, context):
-        """The operator that BackboneConfig c describes, for sequences of up to `context` tokens."""
-
+    @abstractmethod
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
 
+    @abstractmethod
     def projections(self, Z):
         """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
 
+    @abstractmethod
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
 
-    def forward(self, Z, state=None):
-        """Z (B, n, d) -> (B, n, d). With a `state` (causal only), Z holds the next tokens of
-        sequences whose past is in the state."""
+    @abstractmethod
+    def forward(self, Z, cache=None):
+        """Z (B, n, d) -> (B, n, d). With a Cache (causal only), Z are the tokens after those in it,
+        and it takes them in."""
 
     def products(self, n):
         """Multiply-adds of a forward over n tokens, beside those of weights."""
@@ -135,19 +161,14 @@ class MSSA(Attention):
     p = d (in crate-lm's code it is there). One tensor w = U^* Z is query, key and value, so
     generation caches one a layer."""
 
-    def __init__(self, d, heads, p=None, output="learned", causal=False, step_size=1.0, bias=True,
-                 dropout=0.0):
-        super().__init__(d, heads, p, causal, dropout)
-        self.output, self.step_size = output, step_size
-        self.U = nn.Linear(d, heads * self.p, bias=False)   # weight = [U_1 .. U_K]^*
+    def __init__(self, config):
+        super().__init__(config)
+        d, Kp = config.width, self.heads * self.p
+        self.output, self.step_size = ARCHS[config.arch].output, config.step_size
+        self.U = nn.Linear(d, Kp, bias=False)               # weight = [U_1 .. U_K]^*
         self.W = nn.Identity()
-        if output == "learned" and not (heads == 1 and self.p == d):
-            self.W = nn.Linear(heads * self.p, d, bias=bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, ARCHS[c.arch].output, causal=causal,
-                   step_size=c.step_size, bias=c.out_bias, dropout=c.dropout)
+        if self.output == "learned" and not (self.heads == 1 and self.p == d):
+            self.W = nn.Linear(Kp, d, bias=config.out_bias)
 
     def bases(self):
         return self.U.weight.view(self.heads, self.p, -1).mT
@@ -155,14 +176,18 @@ class MSSA(Attention):
     def projections(self, Z):
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
-    def map(self, Z):
+    def queries_keys_values(self, Z, cache=None):
+        """Queries of the tokens Z; keys and values of these and, before them, of the cache's."""
         w = self.projections(Z)
-        return attention_map(w, w, self.scale, self.causal)
+        seen = w if cache is None else cache.append(w)
+        return w, seen, seen
 
-    def forward(self, Z, state=None):
-        w = self.projections(Z)
-        seen = w if state is None else cached(state, w)     # the tokens to attend to
-        ssa = self.attend(w, seen, seen)
+    def map(self, Z):
+        q, k, _ = self.queries_keys_values(Z)
+        return attention_map(q, k, self.scale, self.causal)
+
+    def forward(self, Z, cache=None):
+        ssa = self.attend(*self.queries_keys_values(Z, cache))
         if self.output == "learned":
             out = self.W(ssa)
         else:
@@ -182,22 +207,24 @@ def ista(Z, D, eta=0.1, lambd=0.1):
     return F.relu(Z - eta * residual @ D - eta * lambd)
 
 
-class Sparsification(nn.Module):
+class Sparsification(nn.Module, ABC):
     """The interface of the operator that replaces the MLP. The output depends on Z through `code`
     only, so the model can be steered by replacing `code` on an instance."""
     residual = True         # whether the layer adds its input; a proximal step has it inside
     uses = ("eta", "lambd")     # of the config's fields that not every arch has
 
-    @classmethod
-    def build(cls, c, context):
-        """The operator that BackboneConfig c describes, for sequences of `context` tokens."""
-
+    @abstractmethod
     def code(self, Z):
         """The sparse code (B, n, m) of Z (B, n, d)."""
 
     def forward(self, Z):
         """(B, n, d) -> (B, n, d): unless overridden, the code itself."""
         return self.code(Z)
+
+
+def dictionary(d):
+    """D (d, d), as the released code draws it."""
+    return nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
 
 
 class ISTA(Sparsification):
@@ -209,14 +236,10 @@ class ISTA(Sparsification):
     and 0.5, 70.8 and 70.5 for lambda 0.02 and 0.5."""
     residual = False
 
-    def __init__(self, d, eta=0.1, lambd=0.1):
+    def __init__(self, config):
         super().__init__()
-        self.eta, self.lambd = eta, lambd
-        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.eta, c.lambd)
+        self.eta, self.lambd = config.eta, config.lambd
+        self.D = dictionary(config.width)
 
     def code(self, Z):
         if Z.numel() < self.D.numel():      # fewer than d (generation): G costs more
@@ -245,15 +268,15 @@ class Layer(nn.Module):
     Z^{l+1/2}. The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none.
     LayerScale and drop path act on the residual branches only."""
 
-    def __init__(self, config, causal=False, context=None, drop_path=0.0):
+    def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, row = config, ARCHS[config.arch]
+        c, arch = config, ARCHS[config.arch]
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.attention = row.attention.build(c, causal, context)
+        self.attention = arch.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if row.sparsification is not None:
+        if arch.sparsification is not None:
             self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-            self.sparsification = row.sparsification.build(c, context)
+            self.sparsification = arch.sparsification(c)
         self.residual = self.sparsification is not None and self.sparsification.residual
         self.drop_path = drop_path
         if c.layer_scale:
@@ -270,9 +293,9 @@ class Layer(nn.Module):
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
         return out
 
-    def compress(self, Z, state=None):
+    def compress(self, Z, cache=None):
         """Z^l -> Z^{l+1/2}."""
-        return Z + self.branch(self.attention(self.norm1(Z), state), self.scale1)
+        return Z + self.branch(self.attention(self.norm1(Z), cache), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
@@ -281,8 +304,8 @@ class Layer(nn.Module):
         out = self.sparsification(self.norm2(Z))
         return Z + self.branch(out, self.scale2) if self.residual else out
 
-    def forward(self, Z, state=None):
-        return self.sparsify(self.compress(Z, state))
+    def forward(self, Z, cache=None):
+        return self.sparsify(self.compress(Z, cache))
 
     def trace(self, Z):
         """The LayerTrace of a forward pass."""
@@ -290,10 +313,10 @@ class Layer(nn.Module):
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
-def make_layers(config, causal=False, context=None):
+def make_layers(config):
     """The L layers of a model, drop path rising linearly with depth."""
     drops = [config.drop_path * l / max(config.layers - 1, 1) for l in range(config.layers)]
-    return nn.ModuleList(Layer(config, causal, context, drop) for drop in drops)
+    return nn.ModuleList(Layer(config, drop) for drop in drops)
 
 
 def init_linears(module, init, **options):
@@ -424,18 +447,14 @@ def gaussian_mixture_denoise(z, U, sigma):
 
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
-    and values, with `bias`; `out_bias` is on the output map."""
+    and values, with qkv_bias; out_bias is on the output map."""
     has_bias = True
 
-    def __init__(self, d, heads, p=None, causal=False, bias=True, out_bias=True, dropout=0.0):
-        super().__init__(d, heads, p, causal, dropout)
-        self.QKV = nn.Linear(d, 3 * heads * self.p, bias=bias)
-        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, causal, bias=c.qkv_bias, out_bias=c.out_bias,
-                   dropout=c.dropout)
+    def __init__(self, config):
+        super().__init__(config)
+        d, Kp = config.width, self.heads * self.p
+        self.QKV = nn.Linear(d, 3 * Kp, bias=config.qkv_bias)
+        self.W = nn.Linear(Kp, d, bias=config.out_bias)
 
     def bases(self):
         """The value maps, without their bias."""
@@ -445,15 +464,17 @@ class MHSA(Attention):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
-    def map(self, Z):
-        q, k, _ = self.projections(Z)
-        return attention_map(q, k, self.scale, self.causal)
-
-    def forward(self, Z, state=None):
+    def queries_keys_values(self, Z, cache=None):
         q, k, v = self.projections(Z)
-        if state is not None:
-            k, v = cached(state, torch.cat([k, v], -1)).chunk(2, -1)
-        return F.dropout(self.W(self.attend(q, k, v)), self.dropout, self.training)
+        if cache is not None:
+            k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
+        return q, k, v
+
+    map = MSSA.map
+
+    def forward(self, Z, cache=None):
+        out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
+        return F.dropout(out, self.dropout, self.training)
 
 
 class TSSA(Attention):
@@ -468,18 +489,14 @@ class TSSA(Attention):
     not decayed. Generation keeps the three running sums, of constant size."""
     has_bias = True
 
-    def __init__(self, d, heads, p=None, causal=False, context=None, bias=True, out_bias=True,
-                 dropout=0.0):
-        super().__init__(d, heads, p, causal, dropout)
-        self.U = nn.Linear(d, heads * self.p, bias=bias)
-        self.eta = nn.Parameter(torch.ones(heads))
-        self.b = nn.Parameter(torch.zeros(heads, context, 1)) if causal else None
-        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        return cls(c.width, c.heads, c.head_dim, causal, context, bias=c.qkv_bias,
-                   out_bias=c.out_bias, dropout=c.dropout)
+    def __init__(self, config):
+        super().__init__(config)
+        d, Kp = config.width, self.heads * self.p
+        self.U = nn.Linear(d, Kp, bias=config.qkv_bias)
+        self.eta = nn.Parameter(torch.ones(self.heads))
+        if self.causal:
+            self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
+        self.W = nn.Linear(Kp, d, bias=config.out_bias)
 
     bases = MSSA.bases
 
@@ -487,29 +504,28 @@ class TSSA(Attention):
         """w = U_k^* Z (+ bias) for every head, cast to float32 or better."""
         return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))
 
-    def statistics(self, w, state):
+    def statistics(self, w, cache):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
-        square = w.square()
-        eta = at_least_float32(self.eta)[:, None]
+        square, eta = w.square(), at_least_float32(self.eta)[:, None]
         if not self.causal:
             # the released guards: 1e-12 under the norm (1e-24 under its square), 1e-8 under the sum
             share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
             Pi = (eta * share.sum(-1)).softmax(-2)
             return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
-        start = 0 if state is None else state.get("n", 0)
-        end = start + w.shape[-2]
-        energy = square.cumsum(-2) + (state["energy"] if start else 0)      # squared norm so far
-        likeness = (square / energy.clamp_min(1e-12)).sum(-1)   # the released causal code's guard
-        if not start:
+        past = Cache() if cache is None else cache
+        end = past.n + w.shape[-2]
+        energy = square.cumsum(-2) + past.energy                # squared norm so far
+        share = (square / energy.clamp_min(1e-12)).sum(-1)      # the released causal code's guard
+        if not past.n:
             # the first token's ratio to itself is the constant 1. Below the guard the ratio varies
             # with a slope of up to 2e6, which would dominate the gradient: so it is detached
-            likeness = torch.cat([likeness[..., :1].detach(), likeness[..., 1:]], -1)
-        Pi = (eta * (likeness + self.p * self.b[:, start:end, 0])).softmax(-2)
-        moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + (state["moment"] if start else 0)
-        mass = Pi.cumsum(-1) + (state["mass"] if start else 0)
-        if state is not None:
-            last = dict(energy=energy[..., -1:, :], moment=moment[..., -1:, :], mass=mass[..., -1:])
-            state.update(n=end, **{name: t.clone() for name, t in last.items()})
+            share = torch.cat([share[..., :1].detach(), share[..., 1:]], -1)
+        Pi = (eta * (share + self.p * self.b[:, past.n:end, 0])).softmax(-2)
+        moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + past.moment
+        mass = Pi.cumsum(-1) + past.mass
+        if cache is not None:
+            cache.n, cache.mass = end, mass[..., -1:].clone()
+            cache.energy, cache.moment = (t[..., -1:, :].clone() for t in (energy, moment))
         return Pi, moment / (mass + 1e-8).unsqueeze(-1)
 
     def products(self, n):
@@ -519,10 +535,10 @@ class TSSA(Attention):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self.statistics(self.projections(Z), None)[0]
 
-    def forward(self, Z, state=None):
+    def forward(self, Z, cache=None):
         w = self.projections(Z)
         with torch.autocast(Z.device.type, enabled=False):
-            Pi, s = self.statistics(w, state)
+            Pi, s = self.statistics(w, cache)
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
         out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
@@ -541,17 +557,14 @@ class CBSA(Attention):
     then W. s1, s2 are one number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
 
-    def __init__(self, d, heads, p=None, out_bias=True, dropout=0.0):
-        super().__init__(d, heads, p, causal=False, dropout=dropout)
-        self.U = nn.Linear(d, heads * self.p, bias=False)
-        self.s1, self.s2 = nn.Parameter(torch.randn(heads)), nn.Parameter(torch.randn(heads))
-        self.W = nn.Linear(heads * self.p, d, bias=out_bias)
-
-    @classmethod
-    def build(cls, c, causal, context):
-        if isinstance(c, TextConfig):
-            raise ConfigError(f"{c.arch} pools a grid of patches: it is for images, not text")
-        return cls(c.width, c.heads, c.head_dim, out_bias=c.out_bias, dropout=c.dropout)
+    def __init__(self, config):
+        if isinstance(config, TextConfig):
+            raise ConfigError(f"{config.arch} pools a grid of patches: it is for images, not text")
+        super().__init__(config)
+        d, Kp = config.width, self.heads * self.p
+        self.U = nn.Linear(d, Kp, bias=False)
+        self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
+        self.W = nn.Linear(Kp, d, bias=config.out_bias)
 
     bases, projections = MSSA.bases, MSSA.projections
 
@@ -574,7 +587,7 @@ class CBSA(Attention):
         A = self.contract(self.projections(Z))[1]
         return A.mT @ A
 
-    def forward(self, Z, state=None):
+    def forward(self, Z, cache=None):
         w = self.projections(Z)
         R, A = self.contract(w)
         R = R + self.s1[:, None, None] * (A @ w)
@@ -594,22 +607,17 @@ class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
-    instead of a LASSO step. In a model n is its context."""
+    instead of a LASSO step. n is the model's context."""
     residual, uses = False, ("lambd",)
 
-    def __init__(self, d, lambd=0.1, eps=0.5, context=None):
+    def __init__(self, config):
         super().__init__()
-        self.lambd, self.eps, self.context = lambd, eps, context
-        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.lambd, c.mm_eps, context)
+        alpha = config.width / (config.context * config.mm_eps ** 2)
+        self.gain, self.threshold = 1 + 4 / (9 * (1 + alpha)), 4 * config.lambd / (9 * alpha)
+        self.D = dictionary(config.width)
 
     def code(self, Z):
-        n, d = Z.shape[-2:]
-        alpha = d / ((self.context or n) * self.eps ** 2)
-        return F.relu((1 + 4 / (9 * (1 + alpha))) * (Z @ self.D) - 4 * self.lambd / (9 * alpha))
+        return F.relu(self.gain * (Z @ self.D) - self.threshold)
 
 
 class ODL(Sparsification):
@@ -622,16 +630,12 @@ class ODL(Sparsification):
     D and D_hat are (d, C d)."""
     tied = False
 
-    def __init__(self, d, C=4, eta=0.1, lambd=0.1):
+    def __init__(self, config):
         super().__init__()
-        self.eta, self.lambd = eta, lambd
+        d, C, self.eta, self.lambd = config.width, config.expansion, config.eta, config.lambd
         for name in ["D"] if self.tied else ["D", "D_hat"]:
             D = torch.empty(d, C * d).uniform_(-(6 / d) ** 0.5, (6 / d) ** 0.5)     # as released
             self.register_parameter(name, nn.Parameter(D))
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.expansion, c.eta, c.lambd)
 
     def code(self, Z):
         """a2 (B, n, C d), entries >= 0."""
@@ -652,15 +656,11 @@ class MLP(Sparsification):
     """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
     uses = ()
 
-    def __init__(self, d, m, bias=True, dropout=0.0):
+    def __init__(self, config):
         super().__init__()
-        self.up = nn.Linear(d, m, bias=bias)
-        self.down = nn.Linear(m, d, bias=bias)
-        self.dropout = dropout
-
-    @classmethod
-    def build(cls, c, context):
-        return cls(c.width, c.expansion * c.width, bias=c.mlp_bias, dropout=c.dropout)
+        d, m, self.dropout = config.width, config.expansion * config.width, config.dropout
+        self.up = nn.Linear(d, m, bias=config.mlp_bias)
+        self.down = nn.Linear(m, d, bias=config.mlp_bias)
 
     def code(self, Z):
         """The activations (B, n, m) after GELU, dense."""
@@ -784,7 +784,8 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None: the default of the arch's family."""
+    """What the layers of every model share. None: the default of the arch's family. `causal` and
+    `context`, the tokens of a sequence, are added below."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -847,6 +848,7 @@ def make_config(cls, fields, size=None):
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
     task: ClassVar = "image"            # of SIZES
+    causal: ClassVar = False
     image_size: int = 224               # pixels per side, square
     patch_size: int = 16                # P
     channels: int = 3
@@ -875,6 +877,11 @@ class ImageConfig(BackboneConfig):
     def patches(self):
         """n, the number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
+
+    @property
+    def context(self):
+        """1 + n, the tokens of an image."""
+        return 1 + self.patches()
 
 
 def image_config(size, arch="crate", **overrides):
@@ -933,11 +940,11 @@ class ImageEncoder(nn.Module):
         self.embed = nn.Sequential(*embed)
         self.class_token = nn.Parameter(torch.zeros(1, 1, c.width))
         if c.positions == "learned":
-            self.positions = nn.Parameter(torch.zeros(1, 1 + c.patches(), c.width))
+            self.positions = nn.Parameter(torch.zeros(1, c.context, c.width))
         else:
             side = c.image_size // c.patch_size
             self.register_buffer("positions", sincos_positions(c.width, side))
-        self.layers = make_layers(c, context=1 + c.patches())
+        self.layers = make_layers(c)
         # 1e-6 is ViT's eps; the masked autoencoder has it after CRATE layers too
         self.norm = nn.LayerNorm(c.width, 1e-6) if c.final_norm else nn.Identity()
         self.init_weights()
@@ -1005,7 +1012,7 @@ class ImageClassifier(nn.Module):
 
     def train_flops(self):
         """Operations of forward and backward for one image, in the layers."""
-        return train_flops(self.encoder.layers, 1 + self.config.patches())
+        return train_flops(self.encoder.layers, self.config.context)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1074,9 +1081,9 @@ class DecoderLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
+        self.D = dictionary(c.width)
         self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
-        self.attention = ARCHS[c.arch].attention.build(c, causal=False, context=None)
+        self.attention = ARCHS[c.arch].attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1182,7 +1189,7 @@ class MaskedAutoencoder(nn.Module):
 
     def train_flops(self):
         """Operations of forward and backward for one image, in the layers."""
-        c, n = self.config, 1 + self.config.patches()
+        c, n = self.config, self.config.context
         seen = n - c.masked_patches() if c.mask_tokens == "after" else n
         return train_flops(self.encoder.layers, seen) + train_flops(self.decoder, n)
 
@@ -1231,7 +1238,7 @@ class LanguageModel(nn.Module):
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.width)
         self.positions = nn.Parameter(torch.zeros(c.context, c.width))
-        self.layers = make_layers(c, causal=c.causal, context=c.context)
+        self.layers = make_layers(c)
         self.norm = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
         self.init_weights()
 
@@ -1276,18 +1283,16 @@ class LanguageModel(nn.Module):
 
     # ---- generation
 
-    def advance(self, ids, states):
-        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `states`.
-
-        That list is empty at first, then holds a dict for each layer: room (the context), n (tokens
-        so far), past (see `cached`); TSSA has its running sums energy, moment, mass for past."""
+    def advance(self, ids, caches):
+        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
+        a list that is empty at first, then holds a Cache for each layer."""
         if not self.config.causal:
             raise ConfigError("causal=False cannot generate: tokens attend to later ones")
-        if not states:
-            states.extend(dict(room=self.config.context) for _ in self.layers)
-        Z = self.tokens(ids, states[0].get("n", 0))
-        for layer, state in zip(self.layers, states):
-            Z = layer(Z, state)
+        if not caches:
+            caches.extend(Cache(self.config.context) for _ in self.layers)
+        Z = self.tokens(ids, caches[0].n)
+        for layer, cache in zip(self.layers, caches):
+            Z = layer(Z, cache)
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
@@ -1300,12 +1305,12 @@ class LanguageModel(nn.Module):
         full, the model reads its last half again and forgets the rest. A row ends with its first
         `stop` and then repeats it."""
         context = self.config.context
-        states, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
         for _ in range(n):
-            if states and states[0]["n"] == context:
-                states, new = [], ids[:, -(context // 2):]
-            logits = self.advance(new, states)
+            if caches and caches[0].n == context:
+                caches, new = [], ids[:, -(context // 2):]
+            logits = self.advance(new, caches)
             logits[:, known or self.config.vocab_size:] = -math.inf
             chosen = choose(logits, temperature, top_k, top_p, generator)
             if stop is not None:
@@ -1321,17 +1326,6 @@ class LanguageModel(nn.Module):
         """The prompts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
         with sdpa_kernel(FOR_ANY_LENGTH):
             return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
-
-
-def cached(state, new):
-    """The tokens `new` (B, K, m, p) after the n of the state: (B, K, n + m, p). The first call
-    makes state["past"] for `room` tokens. MSSA stores w, MHSA keys and values side by side."""
-    start = state.get("n", 0)
-    if not start:
-        state["past"] = new.new_empty(*new.shape[:2], state["room"], new.shape[3])
-    state["n"] = end = start + new.shape[2]
-    state["past"][:, :, start:end] = new
-    return state["past"][:, :, :end]
 
 
 def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):

@@ -207,7 +207,7 @@ def test_cached_equals_uncached(arch, chunks):
     for piece in ids.split(chunks, 1):
         read += piece.shape[1]
         assert_near(net.advance(piece, state), logits[:, read - 1])
-    held = sum(t.numel() for t in state[0].values() if torch.is_tensor(t))
+    held = sum(t.numel() for t in vars(state[0]).values() if torch.is_tensor(t))
     kinds = {MSSA: CONTEXT * 16, MHSA: 2 * CONTEXT * 16, TSSA: 16 + 16 + 4}
     assert held == 3 * kinds[ARCHS[arch].attention]
     with pytest.raises(ConfigError, match="13 tokens exceed the context of 12"):

@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
-from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageConfig,
-                   ImageEncoder, Layer, MMProx, TiedODL)
+from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, Attention, ConfigError,
+                   ImageConfig, ImageEncoder, Layer, MMProx, TextConfig, TiedODL)
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,14 @@ def randomize(module, std=0.4):
     for p in module.parameters():
         p.data.normal_(std=std)
     return module
+
+
+def build(operator, arch="crate", **fields):
+    """An operator of 12 features in 3 heads with weights N(0, 0.4); of text if fields has causal."""
+    if "causal" in fields:
+        fields = dict(context=9, qkv_bias=True, out_bias=True) | fields
+    config = TextConfig if "causal" in fields else ImageConfig
+    return randomize(operator(config(arch=arch, **dict(width=12, heads=3) | fields)))
 
 
 def orthonormal(*shape):
@@ -166,7 +174,8 @@ def test_mssa_module(output, causal):
     """The equation at the released code's scale p^-1/2: values, gradients to tokens and to U."""
     d, K, p = 12, 3, 4 if output == "transpose" else 5
     step = 1.0 if output == "learned" else 0.7
-    op = randomize(MSSA(d, K, p, output, causal, step))
+    arch = dict(learned="crate", subspace="crate-c", negative="crate-n", transpose="crate-t")
+    op = build(MSSA, arch[output], head_dim=p, causal=causal, step_size=step)
     U = [op.U.weight[k * p:(k + 1) * p].T for k in range(K)]
     basis = torch.cat(U, 1)
     outer = {"subspace": step * basis, "negative": -step * basis, "transpose": step * basis.T}
@@ -184,7 +193,7 @@ def test_mssa_module(output, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_bfloat16_on_the_cpu(causal):
     """With the map formed: as close to float64 as PyTorch's fused kernel is."""
-    op, w = MSSA(48, 3, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
+    op, w = build(MSSA, width=48, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
     fused = F.scaled_dot_product_attention(w, w, w, is_causal=causal, scale=op.scale)
     exact, found = op.attend(*[w.double()] * 3), op.attend(w, w, w)
     assert found.dtype == torch.bfloat16
@@ -195,7 +204,7 @@ def test_attention_in_bfloat16_on_the_cpu(causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_mhsa(causal):
     d, K, p = 12, 3, 5
-    op, Z = randomize(MHSA(d, K, p, causal)), torch.randn(2, 7, d)
+    op, Z = build(MHSA, head_dim=p, causal=causal), torch.randn(2, 7, d)
 
     def literal(z):
         q, k, v = (op.QKV.weight @ z + op.QKV.bias[:, None]).view(3, K, p, -1)
@@ -232,7 +241,7 @@ def tssa(Z, op, constant=False):
 @torch.no_grad()
 def test_tssa(causal, size):
     """Also of tokens as small as the released guard under the norm, and of zero."""
-    op = randomize(TSSA(12, 3, p=5, causal=causal, context=9, bias=size == 1))
+    op = build(TSSA, head_dim=5, causal=causal, qkv_bias=size == 1)
     op.W.bias *= size
     Z = size * torch.randn(2, 7, 12)
     literal = by_column(partial(tssa, op=op), Z)
@@ -259,7 +268,7 @@ def cbsa(z, op, side):
 @torch.no_grad()
 def test_cbsa(side):
     """At grids of any size; only of squares."""
-    op, Z = randomize(CBSA(12, 3, p=5)), torch.randn(2, 1 + side ** 2, 12)
+    op, Z = build(CBSA, head_dim=5), torch.randn(2, 1 + side ** 2, 12)
     assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
     with pytest.raises(ConfigError, match="square grid of patches, not 6 tokens"):
         op(Z[:, :7])
@@ -269,7 +278,7 @@ def test_cbsa(side):
 @torch.no_grad()
 def test_tssa_drops_its_statistics(causal):
     """1 / (1 + s), as the released code: for all tokens at once where they share s."""
-    op, Z, rate = randomize(TSSA(12, 3, causal=causal, context=200)), torch.randn(4, 200, 12), 0.3
+    op, Z, rate = build(TSSA, causal=causal, context=200), torch.randn(4, 200, 12), 0.3
     op.W = torch.nn.Identity()
     whole, op.dropout = op(Z), rate
     damping = op(Z) * (1 - rate) ** 2 / whole       # 0 or 1; the output is dropped as well
@@ -284,7 +293,7 @@ def test_tssa_drops_its_statistics(causal):
 @pytest.mark.parametrize("size", [1.0, 7e-7])
 def test_a_first_token_has_a_constant_ratio_to_itself(size):
     """So the gradient is the literal's, without the slope of 10^6 that a guard has beneath it."""
-    op, Z = randomize(TSSA(12, 3, causal=True, context=7, bias=False)), torch.randn(2, 7, 12)
+    op, Z = build(TSSA, causal=True, qkv_bias=False), torch.randn(2, 7, 12)
     Z[:, 0] *= size
     inputs = [Z.requires_grad_(), *op.parameters()]
     literal = partial(tssa, op=op, constant=size < 1)
@@ -296,7 +305,7 @@ def test_a_first_token_has_a_constant_ratio_to_itself(size):
 @pytest.mark.parametrize("kind", [MSSA, MHSA])
 @torch.no_grad()
 def test_attention_maps(kind, causal):
-    op, Z = randomize(kind(12, 3, causal=causal)), torch.randn(2, 7, 12)
+    op, Z = build(kind, causal=causal), torch.randn(2, 7, 12)
     A, values = op.map(Z), op.projections(Z)[2] if kind is MHSA else op.projections(Z)
     assert (A >= 0).all() and (A.triu(1) == 0).all() == causal
     assert_near(A.sum(-1), torch.ones(2, 3, 7))
@@ -310,6 +319,11 @@ def test_saliency():
     assert torch.equal(model.saliency(Pi), Pi[:, :, 1:])
 
 
+def test_an_operator_that_lacks_a_method_is_refused():
+    with pytest.raises(TypeError, match="bases"):
+        type("Lacking", (MSSA,), dict(bases=Attention.bases))(config())
+
+
 # ---- Sparsification operators
 
 def prox_step(A, Z, D, eta, lambd):
@@ -320,12 +334,12 @@ def prox_step(A, Z, D, eta, lambd):
 @pytest.mark.parametrize("n", [3, 12])                      # fewer tokens than d, and more
 def test_ista(n):
     d, eta, lambd = 9, 0.15, 0.25
-    Z, op = torch.randn(1, n, d), randomize(ISTA(d, eta, lambd))
+    Z, op = torch.randn(1, n, d), build(ISTA, width=d, eta=eta, lambd=lambd)
     literal = by_column(lambda z: prox_step(z, z, op.D, eta, lambd), Z)
     assert_near(model.ista(Z, op.D, eta, lambd), literal)
     assert_near(op(Z), literal)
     assert_near(op.code(Z), literal)
-    assert ISTA(d).eta == ISTA(d).lambd == 0.1
+    assert build(ISTA).eta == build(ISTA).lambd == 0.1
 
 
 def test_ista_solves_the_lasso():
@@ -340,15 +354,17 @@ def test_ista_solves_the_lasso():
 
 
 def test_mmprox():
-    d, n, lambd, eps = 8, 5, 0.3, 0.4
-    Z, op, alpha = torch.randn(2, n, d), randomize(MMProx(d, lambd, eps)), d / (n * eps ** 2)
+    d, n, lambd, eps = 12, 5, 0.3, 0.4
+    op = build(MMProx, lambd=lambd, mm_eps=eps, image_size=8, patch_size=4)     # 4 patches
+    Z, alpha = torch.randn(2, n, d), d / (n * eps ** 2)
     gain = 1 + 4 / (9 * (1 + alpha))
     assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - 4 * lambd / (9 * alpha)).relu(), Z))
 
 
 def test_odl_and_mlp():
-    d, C, eta, lambd = 6, 3, 0.2, 0.15
-    Z, op = torch.randn(2, 5, d), randomize(ODL(d, C, eta, lambd))
+    fields = dict(width=6, expansion=3, eta=0.2, lambd=0.15)
+    d, C, eta, lambd = fields.values()
+    Z, op = torch.randn(2, 5, d), build(ODL, **fields)
 
     def code(z):
         a1 = prox_step(torch.zeros(C * d, 5), z, op.D, eta, lambd)
@@ -356,12 +372,12 @@ def test_odl_and_mlp():
 
     assert_near(op.code(Z), by_column(code, Z))
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
-    tied = TiedODL(d, C, eta, lambd)
+    tied = build(TiedODL, **fields)
     assert [name for name, _ in tied.named_parameters()] == ["D"]
     tied.D.data = op.D.data
     assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
 
-    mlp = MLP(d, 8)
+    mlp = build(MLP, width=6)
     assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
 
 
@@ -449,12 +465,12 @@ def test_train_flops(arch, matrices):
     assert model.train_flops(model.make_layers(config(arch, layers=3)), 50) == 50 * 3 * layer
 
 
-@pytest.mark.parametrize("op, n", [(MSSA(24, 3), 50), (MHSA(24, 3), 50),
-                                   (CBSA(24, 3, p=5), 197), (CBSA(24, 3), 17)])
+@pytest.mark.parametrize("kind, n", [(MSSA, 50), (MHSA, 50), (CBSA, 197), (CBSA, 17)])
 @torch.no_grad()
-def test_products(op, n):
+def test_products(kind, n):
     """Those that PyTorch counts in a forward, beside the weights', at grids of both kinds."""
+    op = build(kind, head_dim=5)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        op.float()(torch.randn(1, n, 24, dtype=torch.float32))
+        op(torch.randn(1, n, 12))
     weights = sum(p.numel() for p in op.parameters() if p.ndim == 2)
     assert counter.get_total_flops() == 2 * (n * weights + op.products(n))
