@@ -65,6 +65,13 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
         epoch, batch = epoch + 1, 0
 
 
+def to_device(t, device):
+    """A copy from memory that is not pinned would wait for a GPU to finish what it has."""
+    if device.type == "cuda":
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
+
+
 class Images:
     """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,).
 
@@ -86,15 +93,10 @@ class Images:
     def batch(self, index):
         """Images and labels of `index`, int64 (b,), array or tensor."""
         if self.resident:
-            index = self._to_device(torch.as_tensor(index))
+            index = to_device(torch.as_tensor(index), self.device)
             return self.images[index], self.labels[index]
-        return tuple(map(self._to_device, _Gather(self.images, self.labels)[index]))
-
-    def _to_device(self, t):
-        """A copy from memory that is not pinned would wait for a GPU to finish what it has."""
-        if self.device.type == "cuda":
-            return t.pin_memory().to(self.device, non_blocking=True)
-        return t.to(self.device)
+        images, labels = _Gather(self.images, self.labels)[index]
+        return to_device(images, self.device), to_device(labels, self.device)
 
     def batches(self, index_batches, workers=0):
         """Yields `batch(index)` for each index array of an iterable, which may be endless.
@@ -111,7 +113,7 @@ class Images:
             worker_init_fn=_leave_signals_to_parent,
             generator=torch.Generator())    # else the global one's state would depend on `workers`
         for images, labels in loader:
-            yield self._to_device(images), self._to_device(labels)
+            yield to_device(images, self.device), to_device(labels, self.device)
 
 
 class _Gather(torch.utils.data.Dataset):
