@@ -232,8 +232,8 @@ def write_overlays(path, x, maps, columns, rows=None):
 
 def validation_noise(model, first, n, device):
     """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
-    rng = augment.BatchRandom(derive_seed("validation", first), n, device=device)
-    return rng.uniform(model.config.patches())
+    rng = augment.BatchRandom(derive_seed("validation", first), n)
+    return rng.uniform(model.config.patches()).to(device)
 
 
 @torch.no_grad()

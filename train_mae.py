@@ -137,11 +137,9 @@ def main(argv):
     run = Run(c, "mae", name, processes)
     run.restore(model.config, optimizers, model)
     train, val = (on_device(data, split, device) for split in ("train", "val"))
-    augmentation = partial(augmented, c=c, data=data)
     ddp = processes.wrap(model)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
         model.compile()
-        augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
                  f"{data.image_size} px at {c.image_size} px, {model.config.masked_patches()} of "
@@ -154,14 +152,15 @@ def main(argv):
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    draw = partial(augment.BatchRandom, batch=c.batch_size, rows=rows, device=device)
+    draw = partial(augment.BatchRandom, batch=c.batch_size, rows=rows)
     for step in range(run.step, total):
         model.train()
 
         # batch
         pixels, _ = next(batches)
-        x = augmentation(pixels, draw(derive_seed(c.seed, step, "augment")))
+        x = augmented(pixels, draw(derive_seed(c.seed, step, "augment")), c, data)
         noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches())
+        noise = images.to_device(noise, device)
 
         # forward and backward
         loss = 0.0

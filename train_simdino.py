@@ -14,7 +14,6 @@ knn or linear, fine-tune it with train_vit.py finetune-cifar10-small --init_from
 import copy
 import math
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -112,23 +111,20 @@ PRESETS = {
 
 
 # ---- Views --------------------------------------------------------------------------------------
-def random_numbers(c, step, rows, device):
-    """A BatchRandom for the global views of a step, and one for the local ones if there are any."""
-    return [augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
-                                slice(rows.start * n, rows.stop * n), device)
-            for kind, n in (("global", 2), ("local", c.local_views)) if n]
-
-
-def make_views(pixels, *rngs, c, data):
-    """The views of uint8 images (b, H, W, 3) as [(2, b, 3, S, S), (local_views, b, 3, s, s)],
-    normalized, by `random_numbers`.
+def make_views(pixels, c, data, step, rows):
+    """The views of uint8 images (b, H, W, 3), `rows` of a step's batch, normalized: (2, b, 3, S, S)
+    and (local_views, b, 3, s, s), the latter if there are any.
 
     Blur has p 1.0 on the first global view, 0.1 on the second, 0.5 on local ones; the second global
     view is solarized with p 0.2 (released code)."""
     x, views = augment.to_float(pixels), []
-    kinds = ((2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
-             (c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
-    for rng, (n, size, area, blur, solarize) in zip(rngs, kinds):
+    kinds = (("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
+             ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
+    for kind, n, size, area, blur, solarize in kinds:
+        if n == 0:
+            continue
+        rng = augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
+                                  slice(rows.start * n, rows.stop * n))
         v = augment.views(x, n, size, rng, area, blur if c.blur else (0.0,), solarize, c.blur)
         v = augment.normalize(v.flatten(0, 1), data.mean, data.std)
         views.append(v.unflatten(0, (n, -1)))
@@ -287,7 +283,6 @@ def main(argv):
     if resumed := run.restore(student.encoder.config, optimizers, student, teacher):
         center.copy_(resumed["extra"]["center"])
     train, val = (on_device(data, split, device) for split in ("train", "val"))
-    augmentation = partial(make_views, c=c, data=data)
     ddp = processes.wrap(student)
     # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
     cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
@@ -296,7 +291,6 @@ def main(argv):
     if wants_compile(c, processes, total * c.batch_size * flops):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
-        augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, flops)
     run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
                  f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
@@ -321,7 +315,7 @@ def main(argv):
 
         # batch
         pixels, _ = next(batches)
-        views = augmentation(pixels, *random_numbers(c, step, rows, device))
+        views = make_views(pixels, c, data, step, rows)
 
         # forward
         with torch.no_grad(), processes.autocast():

@@ -257,13 +257,11 @@ def main(argv):
     run = Run(c, "vit", name, processes)
     run.restore(model.config, optimizers, model, averaged)
     train, val = images.Images(*train, device), images.Images(*val, device)
-    augmentation = partial(augmented, c=c, data=data)
     net = LogitsAndLayers(model) if c.srr_weight else model
     ddp = processes.wrap(net)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
         for module in {net, evaluated}:
             module.compile()
-        augmentation = augment.compiled(augmentation, device)
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
                  f"{data.image_size} px at {c.image_size} px, {total} steps of {c.batch_size} on "
@@ -282,9 +280,8 @@ def main(argv):
 
         # batch
         pixels, labels = next(batches)
-        seed = derive_seed(c.seed, step, "augment")
-        rng = augment.BatchRandom(seed, c.batch_size, rows, device)
-        x = augmentation(pixels, rng)
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows)
+        x = augmented(pixels, rng, c, data)
         if c.cutmix:
             targets = torch.eye(len(data.classes), device=device)[labels]
             x, labels = augment.cutmix(x, targets, rng, c.cutmix)

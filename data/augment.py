@@ -1,10 +1,10 @@
 """Image augmentation in batch, on whatever device the images are on.
 
 Every function takes square images x (B, 3, S, S) float32 in [0, 1], as prepare.py stores them, and
-gives each sample its own random parameters. Nothing loops over samples, copies to a GPU or waits
-for it: `compiled` makes one graph of a whole augmentation. Each operation but CutMix is as
-torchvision and Pillow define it, so that published recipes carry over. Call these outside autocast,
-which would round pixels to 8 bits.
+gives each sample its own random parameters. The CPU draws them, so it knows which samples an
+operation changes and never waits for a GPU to say; the GPU gets them by copies that do not block.
+Each operation but CutMix is as torchvision and Pillow define it, so that published recipes carry
+over. Call these outside autocast, which would round pixels to 8 bits.
 """
 import functools
 import math
@@ -12,104 +12,43 @@ import math
 import torch
 import torch.nn.functional as F
 
+from data.images import to_device
+
 
 class BatchRandom:
-    """Random numbers for a global batch, of which this process keeps its own rows.
+    """Random numbers for a global batch, of which this process keeps its own rows; on the CPU.
 
     Each draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes
-    with the same seed see the images that one would. A CPU uses the low 32 bits of `seed` only."""
+    with the same seed see the images that one would. Only the low 32 bits of `seed` count."""
 
-    def __init__(self, seed, batch, rows=slice(None), device="cpu"):
-        self.batch, self.rows, self.device = batch, rows, torch.device(device)
-        self.generator = torch.Generator(self.device).manual_seed(seed)
-        self.drawn = []     # (function, shape) of each draw so far
-
-    def draw(self, function, shape):
-        """(b, *shape): torch.rand, or torch.randint with its bounds."""
-        self.drawn.append((function, shape))
-        shape = (self.batch, *shape)
-        return function(shape, generator=self.generator, device=self.device)[self.rows]
+    def __init__(self, seed, batch, rows=slice(None)):
+        self.batch, self.rows = batch, rows
+        self.generator = torch.Generator().manual_seed(seed)
 
     def uniform(self, *shape, low=0.0, high=1.0):
         """(b, *shape) float32, uniform in [low, high)."""
-        return low + (high - low) * self.draw(torch.rand, shape)
+        drawn = torch.rand(self.batch, *shape, generator=self.generator)[self.rows]
+        return low + (high - low) * drawn
 
     def integers(self, low, high, *shape):
         """(b, *shape) int64, uniform in {low, ..., high - 1}."""
-        return self.draw(functools.partial(torch.randint, low, high), shape)
+        return torch.randint(low, high, (self.batch, *shape), generator=self.generator)[self.rows]
 
     def bernoulli(self, p):
         """(b,) bool, true with probability p, a number or one for each of the b."""
         return self.uniform() < p
 
-    def permutations(self, k):
-        """(b, k) int64, each row a permutation of 0 ... k - 1."""
-        return self.uniform(k).argsort(1)
 
-
-class DrawnNumbers(BatchRandom):
-    """Numbers that were drawn before: a graph can take these, but holds no generator."""
-
-    def __init__(self, numbers):
-        self.numbers = iter(numbers)
-
-    def draw(self, function, shape):
-        return next(self.numbers)
-
-
-def compiled(function, device):
-    """function(pixels, *rngs) as one graph of pixels and drawn numbers, which a trial run finds.
-
-    On a CPU this is the function itself: a graph gains little there."""
-    if device.type == "cpu":
-        return function
-    exact = {"eager_numerics.division_rounding": True}      # else floor() may see 254.99998 for 255
-    graph = torch.compile(lambda x, *numbers: function(x, *map(DrawnNumbers, numbers)),
-                          fullgraph=True, dynamic=False, options=exact)
-    draws = []          # for each rng, the arguments of its draws: alike for every batch
-
-    def call(x, *rngs):
-        if not draws:
-            trial = [BatchRandom(0, rng.batch, rng.rows, rng.device) for rng in rngs]
-            function(x, *trial)
-            draws.extend(rng.drawn for rng in trial)
-        return graph(x, *([rng.draw(*each) for each in those] for rng, those in zip(rngs, draws)))
-    return call
-
-
-def _constant(values, device):
-    """float32 (n,). On a GPU filled in there: a copy from the host would wait for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.float32)
-    return torch.stack([torch.full((), v, dtype=torch.float32, device=device) for v in values])
-
-
-def _column(v):
-    return v.view(-1, 1, 1, 1)
-
-
-def _through(ops, choice, x, *params):
-    """Sample i through ops[choice[i]], an op taking samples and their rows of params."""
-    return (_by_groups if x.device.type == "cpu" else _by_masks)(ops, choice, x, *params)
-
-
-def _by_groups(ops, choice, x, *params):
-    """Each operation on its own samples: in all about one pass over x. Reads their counts."""
-    counts, order = choice.bincount(minlength=len(ops)).tolist(), choice.argsort()
-    groups = zip(*(t[order].split(counts) for t in (x, *params)))
-    done = [op(*group) for op, group, count in zip(ops, groups, counts) if count]
-    return torch.empty_like(x).index_copy_(0, order, torch.cat(done))
-
-
-def _by_masks(ops, choice, x, *params):
-    """Each operation on all samples, for a compiler to fuse: nothing is read, no shape varies."""
-    out = x
-    for i, op in enumerate(ops):
-        out = torch.where(_column(choice == i), op(x, *params), out)
-    return out
-
-
-def _keep(x, *_, **__):
+def _each(ops, choice, x, *params):
+    """A copy of x with x[rows] = op(x[rows], params[rows]) for each op; rows are the samples whose
+    choice is the op's place in ops. None changes nothing. choice (b,) and params are on the CPU."""
+    counts = choice.long().bincount(minlength=len(ops)).tolist()    # known without waiting
+    order, *params = (to_device(t, x.device) for t in (choice.argsort(), *params))
+    x = x.clone()
+    for op, rows in zip(ops, order.split(counts)):
+        if op and len(rows):
+            done = op(*(t.index_select(0, rows) for t in (x, *params)))
+            x.index_copy_(0, rows, done)        # a third of the time of x[rows] = done
     return x
 
 
@@ -125,7 +64,7 @@ def to_float(images):
 
 def normalize(x, mean, std):
     """mean and std: a number per channel."""
-    mean, std = (_constant(v, x.device).view(3, 1, 1) for v in (mean, std))
+    mean, std = to_device(torch.tensor([mean, std]), x.device).view(2, 3, 1, 1)
     return (x - mean).div_(std)
 
 
@@ -136,7 +75,7 @@ def luma(x):
 
 
 # -------------------------------------------------------------------------------------------------
-# Crops and sizes
+# Crops, sizes, flips
 # -------------------------------------------------------------------------------------------------
 
 def pad_crop(x, size, padding, rng):
@@ -144,8 +83,8 @@ def pad_crop(x, size, padding, rng):
     x = F.pad(x, [padding] * 4)
     height, width = x.shape[2:]
     window = torch.arange(size, device=x.device)
-    row = rng.integers(0, height - size + 1, 1) + window    # (B, size)
-    column = rng.integers(0, width - size + 1, 1) + window
+    row = to_device(rng.integers(0, height - size + 1, 1), x.device) + window      # (B, size)
+    column = to_device(rng.integers(0, width - size + 1, 1), x.device) + window
     index = (row[:, :, None] * width + column[:, None, :]).flatten(1)
     return x.flatten(2).gather(2, index[:, None].expand(-1, 3, -1)).unflatten(2, (size, size))
 
@@ -199,9 +138,8 @@ def at_size(x, size):
 
 
 def resized_crop(x, boxes, size):
-    """Resamples a box of each sample to size x size, antialiased; nothing outside the box is seen.
-
-    boxes (B, 4) float: top, left, height, width in pixels."""
+    """A box of each sample, boxes (B, 4) of (top, left, height, width) in pixels, resampled to
+    size x size; antialiased. Nothing outside the box is seen."""
     rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
     columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
     return _resample(x, rows, columns).clamp_(0, 1)     # bicubic overshoots
@@ -225,12 +163,28 @@ def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
 
 
 def random_resized_crop(x, size, rng, scale):
-    return resized_crop(x, random_boxes(rng, x.shape[-1], scale), size)
+    return resized_crop(x, to_device(random_boxes(rng, x.shape[-1], scale), x.device), size)
 
 
 def flip(x, rng):
     """Left and right exchanged with probability 1/2."""
-    return torch.where(_column(rng.bernoulli(0.5)), x.flip(3), x)
+    return _each([None, lambda x: x.flip(3)], rng.bernoulli(0.5), x)
+
+
+def cutmix(x, targets, rng, p):
+    """CutMix (Yun et al. 2019): with probability p, an image gets a square of its neighbour.
+
+    Images 2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
+    image's, its centre is anywhere, and what crosses the border is lost. targets (b, classes) mix
+    in proportion to the pixels. Returns (images, targets)."""
+    size = x.shape[-1]
+    side = size * rng.uniform(1, 1).sqrt() * rng.bernoulli(p)[:, None, None]
+    inside = (torch.arange(size) + 0.5 - size * rng.uniform(2, 1)).abs() < side / 2
+    rows, columns = to_device(inside, x.device).unbind(1)                   # (b, size)
+    square = (rows[:, :, None] & columns[:, None])[:, None]                 # (b, 1, size, size)
+    other = torch.arange(len(x), device=x.device) ^ 1
+    share = square.float().mean((2, 3))
+    return torch.where(square, x[other], x), targets.lerp(targets[other], share)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -252,7 +206,7 @@ def _hue(x, shift):
     some = chroma.clamp(min=1e-8)       # a grey has no hue: any will do
     hue = torch.where(high == green, 2 + (blue - red) / some, 4 + (red - green) / some)
     hue = torch.where(high == red, (green - blue) / some, hue)
-    k = (hue + (6 * shift + _constant((5.0, 3.0, 1.0), x.device).view(3, 1, 1))).remainder_(6)
+    k = (hue + (6 * shift + torch.arange(5, 0, -2, device=x.device).view(3, 1, 1))).remainder_(6)
     return torch.addcmul(high, chroma, torch.minimum(k, 4 - k).clamp_(0, 1), value=-1)
 
 
@@ -262,26 +216,23 @@ def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
     Strength b draws a factor from [max(0, 1 - b), 1 + b] for factor x + (1 - factor) base, where
     base is black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift
     from [-hue, hue], in turns."""
-    strengths = (brightness, contrast, saturation, hue)
-    low = _constant((*(max(0.0, 1 - s) for s in strengths[:3]), -hue), x.device)
-    high = _constant((*(1.0 + s for s in strengths[:3]), hue), x.device)
-    factors = low + (high - low) * rng.uniform(4)
-    changes = (lambda x, f: (f * x).clamp_(0, 1),
-               lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f).clamp_(0, 1),
-               lambda x, f: _blend(x, luma(x), f).clamp_(0, 1),
-               _hue)
-    ops = [(lambda x, f, i=i: changes[i](x, _column(f[:, i]))) if strengths[i] else _keep
-           for i in range(4)]
-    ops.append(_keep)       # the samples that stay as they are
-    order = rng.permutations(4).masked_fill(~rng.bernoulli(p)[:, None], 4)
-    for i in range(4):
-        x = _through(ops, order[:, i], x, factors)
+    low = [*(max(0.0, 1 - s) for s in (brightness, contrast, saturation)), -hue]
+    high = [1 + brightness, 1 + contrast, 1 + saturation, hue]
+    low, high = torch.tensor([low, high]).view(2, 4, 1, 1, 1)
+    factors = low + (high - low) * rng.uniform(4, 1, 1, 1)
+    ops = (lambda x, f: (f[:, 0] * x).clamp_(0, 1),
+           lambda x, f: _blend(x, luma(x).mean((1, 2, 3), keepdim=True), f[:, 1]).clamp_(0, 1),
+           lambda x, f: _blend(x, luma(x), f[:, 2]).clamp_(0, 1),
+           lambda x, f: _hue(x, f[:, 3]), None)
+    order = rng.uniform(4).argsort(1).masked_fill(~rng.bernoulli(p)[:, None], 4)
+    for choice in order.unbind(1):
+        x = _each(ops, choice, x, factors)
     return x
 
 
 def grayscale(x, rng, p):
     """With probability p the luma in all three channels."""
-    return torch.where(_column(rng.bernoulli(p)), luma(x), x)
+    return _each([None, lambda x: luma(x).expand_as(x)], rng.bernoulli(p), x)
 
 
 def _blur_matrix(sigma, size, reach):
@@ -306,14 +257,14 @@ def gaussian_blur(x, rng, p, sigma):
         rows = _blur_matrix(sigma, x.shape[-1], reach)
         return _resample(x, rows, rows)
 
-    choice = rng.bernoulli(p).long()
-    return _through([_keep, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
+    choice = rng.bernoulli(p)
+    return _each([None, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
 
 
 def solarize(x, rng, p):
     """With probability p, pixels of level 128 and more are inverted."""
-    bright = x >= 128 / 255 - 1e-6      # k / 255 may be rounded either way
-    return torch.where(_column(rng.bernoulli(p)) & bright, 1 - x, x)
+    level = 128 / 255 - 1e-6        # k / 255 may be rounded either way
+    return _each([None, lambda x: torch.where(x < level, x, 1 - x)], rng.bernoulli(p), x)
 
 
 def views(x, count, size, rng, scale, blur, solar, sigma):
@@ -322,7 +273,7 @@ def views(x, count, size, rng, scale, blur, solar, sigma):
     `blur` (of up to `sigma` pixels) and `solar` hold the probability for each view in turn,
     repeated if there are more views. `rng` draws for count samples an image."""
     def chance(p):
-        return _constant([p[v % len(p)] for v in range(count)], x.device).repeat(len(x))
+        return torch.tensor([p[v % len(p)] for v in range(count)]).repeat(len(x))
 
     v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
@@ -381,7 +332,9 @@ def _gray_levels(x):
 def _sharpness(x, s, m):
     # 1/13 of the 3 x 3 neighbourhood and 4/13 more of the pixel itself; the border is as it was
     smooth = x.clone()
-    smooth[:, :, 1:-1, 1:-1] = ((9 * F.avg_pool2d(x, 3, 1) + 4 * x[:, :, 1:-1, 1:-1]) / 13).round()
+    three = x[:, :, :-2] + x[:, :, 1:-1] + x[:, :, 2:]
+    nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
+    smooth[:, :, 1:-1, 1:-1] = ((nine + 4 * x[:, :, 1:-1, 1:-1]) / 13).round()
     return _enhance(x, smooth, s, m)
 
 
@@ -403,7 +356,7 @@ def _equalize(x, s, m):
 
 
 RAND_AUGMENT = {
-    "Identity": _keep,
+    "Identity": lambda x, s, m: x,
     "ShearX": lambda x, s, m: _affine(x, 1, 0.01 * m * s, 0, 0, 1, 0),
     "ShearY": lambda x, s, m: _affine(x, 1, 0, 0, 0.01 * m * s, 1, 0),
     "TranslateX": lambda x, s, m: _affine(x, 1, 0, -s * _shift(x.shape[3], m), 0, 1, 0),
@@ -430,26 +383,6 @@ def rand_augment(x, rng, n=2, m=9):
     levels = (x * 255).round_()
     ops = [functools.partial(op, m=m) for op in RAND_AUGMENT.values()]
     for _ in range(n):
-        sign = _column(1 - 2 * rng.integers(0, 2))
-        levels = _through(ops, rng.integers(0, len(ops)), levels, sign)
-    return levels / 255
-
-
-# -------------------------------------------------------------------------------------------------
-# Between images
-# -------------------------------------------------------------------------------------------------
-
-def cutmix(x, targets, rng, p):
-    """CutMix (Yun et al. 2019): with probability p, an image gets a square of its neighbour.
-
-    Images 2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
-    image's, its centre is anywhere, and what crosses the border is lost. targets (b, classes) mix
-    in proportion to the pixels. Returns (images, targets)."""
-    size = x.shape[-1]
-    side = size * rng.uniform(1, 1).sqrt() * rng.bernoulli(p)[:, None, None]
-    pixels = torch.arange(size, device=x.device) + 0.5
-    rows, columns = ((pixels - size * rng.uniform(2, 1)).abs() < side / 2).unbind(1)
-    square = (rows[:, :, None] & columns[:, None])[:, None]                 # (b, 1, size, size)
-    other = torch.arange(len(x), device=x.device) ^ 1
-    share = square.float().mean((2, 3))
-    return torch.where(square, x[other], x), targets.lerp(targets[other], share)
+        sign = 1 - 2 * rng.integers(0, 2, 1, 1, 1)
+        levels = _each(ops, rng.integers(0, len(ops)), levels, sign)
+    return levels.div_(255)

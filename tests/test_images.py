@@ -69,6 +69,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     """The meta device stands for it: tensors there have no values, so to ask for one (.item(), a
     mask, a count) raises, and only a pinned copy gets there."""
     def to_gpu(t, target, **how):
+        assert target != torch.device("meta")
         if target != torch.device("cuda"):
             return to(t, target, **how)
         assert t.pinned and how == dict(non_blocking=True)
@@ -82,20 +83,20 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
     pixels, labels = np.zeros((40, 32, 32, 3), np.uint8), np.zeros(40, np.int64)
     source = images.Images(pixels, labels, "meta", resident)
-    source.device, to = torch.device("cuda"), torch.Tensor.to
-    if script is train_simdino:
-        augmented = script.make_views
-        rngs = script.random_numbers(c, 0, slice(0, 8), "cpu")
-    else:
-        augmented, rngs = script.augmented, [augment.BatchRandom(0, 8)]
-    monkeypatch.setattr(augment.BatchRandom, "draw", lambda rng, function, shape: function(
-        (rng.batch, *shape), device="meta")[rng.rows])
+    source.device, to, tensor = torch.device("cuda"), torch.Tensor.to, torch.tensor
+    rng, to_device = augment.BatchRandom(0, 8), images.to_device
+    monkeypatch.setattr(augment, "to_device", lambda t, _: to_device(t, source.device))
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "to", to_gpu)
-    monkeypatch.setattr(torch, "tensor", None)      # on a GPU a copy that waits
+    monkeypatch.setattr(torch, "tensor", lambda values: tensor(values))     # never on a GPU
     with OneDevice():
         batch, labels = next(source.batches(images.index_batches(40, 8, 0)))
-        views = augmented(batch, *rngs, c=c, data=data)
+        if script is train_simdino:
+            views = script.make_views(batch, c, data, 0, slice(0, 8))
+        else:
+            views = script.augmented(batch, rng, c, data)
+        if script is train_vit:
+            views, _ = augment.cutmix(views, torch.empty(8, 10, device="meta"), rng, 0.5)
     assert labels.shape == (8,) and views[0].is_meta and views[0].shape[-3:] == (3, 32, 32)
 
 

@@ -69,8 +69,7 @@ def shapes(cache):
 
 def make_views(c, data, index=slice(20), step=3):
     pixels = torch.tensor(data.train_images[index])
-    rngs = train_simdino.random_numbers(c, step, slice(0, len(pixels)), "cpu")
-    return train_simdino.make_views(pixels, *rngs, c=c, data=data)
+    return train_simdino.make_views(pixels, c, data, step, slice(0, len(pixels)))
 
 
 def test_views_depend_on_seed_and_step(shapes):
