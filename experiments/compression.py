@@ -69,31 +69,12 @@ def directions(Z, U, eps):
                 exact=-subspace_coding_rate_grad(Z, U, eps) / beta)
 
 
-def terms_of_neumann(Z, U, eps):
-    """The two terms of the Neumann step. MSSA stands for the second alone, with its sign and a
-    softmax of the Gram matrix; the -Z of [J] Eq. (34) for the first, as if the U_k filled R^d."""
-    first = -((Z @ U) @ U.mT).sum(0)
-    return {"first term": first, "second term": directions(Z, U, eps)["neumann"] - first}
-
-
 def taylor_terms(Z, U, eps):
     """(a, b) of [S]'s lower bound R^c >= a - b, a = beta / 2 sum_k ||U_k^* Z||_F^2,
     b = beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2."""
     w, beta = Z @ U, beta_of(Z, U, eps)
     gram = w.mT @ w
     return (beta / 2 * w.square().sum()).item(), (beta ** 2 / 4 * gram.square().sum()).item()
-
-
-def slopes(Z, U, c):
-    """A row for each direction: the slope of R^c along it, and the change of R^c by one step."""
-    start, gradient = subspace_coding_rate(Z, U, c.eps), subspace_coding_rate_grad(Z, U, c.eps)
-    rows = []
-    for name, direction in (directions(Z, U, c.eps) | terms_of_neumann(Z, U, c.eps)).items():
-        cosine = F.cosine_similarity(direction.flatten(), gradient.flatten(), dim=0)
-        after = subspace_coding_rate(Z + c.step * direction, U, c.eps)
-        rows.append(dict(direction=name, cosine_with_descent=-cosine.item(),
-                         slope=(direction * gradient).sum().item(), change=(after - start).item()))
-    return rows
 
 
 def iterate(Z, U, c):
@@ -113,13 +94,13 @@ def iterate(Z, U, c):
 def draw(panels, c):
     """R^c over the iterations on small and on large tokens; the Taylor terms on the small ones."""
     figure, (axes,) = new_figure(1, 3, 4.7, 4)
-    for ax, (start, _, curves) in zip(axes, panels):
+    for ax, (start, curves) in zip(axes, panels):
         for name in UPDATES:
             ax.plot(curves[name], label=name)
         ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
                ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
-    a, b = (torch.tensor(panels[0][2][term]) for term in ("first term", "second term"))
-    for curve, label in ((panels[0][2]["mssa"], "R^c"), (a, "first term"), (b, "second term"),
+    a, b = (torch.tensor(panels[0][1][term]) for term in ("first term", "second term"))
+    for curve, label in ((panels[0][1]["mssa"], "R^c"), (a, "first term"), (b, "second term"),
                          (a - b, "first - second")):
         axes[2].plot(curve, label=label)
     axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
@@ -131,7 +112,7 @@ def draw(panels, c):
 
 
 def main(argv):
-    """[(beta ||U_k^* Z||^2 at the start, slopes, curves) of small tokens, of large ones]."""
+    """[(beta ||U_k^* Z||^2 at the start, curves) of small tokens, of large ones]."""
     c, _ = parse(Compression, {}, argv, __doc__)
     generator = torch.Generator().manual_seed(c.seed)
     U = random_subspaces(c, generator)
@@ -142,12 +123,10 @@ def main(argv):
     panels = []
     for target in (0.5, 2.0):           # the series converges, and does not
         start = Z * (target / behind_norm) ** 0.5
-        panels.append((target, slopes(start, U, c), iterate(start, U, c)))
-        print(f"beta ||U_k^* Z||^2 = {target:.3g}: slope of R^c along each direction, and its "
-              f"change by a step of {c.step:g}")
-        print_table(panels[-1][1])
-        print("R^c (nats) over the iterations, and its two Taylor terms along the path of mssa")
-        print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][2].items()}
+        panels.append((target, iterate(start, U, c)))
+        print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c (nats) over the iterations, and "
+              "its two Taylor terms along the path of mssa")
+        print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][1].items()}
                      for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])
     print(f"after a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)

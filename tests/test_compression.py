@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from experiments import compression
-from experiments.compression import Compression, directions, slopes, terms_of_neumann
+from experiments.compression import Compression, directions
 from model import mssa, subspace_coding_rate
 
 
@@ -25,9 +25,8 @@ def test_directions_are_the_gradients_they_claim(norm):
     w = Z @ U
     first, second = beta / 2 * w.square().sum(), -beta ** 2 / 4 * (w @ w.mT).square().sum()
     rate = subspace_coding_rate(Z, U, 0.5)
-    found = directions(Z.detach(), U, 0.5) | terms_of_neumann(Z.detach(), U, 0.5)
-    for name, function in {"first term": first, "second term": second, "neumann": first + second,
-                           "exact": rate}.items():
+    found = directions(Z.detach(), U, 0.5)
+    for name, function in {"neumann": first + second, "exact": rate}.items():
         gradient, = torch.autograd.grad(function, Z, retain_graph=True)
         assert torch.allclose(found[name], -gradient / beta, atol=1e-10), name
     attention = beta * mssa(Z, U)
@@ -36,9 +35,6 @@ def test_directions_are_the_gradients_they_claim(norm):
     assert first + second <= rate                                   # [S]'s lower bound
     terms = compression.taylor_terms(Z, U, 0.5)
     assert terms == pytest.approx((first.item(), -second.item()))
-    # a small step changes R^c by its slope
-    for row in slopes(Z.detach(), U, Compression(step=1e-4)):
-        assert row["change"] == pytest.approx(1e-4 * row["slope"], rel=1e-3), row["direction"]
 
 
 @pytest.mark.parametrize("norm", [0.3, 1.0, 5.0])
@@ -49,15 +45,16 @@ def test_mssa_raises_what_the_gradient_lowers(norm):
     # shrunk: large tokens attend to themselves, and beta is 1.2 here
     for name in ("exact", "negative", *["shrunk"] * (norm < 5)):
         assert all(a > b for a, b in zip(curves[name], curves[name][1:])), name
-    slope = {row["direction"]: row["slope"] for row in slopes(Z, U, Compression())}
-    assert slope["first term"] < 0 < slope["second term"] and slope["mssa"] > 0
+    first, second = (torch.tensor(curves[term]) for term in ("first term", "second term"))
+    assert (first.diff() > 0).all() and (second.diff() > 0).all()       # MSSA raises both
+    assert norm > 0.5 or (first.diff() > second.diff()).all()           # R^c is about first - second
 
 
 def test_the_series_diverges_beyond_one(tmp_path):
     flags = ["--width=24", "--heads=4", "--tokens=20", "--iterations=12"]
     small, large = compression.main([*flags, f"--out={tmp_path / 'new' / 'a.png'}"])
-    assert small[2]["neumann"] == pytest.approx(small[2]["exact"], rel=0.5)
-    beyond = large[2]["neumann"]
+    assert small[1]["neumann"] == pytest.approx(small[1]["exact"], rel=0.5)
+    beyond = large[1]["neumann"]
     assert beyond[3] > beyond[0] and math.isnan(beyond[-1])
     assert (tmp_path / "new" / "a.png").exists()
     Z, U = start(0, 1.0)
