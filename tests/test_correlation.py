@@ -1,5 +1,6 @@
 """Complexity measures on networks small enough to compute by hand, Kendall's tau by plain loops."""
 import itertools
+import json
 import math
 
 import numpy as np
@@ -10,22 +11,15 @@ from torch import nn
 import train_vit
 from experiments import correlation
 from experiments.correlation import granulated_tau, tau_b
-from helpers import metrics
+from helpers import metrics, same, weights
 from model import ImageClassifier, ImageConfig, sparse_rate_reduction
 
 
-def test_margin_and_paths():
-    """Margins -1, 0, .. 18 of twenty samples: the second smallest is 0. Paths of [[1, -2]] after
-    [[1, 3], [-1, 0]]: squares 1 (1 + 9) + 4 (1 + 0) = 14."""
+def test_margin():
+    """Margins -1, 0, .. 18 of twenty samples: the second smallest is 0."""
     logits = torch.tensor([-5.0, 2.0, 2.0]).repeat(20, 1)
     logits[:, 1] += torch.arange(-1.0, 19.0)[torch.randperm(20)]
     assert correlation.margin_of(logits, torch.ones(20).long()) == 0
-
-    network = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False), nn.ReLU(),
-                            nn.Linear(2, 1, bias=False))
-    network[1].weight.data = torch.tensor([[1.0, 3.0], [-1.0, 0.0]])
-    network[3].weight.data = torch.tensor([[1.0, -2.0]])
-    assert correlation.path_norm(network, (2, 1, 1)) == 14
 
 
 def test_flatness():
@@ -44,7 +38,7 @@ def test_complexities():
     config = ImageConfig(width=8, heads=2, layers=2, image_size=8, patch_size=4, classes=5)
     model, initial = ImageClassifier(config).eval(), ImageClassifier(config)
     x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
-    c = correlation.Correlation(lambd=0.2, batch_size=3, draws=1)
+    c = correlation.Correlation(lambd=0.2, draws=1)
     found = correlation.complexities(model, initial, x, y, 100, c)
     pairs = [(w, v) for w, v in zip(model.parameters(), initial.parameters()) if w.ndim == 2]
     sigma = found["1/sigma pac-bayes-flatness"] ** -0.5
@@ -72,26 +66,44 @@ def test_tau():
               for lr in (1, 2, 3) for arch in "ab" for seed in (0, 1)]
     signs = np.array([[10 * t["lr"], t["arch"] == "b", 100 * t["seed"]] for t in thetas])
     gap, x = signs @ [1.0, 1.0, 1.0], signs @ [1.0, -1.0, -1.0]
-    rest = thetas, "lr", ["lr", "arch", "width"], np.ones((1, 12))
-    assert granulated_tau(x, gap, *rest) == 1
-    assert granulated_tau(x, gap, thetas, "arch", *rest[2:]) == -1
+    once = np.ones((1, 12))
+    assert granulated_tau(x, gap, thetas, "lr", once) == 1
+    assert granulated_tau(x, gap, thetas, "arch", once) == -1
+    assert np.isnan(granulated_tau(x, gap, thetas, "width", once))
     x[[0, 4]] = x[[4, 0]]               # lr 1 and 2 of one group of four: its tau is 1/3
-    assert granulated_tau(x, gap, *rest) == pytest.approx((3 + 1 / 3) / 4)
+    assert granulated_tau(x, gap, thetas, "lr", once) == pytest.approx((3 + 1 / 3) / 4)
 
 
-def test_a_folder_of_runs(tmp_path, cache):
-    """Four runs of a few steps."""
-    for arch, lr in itertools.product(("crate", "transformer"), ("1e-30", "1e-2")):
-        train_vit.main(["shapes", f"--arch={arch}", f"--lr={lr}", "--weight_decay=0",
-                        f"--data_dir={cache}", "--device=cpu", f"--out_dir={tmp_path / arch}{lr}",
-                        "--epochs=0.5", "--width=16", "--layers=2", "--patch_size=8",
-                        "--train_images=200", "--seed=3"])
-    flags = [f"--runs={tmp_path}", f"--data_dir={cache}", "--device=cpu", "--samples=20",
-             "--draws=1", "--bootstrap=50", "--axes=arch,lr", "--fitted=9"]
+def test_a_grid(tmp_path, cache, monkeypatch):
+    """Each run ends once it fits. One that had to be made longer is the run that was as long from
+    the start; a second command trains nothing."""
+    monkeypatch.setattr(correlation, "RECIPE", [
+        "shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--train_images=200",
+        "--weight_decay=0", "--warmup_epochs=1", "--crop=none", "--flip=false"])
+    monkeypatch.setattr(correlation, "GRID", [
+        dict(arch=arch, lr=lr, batch_size=20, dropout=0.1, seed=3)
+        for arch in ("crate", "crate-n") for lr in (1e-30, 1e-2)])
+    flags = [f"--out_dir={tmp_path}", f"--data_dir={cache}", "--device=cpu", "--samples=20",
+             "--draws=1", "--fitted=9"]
     table, rows = correlation.main(flags)
-    assert list(table["SRR"]) == ["n", "arch", "lr", "overall", "psi"] and table["SRR"]["n"] == 4
-    for row, run in zip(rows, ("crate1e-2", "crate1e-30", "transformer1e-2", "transformer1e-30")):
+    assert list(table["SRR"]) == ["arch", "lr", "overall", "psi"] and len(rows) == 4
+    for row in rows:
+        folder = tmp_path / "-".join(map(str, row["theta"].values()))
         assert row["gap"] + row["train_loss"] == pytest.approx(
-            metrics(tmp_path / run, "val")[-1]["loss"], abs=1e-5)
+            metrics(folder, "val")[-1]["loss"], abs=1e-5)
         # lr 1e-30 changes nothing: the initial model is made anew from the seed
         assert (row["measures"]["l2-norm-init"] == 0) == (row["theta"]["lr"] == 1e-30)
+
+    theta = correlation.GRID[1]
+    folder, first = tmp_path / "-".join(map(str, theta.values())), rows[1]["train_loss"]
+    monkeypatch.setattr(correlation, "GRID", [theta] * 3)
+    rows = correlation.main([*flags, f"--fitted={first - 1e-3}"])[1]
+    once = weights(folder)
+    assert rows[0]["train_loss"] < first - 1e-3 and rows == [rows[0]] * 3
+    assert correlation.main([*flags, f"--fitted={first - 1e-3}"])[1] == rows
+    epochs = json.loads((folder / "config.json").read_text())["epochs"]
+    assert epochs >= 6 and same(weights(folder), once)
+    train_vit.main([*correlation.RECIPE, *(f"--{k}={v}" for k, v in theta.items()), "--min_lr=0.01",
+                    f"--epochs={epochs}", f"--out_dir={tmp_path / 'long'}", "--dtype=float32",
+                    f"--data_dir={cache}", "--device=cpu"])
+    assert same(weights(tmp_path / "long"), once)
