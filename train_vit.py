@@ -8,7 +8,6 @@ Supervised image classification with CRATE, its variants, and ViT.
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
 a checkpoint of this project or a published one.
 """
-import copy
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 
@@ -18,7 +17,7 @@ from torch.nn import functional as F
 
 import checkpoint
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_cosine
+from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
 from run import Run
 from data import augment, images
@@ -58,8 +57,6 @@ class Config(RunFlags, ModelFlags):
     warmup_epochs: float = option(0.5, "of linear warm-up", low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
-    ema: float = option(0.0, "momentum of averaged weights, which are then evaluated; 0: none",
-                        low=0, high=0.999999)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)
     srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
@@ -243,9 +240,6 @@ def main(argv):
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
         regularized_layers(c, model.config.layers, 0)       # refuses a bad number before the run
-    averaged = copy.deepcopy(model) if c.ema else None
-    evaluated = averaged or model
-    params = list(model.parameters())
 
     # ---- optimizer
     scale = partial(lr_scale, L=model.config.layers, decay=c.layer_decay)
@@ -255,21 +249,20 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.restore(model.config, optimizers, model, averaged)
+    run.restore(model.config, optimizers, model)
     train, val = images.Images(*train, device), images.Images(*val, device)
     net = LogitsAndLayers(model) if c.srr_weight else model
     ddp = processes.wrap(net)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
-        for module in {net, evaluated}:
-            module.compile()
+        net.compile()
+        model.compile()
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
                  f"{data.image_size} px at {c.image_size} px, {total} steps of {c.batch_size} on "
                  f"{processes.world} x {device_name(device)}")
 
     def content():
-        extra = dict(student=model.state_dict()) if c.ema else {}
-        return dict(model=evaluated.state_dict(), model_config=asdict(model.config), extra=extra,
+        return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
@@ -302,20 +295,18 @@ def main(argv):
 
         # clip and step
         if c.clip:
-            torch.nn.utils.clip_grad_norm_(params, c.clip)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         set_lr(optimizers, schedule[step])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if c.ema:           # shorter memory at first, so that the average forgets the start quickly
-            ema_update(list(averaged.parameters()), params, min(c.ema, (step + 1) / (step + 10)))
         run.log_step(loss, schedule[step])
 
         # evaluate
         if run.evaluation_due():
             run.check_finite()
             with run.untimed():
-                scores = classify(evaluated, val, data, c, processes)
+                scores = classify(model, val, data, c, processes)
                 best = run.record_scores("acc", **scores)
             run.save(content, best)
         run.end_step(content)

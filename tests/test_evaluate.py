@@ -76,7 +76,7 @@ def letters(monkeypatch):
 # ---- Images
 
 def test_accuracy_and_probes(train, tmp_path, run):
-    train(train_vit, "run", "--ema=0.5")
+    train(train_vit, "run")
     (tmp_path / "run" / "ckpt.pt").rename(tmp_path / "ckpt.pt")
     line, = metrics(tmp_path / "run", "val")
     result = run("accuracy", "--batch_size=30")

@@ -21,8 +21,8 @@ from helpers import Launches, losses, metrics, same, weights
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--ema=0.99", "--clip=1", "--micro_batch=10",
-            "--randaugment=1", "--crop=resized", "--optimizer=lion", "--lr=1e-4", "--cutmix=0.5"]
+KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--clip=1", "--micro_batch=10", "--randaugment=1",
+            "--crop=resized", "--optimizer=lion", "--lr=1e-4", "--cutmix=0.5"]
 
 
 # ---- Presets
@@ -71,8 +71,7 @@ def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
 
 
 @pytest.mark.parametrize("script, function, flag", [
-    (train_vit, "classify", "--srr_weight=0.1"), (train_vit, "classify", "--ema=0.9"),
-    (train_simdino, "features", "--drop_path=0")])
+    (train_vit, "classify", "--srr_weight=0.1"), (train_simdino, "features", "--drop_path=0")])
 def test_what_is_evaluated_is_compiled(train, monkeypatch, script, function, flag):
     compiled, evaluated, evaluate = [], [], getattr(script, function)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module))
@@ -188,7 +187,7 @@ def test_any_mistake_is_one_line(train, tmp_path, monkeypatch, capsys, script, l
     assert says in err and err.count("\n") == 1
 
 
-OTHER = {train_vit: {"--ema=0.9": "ema=0.0, the flags say 0.9"},
+OTHER = {train_vit: {"--width=8": "width=16, the flags say 8"},
          train_mae: {"--layers=1": "layers=2, the flags say 1"},
          train_simdino: {"--method=dino": "prototypes"},
          train_gpt: {"--objective=masked": "vocab_size=97, the flags say 98"}}
