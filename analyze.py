@@ -146,8 +146,8 @@ class Layers(OneModel):
     "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}.
     Rates are in nats, from float64 (float32 has NaNs). Without U, value maps are in its place."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
-    samples: int = option(1000, "images (as in [N]) or sequences, spread over the split", low=1)
-    eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", above=0)
+    samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
+    eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
                               "as orthonormal bases have it: R^c(Z | U) falls with U's size alone")

@@ -184,7 +184,9 @@ _LIMITS = dict(low=("at least", operator.ge), above=("more than", operator.gt),
                high=("at most", operator.le))
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Argparse whose errors are one line, and status 2."""
+
     def error(self, message):
         raise UserError(message)
 
@@ -223,7 +225,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     values, hints = presets.get(preset, {}), typing.get_type_hints(config_class)
     spec = sys.modules["__main__"].__spec__                 # of python -m
     command = f"-m {spec.name}" if spec else Path(sys.argv[0]).name + subcommand
-    parser = _Parser(
+    parser = Parser(
         usage=f"python {command}{' [PRESET]' if presets else ''} [--name=value ...]",
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
         description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,

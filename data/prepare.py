@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from data import shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
-from flags import CACHE, UserError, cli
+from flags import CACHE, Parser, UserError, cli
 from model import not_one_of
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
@@ -390,8 +390,8 @@ def opened(name, kind, cache):
 
 def main(argv):
     """Prepares one set."""
-    parser = argparse.ArgumentParser(prog="prepare.py", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="prepare.py", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"{', '.join([*IMAGES, *TEXTS])}, or your own")
     parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
     parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")

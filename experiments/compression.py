@@ -18,14 +18,17 @@ Its negative lowers R^c a little; the exact gradient and Eq. (34), which shrinks
 stands for the second Taylor term of R^c alone; on small tokens it raises the first more. After a
 LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
 """
+import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import new_figure, print_table
-from flags import cli, option, parse
+from flags import cli, option, parse, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 
 UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
@@ -36,7 +39,7 @@ class Compression:
     width: int = option(64, "d", low=1)
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(64, "n", low=1)
-    eps: float = option(0.5, "distortion of the rates", above=0)
+    eps: float = option(0.5, "distortion of the rates", low=1e-6)
     step: float = option(0.1, "step size times beta; below 2 the exact gradient step lowers R^c",
                          above=0)
     iterations: int = option(30, "how many steps", low=1)
@@ -46,6 +49,8 @@ class Compression:
 
 def random_subspaces(c, generator):
     """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    if c.heads > c.width:
+        raise UserError(f"--heads={c.heads} is more than --width={c.width}")
     p = c.width // c.heads
     A = torch.randn(c.width, c.heads * p, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(A)[0].view(c.width, c.heads, p).transpose(0, 1)
@@ -87,7 +92,8 @@ def iterate(Z, U, c):
             if name == "mssa":
                 for term, value in zip(("first term", "second term"), taylor_terms(now, U, c.eps)):
                     curves[term].append(value)
-            now = now + c.step * directions(now, U, c.eps)[name]
+            if math.isfinite(curves[name][-1]):         # else it has diverged
+                now = now + c.step * directions(now, U, c.eps)[name]
     return curves
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 import train_vit
 from analyze import print_table, spread
 from checkpoint import load_model

@@ -13,6 +13,7 @@ steps 16.2, 15.6 and 18.4 % are right, with a standard error of 1.7. ListOps was
 """
 import random
 import statistics
+import sys
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import trange
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from data import augment, images
 from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, run_layers, TextConfig

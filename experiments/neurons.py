@@ -17,6 +17,7 @@ Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The 
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
 0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0).
 """
+import sys
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import backbone_of, batches, OneModel, open_model, print_table, split_for
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta

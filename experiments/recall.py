@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
@@ -46,6 +47,10 @@ class Recall:
     steps: int = option(1500, "at most, of each run", low=1)
     batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+
+    def __post_init__(self):
+        if self.pairs > self.symbols:
+            raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
 class Tied(nn.Module):

@@ -15,11 +15,13 @@ Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two see
 of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixels 1.2.
 """
 import json
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
+sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from evaluate import open_objects, Segment
 from flags import cli, option, parse
 from model import MHSA, patchify

@@ -41,6 +41,7 @@ def test_directions_are_the_gradients_they_claim(norm):
 def test_mssa_raises_what_the_gradient_lowers(norm):
     Z, U = start(0, norm)
     curves = compression.iterate(Z, U, Compression(iterations=12))
+    assert math.isnan(compression.iterate(Z, U, Compression(step=50))["neumann"][-1])   # no error
     assert all(a < b for a, b in zip(curves["mssa"], curves["mssa"][1:]))       # [S]'s answer
     # shrunk: large tokens attend to themselves, and beta is 1.2 here
     for name in ("exact", "negative", *["shrunk"] * (norm < 5)):

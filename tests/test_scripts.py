@@ -2,6 +2,8 @@
 micro-batches that change nothing, and mistakes told in one line."""
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +11,9 @@ import torch
 
 import analyze
 import checkpoint
+from data import prepare
 import evaluate
+from experiments import compression, denoising, recall
 from flags import cli, Diverged, parse, Stopped, UserError
 from run import Run
 import sample
@@ -168,7 +172,11 @@ MISTAKES = {
     sample: {"--start=a": "did you mean --prompt", "": "--ckpt is needed"},
     evaluate: {"acuracy": "did you mean accuracy",
                "accuracy --ckpt=pretrained:shapes": "did you mean shapes-"},
-    analyze: {"layers x": "unknown argument"},
+    analyze: {"layers x": "unknown argument", "layers --eps=1e-300": "at least 1e-06"},
+    prepare: {"": "required: name", "mine --size=x": "invalid int value: 'x'"},
+    compression: {"--width=7": "--heads=8 is more than --width=7"},
+    denoising: {"--heads=65": "--heads=65 is more than --width=64"},
+    recall: {"--pairs=9": "--pairs=9 is more than --symbols=8"},
 }
 MISTAKES = [(script, *row) for script, rows in MISTAKES.items() for row in rows.items()]
 
@@ -185,6 +193,13 @@ def test_any_mistake_is_one_line(train, tmp_path, monkeypatch, capsys, script, l
     err = capsys.readouterr().err
     assert exit.value.code == 2 and err.startswith("script.py: ")
     assert says in err and err.count("\n") == 1
+
+
+def test_experiments_run_without_m(tmp_path):
+    """From any folder: the project's own is put on Python's path."""
+    found = subprocess.run([sys.executable, recall.__file__, "--pairs=9"], cwd=tmp_path,
+                            capture_output=True, text=True)
+    assert (found.returncode, found.stderr.count("\n")) == (2, 1) and "--pairs=9" in found.stderr
 
 
 OTHER = {train_vit: {"--width=8": "width=16, the flags say 8"},
