@@ -146,7 +146,7 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
                 state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                          if name.startswith("encoder.")}
             model_class, config_class = TASKS[task]
-            model = _filled(model_class, make_config(config_class, content["model_config"]), state)
+            model = _filled(model_class, make_config(config_class, **content["model_config"]), state)
         elif "format" in content:
             raise ValueError(f"it is of format {content['format']}, not {FORMAT}")
         else:

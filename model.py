@@ -29,6 +29,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -103,8 +104,6 @@ class Cache:
 
 class Attention(nn.Module, ABC):
     """The interface of a compression operator. K heads of dimension p."""
-    has_bias = False                        # default of qkv_bias in image models
-
     def __init__(self, config):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
@@ -255,6 +254,11 @@ class LayerTrace(NamedTuple):
     attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
 
 
+def layer_norm(c):
+    """A LayerNorm of the model that BackboneConfig c describes."""
+    return nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+
+
 class Layer(nn.Module):
     """A pre-norm layer of any arch maps Z^l (B, n, d) to Z^{l+1}:
 
@@ -271,11 +275,11 @@ class Layer(nn.Module):
     def __init__(self, config, drop_path=0.0):
         super().__init__()
         c, arch = config, ARCHS[config.arch]
-        self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.norm1 = layer_norm(c)
         self.attention = arch.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if arch.sparsification is not None:
-            self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+            self.norm2 = layer_norm(c)
             self.sparsification = arch.sparsification(c)
         self.residual = self.sparsification is not None and self.sparsification.residual
         self.drop_path = drop_path
@@ -448,8 +452,6 @@ def gaussian_mixture_denoise(z, U, sigma):
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with qkv_bias; out_bias is on the output map."""
-    has_bias = True
-
     def __init__(self, config):
         super().__init__(config)
         d, Kp = config.width, self.heads * self.p
@@ -487,8 +489,6 @@ class TSSA(Attention):
     then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
     b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
     not decayed. Generation keeps the three running sums, of constant size."""
-    has_bias = True
-
     def __init__(self, config):
         super().__init__(config)
         d, Kp = config.width, self.heads * self.p
@@ -692,31 +692,39 @@ def check_word(name, word, words):
 
 
 class Family(NamedTuple):
-    """What the authors of some archs put around the operators of an image model."""
+    """What the authors of some archs put around the operators."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
-    norm_eps: float = 1e-6
+    norm_eps: float = 1e-6              # of LayerNorms, but for the last one of an image model
+    norm_bias: bool = True
+    qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
+    mlp_bias: bool = True
     init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
     class_token_std: float = 0.02
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
 FAMILIES = {
-    "crate": Family("norm", final_norm=False, norm_eps=1e-5, init_std=None, class_token_std=1.0),
-    "alpha": Family(final_norm=False, out_bias=False, class_token_std=1e-6, embed_kaiming=True),
-    "vit": Family()}
+    "crate": Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
+                    class_token_std=1.0),
+    "alpha": Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
+                    embed_kaiming=True),
+    "vit": Family(),
+    "text": Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False),
+    "text-biases": Family(norm_eps=1e-5, qkv_bias=False, mlp_bias=False)}
+FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
 class Arch(NamedTuple):
-    """The operators of a layer, and its family."""
+    """The operators of a layer, and the families of its models."""
     attention: type
     sparsification: type | None         # None: attention only
-    family: str
+    family: str                         # of image models
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
-    text_biases: bool = False           # of a language model's LayerNorms and W
+    text: str = "text"                  # family of language models: nanoGPT's, and ToST's too
 
 
 ARCHS = {
@@ -727,7 +735,7 @@ ARCHS = {
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
     "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
     "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_biases=True),     # Bai and Ma 2025
+    "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
     # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
@@ -784,8 +792,9 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None: the default of the arch's family. `causal` and
-    `context`, the tokens of a sequence, are added below."""
+    """What the layers of every model share. None: as the authors of the arch have it (ARCHS).
+
+    Every config also has `causal`, and `context`, the number of tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -801,14 +810,23 @@ class BackboneConfig:
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none
     norm_eps: float | None = None
-    norm_bias: bool = True
+    norm_bias: bool | None = None
     qkv_bias: bool | None = None
     out_bias: bool | None = None
-    mlp_bias: bool = True
+    mlp_bias: bool | None = None
+
+    def family(self):
+        arch = ARCHS[self.arch]
+        return FAMILIES[arch.text if self.task == "text" else arch.family]
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
-        d, K, row = self.width, self.heads, ARCHS[self.arch]
+        d, K, arch = self.width, self.heads, ARCHS[self.arch]
+        deep = self.task != "text" and self.layers > 12
+        layer_scale = arch.deep_layer_scale if deep else arch.layer_scale
+        for name, value in dict(self.family()._asdict(), layer_scale=layer_scale).items():
+            if getattr(self, name, 0) is None:
+                setattr(self, name, value)
         if min(K, self.layers) < 1:
             raise ConfigError(f"heads={K} and layers={self.layers} must be 1 or more")
         if self.head_dim is None:
@@ -816,11 +834,11 @@ class BackboneConfig:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if row.output == "transpose" and K * self.head_dim != d:
+        if arch.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
                               f"not {K} x {self.head_dim} and {d}")
-        used = getattr(row.sparsification, "uses", ())
-        used += ("step_size",) * (row.output != "learned")
+        used = getattr(arch.sparsification, "uses", ())
+        used += ("step_size",) * (arch.output != "learned")
         for name, default in self.steps.items():
             value = getattr(self, name)
             if name not in used and value not in (None, default):
@@ -828,16 +846,16 @@ class BackboneConfig:
             setattr(self, name, (default if value is None else value) if name in used else None)
 
 
-def make_config(cls, fields, size=None):
-    """A config: the defaults of cls, over them the named size of the arch, over it `fields`."""
+def make_config(cls, size=None, arch="crate", **fields):
+    """A config: the named size's row of SIZES, and `fields` over it. cls fills in what both leave
+    open from the arch's row, and checks."""
     if size is not None:
-        arch = fields.get("arch", cls.arch)
         sizes = sizes_of(cls.task, arch)
         check_word(f"{arch} of size", size, sizes)
         fields = sizes[size] | fields
     for name in fields:
         check_word(f"{cls.__name__}: field", name, cls.__dataclass_fields__)
-    return cls(**fields)
+    return cls(arch=arch, **fields)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -860,13 +878,6 @@ class ImageConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        row = ARCHS[self.arch]
-        family = FAMILIES[row.family]._asdict()
-        family["qkv_bias"] = row.attention.has_bias
-        family["layer_scale"] = row.layer_scale if self.layers <= 12 else row.deep_layer_scale
-        for name in ("stem", "final_norm", "norm_eps", "qkv_bias", "out_bias", "layer_scale"):
-            if getattr(self, name) is None:
-                setattr(self, name, family[name])
         if self.image_size % self.patch_size:
             raise ConfigError(f"patch_size={self.patch_size} does not divide "
                               f"image_size={self.image_size}")
@@ -884,8 +895,7 @@ class ImageConfig(BackboneConfig):
         return 1 + self.patches()
 
 
-def image_config(size, arch="crate", **overrides):
-    return make_config(ImageConfig, dict(arch=arch) | overrides, size)
+image_config = partial(make_config, ImageConfig)        # (size, arch, **fields)
 
 
 def patchify(x, P):
@@ -945,14 +955,13 @@ class ImageEncoder(nn.Module):
             side = c.image_size // c.patch_size
             self.register_buffer("positions", sincos_positions(c.width, side))
         self.layers = make_layers(c)
-        # 1e-6 is ViT's eps; the masked autoencoder has it after CRATE layers too
-        self.norm = nn.LayerNorm(c.width, 1e-6) if c.final_norm else nn.Identity()
+        self.norm = nn.LayerNorm(c.width, FINAL_EPS) if c.final_norm else nn.Identity()
         self.init_weights()
 
     @torch.no_grad()
     def init_weights(self):
         """As the authors of the arch have it."""
-        family = FAMILIES[ARCHS[self.config.arch].family]
+        family = self.config.family()
         if family.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
         if family.embed_kaiming:
@@ -998,9 +1007,9 @@ class ImageClassifier(nn.Module):
         super().__init__()
         self.config = c = config
         self.encoder = ImageEncoder(c)
-        norm = nn.Identity() if c.final_norm else nn.LayerNorm(c.width, c.norm_eps)
+        norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        if (std := FAMILIES[ARCHS[c.arch].family].init_std) is not None:
+        if (std := c.family().init_std) is not None:
             init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
@@ -1063,8 +1072,7 @@ class MAEConfig(ImageConfig):
         return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
 
 
-def mae_config(size, arch="crate", **overrides):
-    return make_config(MAEConfig, dict(arch=arch) | overrides, size)
+mae_config = partial(make_config, MAEConfig)
 
 
 class DecoderLayer(nn.Module):
@@ -1080,9 +1088,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.norm1 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.norm1 = layer_norm(c)
         self.D = dictionary(c.width)
-        self.norm2 = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.norm2 = layer_norm(c)
         self.attention = ARCHS[c.arch].attention(c)
 
     def forward(self, Z):
@@ -1124,7 +1132,7 @@ class MaskedAutoencoder(nn.Module):
         operator, decoder = ARCHS[c.arch].sparsification, c.decoder()
         layer = Layer if operator is None or operator.residual else DecoderLayer
         self.decoder = nn.ModuleList(layer(decoder) for _ in range(decoder.layers))
-        self.decoder_norm = nn.LayerNorm(d, 1e-6)
+        self.decoder_norm = nn.LayerNorm(d, FINAL_EPS)
         self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
         nn.init.normal_(self.mask_token, std=0.02)
@@ -1200,27 +1208,14 @@ class MaskedAutoencoder(nn.Module):
 
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
-    """A language model. No biases, as in nanoGPT and ToST's text code, but for crate-lm's."""
+    """A language model."""
     task: ClassVar = "text"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-    norm_bias: bool | None = None
-    qkv_bias: bool | None = False
-    out_bias: bool | None = None
-    mlp_bias: bool = False
-    norm_eps: float | None = 1e-5
-
-    def __post_init__(self):
-        super().__post_init__()
-        row = ARCHS[self.arch]
-        self.layer_scale = row.layer_scale if self.layer_scale is None else self.layer_scale
-        self.norm_bias = row.text_biases if self.norm_bias is None else self.norm_bias
-        self.out_bias = row.text_biases if self.out_bias is None else self.out_bias
 
 
-def text_config(size, arch="crate", **overrides):
-    return make_config(TextConfig, dict(arch=arch) | overrides, size)
+text_config = partial(make_config, TextConfig)
 
 
 # The kernels for generation, without cuDNN's, the default on Hopper: it plans for every new length
@@ -1239,7 +1234,7 @@ class LanguageModel(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.width)
         self.positions = nn.Parameter(torch.zeros(c.context, c.width))
         self.layers = make_layers(c)
-        self.norm = nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+        self.norm = layer_norm(c)
         self.init_weights()
 
     def init_weights(self):

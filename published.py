@@ -107,7 +107,7 @@ def describe(content, heads=None):
     else:
         fields["classes"] = len(tensors[table["head.1.{k}"].format(k="weight")])
     layers = max(fields["layers"], fields.get("decoder_layers", 0))
-    return task, make_config(config_class, fields), tensors, numbered(table, layers)
+    return task, make_config(config_class, **fields), tensors, numbered(table, layers)
 
 
 def describe_crate_lm(tensors, heads):
@@ -121,7 +121,7 @@ def describe_crate_lm(tensors, heads):
     layers = sum(name.endswith("ista.weight") for name in tensors)
     fields = dict(arch="crate-lm", width=d, heads=heads or d // 64, layers=layers, vocab_size=V,
                   context=n, expansion=tensors["transformer.h.0.ista.weight"].shape[1] // d)
-    return "gpt", make_config(TextConfig, fields), tensors, numbered(_CRATE_LM, layers)
+    return "gpt", make_config(TextConfig, **fields), tensors, numbered(_CRATE_LM, layers)
 
 
 def numbered(table, layers):
