@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
@@ -170,39 +169,19 @@ def lr_scale(name, L, decay):
 
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
-def regularized_layers(c, L, step):
-    """The layers, counted from 0, whose R^c this step adds to the loss."""
-    if c.srr_layers == "all":
-        return range(L)
-    if c.srr_layers == "random":
-        return [derive_seed(c.seed, step, "srr") % L]
-    if c.srr_layers.isdecimal() and 1 <= int(c.srr_layers) <= L:
-        return [int(c.srr_layers) - 1]
-    raise UserError(f"--srr_layers={c.srr_layers} is not all, random, or a number from 1 to {L}")
-
-
-class LogitsAndLayers(nn.Module):
-    """The classifier, whose forward returns its logits and the output Z^{l+1} of every layer."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        encoder, Z = self.model.encoder, [self.model.encoder.tokens(x)]
-        for layer in encoder.layers:
-            Z.append(layer(Z[-1]))
-        return self.model.head(self.model.pool(encoder.norm(Z[-1]))), *Z[1:]
-
-
-def subspace_rate_loss(model, outputs, chosen, eps=0.5):
-    """The mean over the chosen layers l of R^c(StopGrad(Z^{l+1}) | U^l).
+def srr_loss(model, x, which, seed, eps=0.5):
+    """The mean of R^c(Z^{l+1} | U^l), l being all layers, one drawn from seed, or a numbered one.
 
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
     the cross-entropy keeps U away from it, so the weight has to be small."""
-    bases = [model.encoder.layers[l].attention.bases() for l in chosen]         # (K, d, p) each
-    rates = [subspace_coding_rate(outputs[l].detach(), U, eps) for l, U in zip(chosen, bases)]
+    layers, L = model.encoder.layers, len(model.encoder.layers)
+    chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
+    with torch.no_grad():       # a second pass: the first one is as without SRR
+        Z = [model.encoder.tokens(x)]
+        for layer in layers[:max(chosen) + 1]:
+            Z.append(layer(Z[-1]))
+    rates = [subspace_coding_rate(Z[l + 1], layers[l].attention.bases(), eps) for l in chosen]
     return torch.stack(rates).mean()
 
 
@@ -236,13 +215,15 @@ def main(argv):
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes), loaded).to(device)
+    L = model.config.layers
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        regularized_layers(c, model.config.layers, 0)       # refuses a bad number before the run
+        if c.srr_layers not in ("all", "random", *map(str, range(1, L + 1))):
+            raise UserError(f"--srr_layers={c.srr_layers}: all, random, or a number from 1 to {L}")
 
     # ---- optimizer
-    scale = partial(lr_scale, L=model.config.layers, decay=c.layer_decay)
+    scale = partial(lr_scale, L=L, decay=c.layer_decay)
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
                                  hidden=[model.encoder.layers], scale=scale)
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
@@ -251,10 +232,8 @@ def main(argv):
     run = Run(c, "vit", name, processes)
     run.restore(model.config, optimizers, model)
     train, val = images.Images(*train, device), images.Images(*val, device)
-    net = LogitsAndLayers(model) if c.srr_weight else model
-    ddp = processes.wrap(net)
+    ddp = processes.wrap(model)
     if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
-        net.compile()
         model.compile()
     run.begin(total, epoch, "images", c.batch_size, model.train_flops())
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
@@ -283,12 +262,11 @@ def main(argv):
         loss = 0.0
         for micro_x, micro_labels in micro_batches(ddp, c.micro_batch, x, labels):
             with processes.autocast():
-                logits, *outputs = ddp(micro_x) if c.srr_weight else [ddp(micro_x)]
-                micro_loss = F.cross_entropy(logits, micro_labels,
+                micro_loss = F.cross_entropy(ddp(micro_x), micro_labels,
                                              label_smoothing=c.label_smoothing)
-            if c.srr_weight:
-                chosen = regularized_layers(c, model.config.layers, step)
-                micro_loss = micro_loss + c.srr_weight * subspace_rate_loss(model, outputs, chosen)
+                if c.srr_weight:
+                    seed = derive_seed(c.seed, step, "srr")
+                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers, seed)
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()

@@ -102,28 +102,27 @@ def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset):
 # ---- Sparse rate reduction as a regularizer
 
 def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
-    """Its gradient reaches the bases of the chosen layers, and nothing else."""
+    """Its gradient reaches the bases of the chosen layers, and nothing else. Layers count from one,
+    and random ones are drawn evenly."""
     fields = dict(width=16, heads=4, layers=3, image_size=32, patch_size=8, classes=10)
     model, x = ImageClassifier(ImageConfig(**fields)), torch.randn(4, 3, 32, 32)
-    logits, *outputs = train_vit.LogitsAndLayers(model)(x)
-    torch.testing.assert_close(logits, model(x))
-    trace, expected = model.encoder.trace(x), 0
-    for l in (0, 2):
-        U = model.encoder.layers[l].attention.U.weight.view(4, 4, 16).mT.double()
-        expected += subspace_coding_rate(trace[l].out.double(), U, eps=0.3).mean().item() / 2
-    found = train_vit.subspace_rate_loss(model, outputs, [0, 2], eps=0.3)
-    assert found.item() == pytest.approx(expected, rel=1e-5)
-    found.backward()
-    reached = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert reached == [f"encoder.layers.{l}.attention.U.weight" for l in (0, 2)]
-
-
-def test_srr_layers_are_counted_from_one_and_drawn_evenly():
-    def layers(word, step=0):
-        return list(train_vit.regularized_layers(train_vit.Config(srr_layers=word), 3, step))
-    assert layers("3") == [2] and layers("all") == [0, 1, 2]
-    drawn = sum((layers("random", step) for step in range(300)), [])
-    assert all(70 < drawn.count(l) < 130 for l in range(3))
+    rates = []
+    for trace, layer in zip(model.encoder.trace(x), model.encoder.layers):
+        U = layer.attention.U.weight.view(4, 4, 16).mT.double()
+        rates.append(subspace_coding_rate(trace.out.double(), U, eps=0.3).mean().item())
+    for which, chosen in {"all": (0, 1, 2), "1": (0,), "3": (2,)}.items():
+        model.zero_grad()
+        found = train_vit.srr_loss(model, x, which, seed=0, eps=0.3)
+        expected = sum(rates[l] for l in chosen) / len(chosen)
+        assert found.item() == pytest.approx(expected, rel=1e-5)
+        found.backward()
+        reached = [name for name, p in model.named_parameters() if p.grad is not None]
+        assert reached == [f"encoder.layers.{l}.attention.U.weight" for l in chosen]
+    drawn = [train_vit.srr_loss(model, x, "random", derive_seed(0, step, "srr"), 0.3)
+             for step in range(150)]
+    counts = [sum(found.item() == pytest.approx(rate, rel=1e-5) for found in drawn)
+              for rate in rates]
+    assert sum(counts) == 150 and min(counts) > 30
 
 
 def test_held_out_images_choose_the_best_checkpoint(train, tmp_path, cache, monkeypatch):
