@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
-from parallel import Processes
+from run import Processes
 from data import augment
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from scores import images_for, model_input, on_device, pooling, tokens_for, write_overlays

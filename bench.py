@@ -22,7 +22,7 @@ from checkpoint import TASKS
 from flags import cli, DeviceFlags, option, parse_command
 from model import (attention_map, CBSA, ImageConfig, ISTA, LanguageModel, MAEConfig, MHSA, MSSA,
                    run_layers, TextConfig, TSSA)
-from parallel import device_name, Processes
+from run import device_name, Processes
 
 
 @dataclass(kw_only=True)

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
-from parallel import Processes
+from run import Processes
 from data import augment, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta

@@ -18,7 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse, UserError
-from parallel import derive_seed, Processes
+from run import derive_seed, Processes
 from data.tokenizer import tokenizer_from_meta
 from model import FOR_ANY_LENGTH
 

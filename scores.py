@@ -16,7 +16,7 @@ from tqdm import tqdm
 from data import augment, images, text
 from flags import needed, UserError
 from model import patchify, unpatchify
-from parallel import derive_seed
+from run import derive_seed
 
 
 def statistics_of(meta):

@@ -17,8 +17,7 @@ import torch
 import checkpoint
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from optim import make_optimizers, set_lr, warmup_cosine
-from parallel import derive_seed, device_name, micro_batches, Processes, wants_compile
-from run import Run
+from run import derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import text
 from scores import language_scores
 from model import LanguageModel, TextConfig, text_config

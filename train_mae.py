@@ -17,8 +17,7 @@ import torch
 
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
-from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
-from run import Run
+from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
 from scores import model_input, on_device, validation_noise, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config

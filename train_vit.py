@@ -17,8 +17,7 @@ from torch.nn import functional as F
 import checkpoint
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
-from parallel import count, derive_seed, device_name, micro_batches, Processes, wants_compile
-from run import Run
+from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
 from scores import classify, images_for, pooling
 from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate

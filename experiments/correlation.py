@@ -31,7 +31,7 @@ from checkpoint import load_model
 from data import images
 from flags import cli, DeviceFlags, option, parse, UserError
 from model import sparse_rate_reduction
-from parallel import count, derive_seed, Processes
+from run import count, derive_seed, Processes
 from scores import classify, images_for, model_input, on_device
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "

@@ -28,7 +28,7 @@ from data import augment, images
 from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, run_layers, TextConfig
 from optim import make_optimizers, set_lr, warmup_cosine
-from parallel import derive_seed, Processes
+from run import derive_seed, Processes
 
 # 197,000 parameters each beside the embeddings, in four layers
 SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2),

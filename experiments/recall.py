@@ -30,7 +30,7 @@ from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import MHSA, LanguageModel, TextConfig
 from optim import make_optimizers, set_lr
-from parallel import derive_seed
+from run import derive_seed
 
 
 @dataclass(kw_only=True)

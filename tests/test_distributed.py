@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import parallel
+import run
 from data.prepare import prepare
 from helpers import FLAGS, metrics, same, weights
 
-ROOT = Path(parallel.__file__).parent
+ROOT = Path(run.__file__).parent
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--steps=10", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
@@ -142,10 +142,10 @@ def test_a_start_does_not_see_stale_addresses_of_previous_workers():
     store = dist.HashStore()
     for start in range(3):
         with ThreadPoolExecutor(2) as pool:
-            early = pool.submit(parallel._fresh_store, store, start % 2, 2)
+            early = pool.submit(run._fresh_store, store, start % 2, 2)
             time.sleep(0.2)
             assert not early.done()
-            late = pool.submit(parallel._fresh_store, store, 1 - start % 2, 2)
+            late = pool.submit(run._fresh_store, store, 1 - start % 2, 2)
             mine, theirs = early.result(60), late.result(60)
         assert not mine.check(["address"]) and not theirs.check(["address"])
         mine.set("address", str(start))

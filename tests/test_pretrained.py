@@ -7,7 +7,7 @@ import torch
 
 import checkpoint
 from data import images, shapes, text
-from parallel import Processes
+from run import Processes
 from scores import classify, features, language_scores, nearest_neighbours, statistics_of
 from train_mae import validate
 

@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ import run as run_module
 from flags import RunFlags, Stopped, UserError
 from helpers import metrics, same
 from optim import make_optimizers
-from parallel import Processes
-from run import read_metrics, Run
+from run import Processes, read_metrics, Run
 from test_checkpoint import make
 
 
@@ -175,3 +175,31 @@ def test_a_second_sigterm_waits_for_the_first(tmp_path):
     with pytest.raises(Stopped) as stopped:
         run.end_step(content)
     assert stopped.value.exit_status == 143 and (tmp_path / "ckpt.pt").exists()
+
+
+# ---- Devices and precision. Several processes are in test_distributed.py
+
+@pytest.mark.parametrize("instructions", [{}, dict(amx_bf16=True), dict(avx512_bf16=True)])
+def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instructions):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    Z, found = torch.ones(2, 2), {}
+    for dtype in ("auto", "float32", "bfloat16"):
+        with Processes("cpu", dtype).autocast():
+            found[dtype] = (Z @ Z).dtype
+    auto = torch.bfloat16 if instructions else torch.float32
+    assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
+
+
+def test_a_cpu_compiles_long_runs_in_bfloat16_if_it_can(monkeypatch, capsys):
+    def wanted(compile, dtype, flops, device="cpu"):
+        processes = SimpleNamespace(device=torch.device(device), rank=0, half=dtype == "bfloat16")
+        return run_module.wants_compile(SimpleNamespace(compile=compile), processes, flops)
+    monkeypatch.setattr(run_module.shutil, "which", lambda compiler: f"/usr/bin/{compiler}")
+    assert wanted(None, "bfloat16", 6e13) and not wanted(None, "bfloat16", 4e13)
+    assert not wanted(None, "float32", 1e18) and wanted(True, "float32", 0)
+    assert wanted(None, "float32", 0, "cuda") and not wanted(False, "float32", 1e18, "cuda")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(run_module.shutil, "which", lambda compiler: None)
+    assert not wanted(True, "float32", 0) and not wanted(None, "bfloat16", 6e13)
+    assert capsys.readouterr().out.count("note: not compiled, since there is no C++ compiler") == 2
+    assert not wanted(None, "float32", 1e18) and capsys.readouterr().out == ""

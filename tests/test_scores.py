@@ -9,7 +9,7 @@ import scores
 from data import images, text
 from flags import DeviceFlags
 from model import ImageEncoder, ImageConfig, LanguageModel, TextConfig
-from parallel import Processes
+from run import Processes
 
 
 def test_nearest_neighbours_by_hand():

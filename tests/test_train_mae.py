@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flags import parse
-from parallel import derive_seed, Processes
+from run import derive_seed, Processes
 import train_mae
 from data import augment, images
 from helpers import losses, metrics

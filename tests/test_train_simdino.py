@@ -8,7 +8,7 @@ from torch import nn
 
 import checkpoint
 from flags import parse
-from parallel import derive_seed, Processes
+from run import derive_seed, Processes
 import evaluate
 import train_simdino
 from data import images

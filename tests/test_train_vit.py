@@ -4,7 +4,7 @@ import torch
 
 import checkpoint
 from flags import parse, UserError
-from parallel import derive_seed
+from run import derive_seed
 import evaluate
 import train_mae
 import train_vit
