@@ -1,9 +1,6 @@
 """
 Checkpoints: files written whole, one `load_model` for every task and for published ones.
 
-    python checkpoint.py out/gpt-pydoc/best.pt mine     writes data/pretrained/mine.pt, weights in
-                                                        float16; it opens as --ckpt=pretrained:mine
-
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
 optimizer, extra}. `model` is what one evaluates (averaged weights, SimDINO's teacher);
 extra["student"] holds the weights being trained where they differ. An image encoder is always
@@ -11,7 +8,9 @@ extra["student"] holds the weights being trained where they differ. An image enc
 """
 import argparse
 import contextlib
+import math
 import os
+import re
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -19,12 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-import published
-from flags import cli, UserError
-from model import (ConfigError, ImageClassifier, ImageConfig, ImageEncoder, LanguageModel,
-                   MAEConfig, MaskedAutoencoder, TextConfig, make_config, not_one_of)
+from flags import UserError
+from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
+                   MaskedAutoencoder, TextConfig, make_config, not_one_of, sizes_of)
 
 FORMAT = "crate-3"
+KEYS = ("task", "model", "model_config", "data_meta", "run_config", "step", "best", "optimizer",
+        "extra")
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
 # task, named by its script -> (model, its config). SimDINO's checkpoint is read as the teacher's
@@ -65,7 +65,8 @@ def write_checkpoint(path, content, keep_previous=True):
 
 @contextlib.contextmanager
 def reading(path):
-    """Around all that is done with a file's content: whatever is wrong with it is one UserError."""
+    """Around reading a file and finding what it must hold: what is wrong with it is one UserError.
+    Models are built outside, so that a mistake in an operator keeps its traceback."""
     try:
         yield
     except UserError:
@@ -107,19 +108,21 @@ def _read(path):
                      "which could run code")
 
 
+def _checked(content, tasks):
+    """The content, if it is of our format and of one of `tasks`, if given."""
+    if content.get("format") != FORMAT:
+        raise ValueError(f"it is not of format {FORMAT}")
+    if missing := [key for key in KEYS if key not in content]:
+        raise ValueError(f"it has no {missing[0]}")
+    if tasks and content["task"] not in tasks:
+        raise ValueError(f"it is of task {content['task']}, not {' or '.join(tasks)}")
+    return content
+
+
 def read_checkpoint(path, task=None):
     """The content of a checkpoint of this project, of the given task if any, or UserError."""
     with reading(path):
-        content = _read(path)
-        if content.get("format") != FORMAT:
-            raise ValueError(f"it is not of format {FORMAT}")
-        _check_task(content["task"], task and [task])
-        return content
-
-
-def _check_task(task, tasks):
-    if tasks and task not in tasks:
-        raise ValueError(f"it is of task {task}, not {' or '.join(tasks)}")
+        return _checked(_read(path), task and [task])
 
 
 class Loaded(NamedTuple):
@@ -128,71 +131,47 @@ class Loaded(NamedTuple):
     model: nn.Module
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ...; of a published one its tokenizer
-    content: dict                   # the checkpoint; of a published one data_meta and run_config
+    content: dict                   # of the checkpoint; run_config and step are ours alone
 
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
     """Any checkpoint, ours or a published one, as `Loaded`.
 
     `tasks` names those that are accepted; `heads` gives K of a published file whose width matches
-    no published size.
-    With an `untrained_seed` the weights are those at initialization. Raises UserError."""
+    no published size. With an `untrained_seed` the weights are those at initialization. Raises
+    UserError, and ConfigError for a config that no model has."""
     with reading(path):
         content = _read(path)
-        if content.get("format") == FORMAT:
-            task, state = content["task"], content["model"]
-            _check_task(task, tasks)
-            if task == "simdino":
-                state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
-                         if name.startswith("encoder.")}
-            model_class, config_class = TASKS[task]
-            model = _filled(model_class, make_config(config_class, **content["model_config"]), state)
-        elif "format" in content:
-            raise ValueError(f"it is of format {content['format']}, not {FORMAT}")
-        else:
-            task, config, tensors, names = published.describe(content, heads)
-            _check_task(task, tasks)
-            model = _filled(TASKS[task][0], config, tensors, names)
-            meta = dict(tokenizer=dict(kind="gpt2")) if task == "gpt" else {}
-            content = dict(data_meta=meta, run_config={})
+        if "format" not in content:
+            content = dict.fromkeys(KEYS) | translated(content, heads)
+        task, state = _checked(content, tasks)["task"], content["model"]
+    model_class, config_class = TASKS[task]
+    if task == "simdino":
+        state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
+                 if name.startswith("encoder.")}
+    config = make_config(config_class, **content["model_config"])
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
-        model = TASKS[task][0](model.config)
+        model = model_class(config)
+    else:
+        with torch.device("meta"):      # without memory: it takes the file's tensors
+            model = model_class(config)
+        state = {name: tensor.to(torch.get_default_dtype()) for name, tensor in state.items()}
+        load_into(model, state, path, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    return Loaded(task, model, encoder, content.get("data_meta", {}), content)
+    return Loaded(task, model, encoder, content["data_meta"], content)
 
 
-def _filled(model_class, config, state, names=None):
-    """The model with the weights of `state`; `names` maps ours to those there. It is built without
-    memory, and takes the file's tensors once all shapes are the same."""
-    with torch.device("meta"):
-        model = model_class(config)
-    own = model.state_dict()
-    theirs = {name: (names or {}).get(name, name) for name in own}
-    if problem := _misfit({theirs[name]: tensor for name, tensor in own.items()}, state):
-        raise ConfigError(problem)
-    own = {name: state[theirs[name]].to(own[name].dtype) for name in own}
-    model.load_state_dict(own, assign=True)
-    return model
-
-
-def _misfit(own, state):
-    """What is wrong with the first tensor of `state` that is not like that of `own`, or None."""
-    for name in [*own, *state]:
-        if name not in state:
-            return f"{name} is missing in it"
-        if name not in own:
-            return f"{name} in it has no place here"
-        if state[name].shape != own[name].shape:
-            return f"{name} is {tuple(state[name].shape)} there, {tuple(own[name].shape)} here"
-
-
-def load_into(module, state, path):
+def load_into(module, state, path, assign=False):
     """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    if problem := _misfit(module.state_dict(), state):
-        raise UserError(f"{path} does not fit this model: {problem}")
-    module.load_state_dict(state)
+    own = module.state_dict()
+    for name in [*own, *state]:
+        there, here = (tuple(tensors[name].shape) if name in tensors else "missing"
+                       for tensors in (state, own))
+        if there != here:
+            raise UserError(f"{path} does not fit this model: {name} is {there} there, {here} here")
+    module.load_state_dict(state, assign=assign)
 
 
 def load_resized(encoder, loaded, path):
@@ -207,47 +186,108 @@ def load_resized(encoder, loaded, path):
     load_into(encoder, state, path)
 
 
-def load_optimizers(optimizers, saved):
+def load_optimizers(optimizers, saved, path):
     """Fills the state of each parameter. Rates, betas and decays stay those of the flags.
 
     A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
-    each shape is compared first. Raises ValueError."""
+    each shape is compared first. Raises UserError."""
     for optimizer, theirs in zip(optimizers, saved, strict=True):
         own = optimizer.state_dict()["param_groups"]
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        if [g["params"] for g in theirs["param_groups"]] != [g["params"] for g in own]:
-            raise ValueError("its optimizer has other parameters")
-        for i, kept in theirs["state"].items():
-            for key, tensor in kept.items():
-                if tensor.shape != (() if key == "step" else params[i].shape):
-                    raise ValueError(f"{key} of parameter {i} is not like the parameter")
+        fits = [g["params"] for g in theirs["param_groups"]] == [g["params"] for g in own]
+        if not fits or any(tensor.shape != (() if key == "step" else params[i].shape)
+                           for i, kept in theirs["state"].items() for key, tensor in kept.items()):
+            raise UserError(f"{path} does not fit this optimizer: it has other parameters")
         optimizer.load_state_dict(dict(state=theirs["state"], param_groups=own))
 
 
-def publish(path, name):
-    """Writes data/pretrained/NAME.pt: what load_model needs of a checkpoint, weights in float16."""
-    content, out = read_checkpoint(path), PRETRAINED / f"{name}.pt"
-    if out.exists() or out.parent != PRETRAINED:
-        raise UserError(f"{name} is not a new name: {out}")
-    weights = {key: tensor.half() for key, tensor in content["model"].items()
-               if content["task"] != "simdino" or key.startswith("encoder.")}
-    flags = {key: value for key, value in content["run_config"].items()
-             if key not in ("data_dir", "out_dir", "init_from")}    # paths of the training machine
-    kept = dict(model=weights, run_config=flags, optimizer={}, extra={})
-    write_checkpoint(out, content | kept, keep_previous=False)
-    print(f"wrote {out}; --ckpt=pretrained:{name} opens it")
-
-
 # -------------------------------------------------------------------------------------------------
-# The command
+# The authors' published files
+#
+# CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and crate-lm (gpt), tried only with files made up
+# from their names and shapes. Their tensors match ours, only the names differ.
 # -------------------------------------------------------------------------------------------------
 
-def main(argv):
-    """The command of the module's header."""
-    if len(argv) != 2:
-        raise UserError("usage: python checkpoint.py CHECKPOINT NAME")
-    publish(*argv)
+# (theirs, ours): each pattern is replaced in each name, in this order
+_NAMES = (
+    (r"^(module\.|_orig_mod\.)+", ""),
+    # stored, but never applied by CRATE-MAE; nanoGPT's causal masks
+    (r"^(pos_embed|decoder_embed\..*|.*\.attn\.bias)$", ""),
+    # beside the layers
+    (r"^cls_token$", "encoder.class_token"),
+    (r"^(pos_embedding|decoder_pos_embed)$", "encoder.positions"),
+    (r"^(conv1|patch_embed\.proj|to_patch_embedding\.1)\.", "encoder.embed.0."),
+    (r"^to_patch_embedding\.2\.", "encoder.embed.1."),
+    (r"^to_patch_embedding\.3\.", "encoder.embed.2."),
+    (r"^norm\.", "encoder.norm."),              # of CRATE-MAE; below, of crate-lm
+    (r"^mlp_head\.", "head."),
+    (r"^decoder_pred\.", "predict."),
+    (r"^transformer\.wte\.", "embed."),
+    (r"^transformer\.wpe\.weight$", "positions"),
+    (r"^transformer\.ln_f\.", "norm."),
+    # layers
+    (r"^decoder_blocks\.(\d+)\.layers\.0\.", r"decoder.\1."),
+    (r"^blocks\.(\d+)\.layers\.0\.", r"encoder.layers.\1."),
+    (r"^transformer\.layers\.", "encoder.layers."),
+    (r"^transformer\.h\.", "layers."),
+    # inside a layer
+    (r"\.0\.norm\.|\.prenorm_1\.", ".norm1."),
+    (r"\.1\.norm\.|\.prenorm_2\.", ".norm2."),
+    (r"\.[01]\.fn\.qkv\.|\.attn\.c_attn\.", ".attention.U."),
+    (r"\.[01]\.fn\.to_out\.0\.|\.attn\.c_proj\.", ".attention.W."),
+    (r"^(decoder\.\d+)\.0\.fn\.weight$", r"\1.D"),
+    (r"\.1\.fn\.D1$", ".sparsification.D_hat"),
+    (r"\.1\.fn\.(D|weight)$|\.ista\.weight$", ".sparsification.D"),
+)
 
 
-if __name__ == "__main__":
-    cli(main)
+def translated(content, heads=None):
+    """What `load_model` needs of a published file, which is a state dict or holds one.
+
+    Sizes are read off the tensors, heads off the published sizes: a width that none of these has
+    needs `heads`, except crate-lm's (d / 64). Raises ValueError."""
+    for key in ("state_dict", "model"):
+        content = content.get(key, content)
+    state = {}
+    for name, tensor in content.items():
+        for theirs, ours in _NAMES:
+            name = re.sub(theirs, ours, name)
+        state[name] = tensor
+    state.pop("", None)
+    dictionaries = [name for name in state if name.endswith(".D")]
+    layers = sum("sparsification" in name for name in dictionaries)
+    if not layers:
+        raise ValueError("neither of this project nor an official checkpoint: it lacks the "
+                         "dictionary of the first layer")
+
+    if "embed.weight" in state:
+        task, arch, meta = "gpt", "crate-lm", dict(tokenizer=dict(kind="gpt2"))
+        if not state.pop("lm_head.weight", state["embed.weight"]).equal(state["embed.weight"]):
+            raise ValueError("its lm_head.weight is not its embedding")
+        state |= {name: state[name].mT for name in dictionaries}        # theirs are (4 d, d)
+        fields = dict(vocab_size=len(state["embed.weight"]), context=len(state["positions"]))
+    else:
+        task, meta = "mae" if "mask_token" in state else "vit", {}
+        arch = "crate-alpha" if "encoder.layers.0.sparsification.D_hat" in state else "crate"
+        embed = f"encoder.embed.{int('encoder.embed.1.weight' in state)}.weight"
+        if state[embed].ndim == 4:      # P x P with stride P is a Linear on patches, channels last
+            state[embed] = state[embed].permute(0, 2, 3, 1).flatten(1)
+        P = math.isqrt(state[embed].shape[1] // 3)
+        side = math.isqrt(state["encoder.positions"].shape[1] - 1)
+        fields = dict(image_size=P * side, patch_size=P)
+        if task == "mae":
+            fields |= dict(decoder_layers=len(dictionaries) - layers, lambd=0.5)
+        else:
+            fields |= dict(classes=len(state["head.1.weight"]))
+
+    d, atoms = state[dictionaries[0]].shape
+    sizes = sizes_of(TASKS[task][1].task, arch).values()
+    heads = heads or {size["width"]: size["heads"] for size in sizes}.get(d)
+    if heads is None and task != "gpt":
+        raise ValueError(f"no published {arch} has width {d}: say how many heads this one has "
+                         "(heads=)")
+    fields |= dict(arch=arch, width=d, heads=heads or d // 64, layers=layers)
+    if atoms > d:
+        fields["expansion"] = atoms // d
+    return dict(format=FORMAT, task=task, model_config=fields, model=state, data_meta=meta,
+                run_config={})

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, read_checkpoint, reading, write_checkpoint
+from checkpoint import load_into, load_optimizers, read_checkpoint, write_checkpoint
 from flags import cli, Diverged, flush_or_mute, interrupt, ROOT, Stopped, UserError
 from optim import is_fast_in_bfloat16
 
@@ -428,23 +428,22 @@ class Run:
         if not self.resuming:
             return None
         content = self.processes.main_only(self._newest_whole)
-        with reading(self.dir):
-            fixed = dataclasses.asdict(model_config)    # with the values that auto stands for
-            theirs, now = content["run_config"] | content["model_config"], vars(self.config) | fixed
-            changed = [name for name in now if theirs.get(name, now[name]) != now[name]]
-            for name in changed:
-                if name in {*fixed, "optimizer", "ema"}:
-                    raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
-                                    f"flags say {now[name]}; give those of its config.json again")
-            for name in changed:
-                if name not in _HARMLESS:
-                    self.say(f"note: --{name} was {theirs[name]}, is now {now[name]}")
-            load_into(averaged or model, content["model"], self.dir)
-            if averaged is not None:
-                load_into(model, content["extra"]["student"], self.dir)
-            load_optimizers(optimizers, content["optimizer"])
-            self.step, self.best = content["step"], content["best"]
-            self.losses = content["extra"]["losses"]
+        fixed = dataclasses.asdict(model_config)    # with the values that auto stands for
+        theirs, now = content["run_config"] | content["model_config"], vars(self.config) | fixed
+        changed = [name for name in now if theirs.get(name, now[name]) != now[name]]
+        for name in changed:
+            if name in {*fixed, "optimizer", "ema"}:
+                raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
+                                f"flags say {now[name]}; give those of its config.json again")
+        for name in changed:
+            if name not in _HARMLESS:
+                self.say(f"note: --{name} was {theirs[name]}, is now {now[name]}")
+        load_into(averaged or model, content["model"], self.dir)
+        if averaged is not None:
+            load_into(model, content["extra"]["student"], self.dir)
+        load_optimizers(optimizers, content["optimizer"], self.dir)
+        self.step, self.best = content["step"], content["best"]
+        self.losses = content["extra"]["losses"]
         return content
 
     def _newest_whole(self):

@@ -1,18 +1,29 @@
 """Checkpoint files, and loading models of every task.
 
-Damage is in test_survive.py, runs in test_run.py, published files in test_published.py."""
+Damage is in test_survive.py, runs in test_run.py."""
+from argparse import Namespace
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import checkpoint
+import evaluate
+import model as model_module
+from checkpoint import load_model
+from conftest import ROOT
+from data import text
 from flags import UserError
 from helpers import same
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
                    MaskedAutoencoder, TextConfig)
 from optim import make_optimizers
+from test_evaluate import bpe                               # noqa: F401 (a fixture)
+from test_image_model import patches_literally
+from test_model import assert_near, float64                 # noqa: F401 (a fixture)
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
@@ -63,8 +74,8 @@ def config(**fields):
 REFUSED = {"No such file": None, "no torch file": "hello", "no regular file": "/dev/zero",
            "an official checkpoint": dict(a=1),
            "task gpt, not vit": content("gpt"), r"\(40, 16\) here": config(heads=5),
-           "layers.0.scale1 is missing in it": config(layer_scale=7),
-           "1073741824": config(width=2 ** 30)}             # built without memory
+           "layers.0.scale1 is missing there": config(layer_scale=7),
+           "32768": config(width=2 ** 15)}             # built without memory
 
 
 @pytest.mark.parametrize("says", REFUSED)
@@ -78,6 +89,13 @@ def test_other_files_are_refused(tmp_path, says):
         torch.save(whole if "a" in whole else dict(format=checkpoint.FORMAT) | whole, path)
     with pytest.raises(UserError, match=f"x.pt.*{says}"):
         checkpoint.load_model(path, ("vit",))
+
+
+def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
+    checkpoint.write_checkpoint(tmp_path / "a.pt", content())
+    monkeypatch.setattr(model_module.ISTA, "__init__", lambda self, *args: 1 + "1")
+    with pytest.raises(TypeError):
+        load_model(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("task", KINDS)
@@ -96,23 +114,25 @@ def test_one_loader_for_every_task(tmp_path, task):
 
 
 @pytest.mark.parametrize("task", KINDS)
-def test_published_in_this_repository(tmp_path, monkeypatch, task):
-    """pretrained:NAME is the model with its weights rounded to float16, and no more than it needs:
-    no optimizer, no projector, no folder of the machine that trained it."""
-    monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path)
-    flags = dict(seed=7, data_dir="/home/me/data", out_dir="/home/me/out")
-    checkpoint.write_checkpoint(tmp_path / "whole.pt", content(task, run_config=flags))
-    checkpoint.main([str(tmp_path / "whole.pt"), "small"])
-    loaded = checkpoint.load_model("pretrained:small", (task,))
-    whole = checkpoint.load_model(tmp_path / "whole.pt").model
+def test_the_recipe_of_a_pretrained_file(tmp_path, monkeypatch, task):
+    """That of records/README.md: pretrained:NAME is the model with its weights rounded to float16,
+    and no more than it needs: no optimizer, no projector, no folder of the machine that trained."""
+    recipe = (ROOT / "records/README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path / "data/pretrained")
+    monkeypatch.chdir(tmp_path)
+    for folder in ("out/gpt-pydoc", "data/pretrained"):
+        (tmp_path / folder).mkdir(parents=True)
+    flags, path = dict(seed=7, data_dir="/home/me/data", out_dir="out"), "out/gpt-pydoc/best.pt"
+    checkpoint.write_checkpoint(path, content(task, run_config=flags))
+    exec(recipe, {})
+    loaded = checkpoint.load_model("pretrained:mine", (task,))
+    whole = checkpoint.load_model(path).model
     assert same(loaded.model.state_dict(),
                 {name: tensor.half().float() for name, tensor in whole.state_dict().items()})
     assert not any("projector" in name for name in loaded.content["model"])
     assert loaded.content["run_config"] == dict(seed=7)
-    with pytest.raises(UserError, match="small is not a new name"):
-        checkpoint.main([str(tmp_path / "whole.pt"), "small"])
-    with pytest.raises(UserError, match="pretrained model .* is not one of small, whole"):
-        checkpoint.load_model("pretrained:../small")
+    with pytest.raises(UserError, match="pretrained model .* is not one of mine"):
+        checkpoint.load_model("pretrained:../mine")
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
@@ -125,10 +145,173 @@ def test_an_optimizer_state_has_to_fit_its_parameters(name):
     for optimizer in used:
         optimizer.step()
     whole = [optimizer.state_dict() for optimizer in used]
-    checkpoint.load_optimizers(fresh, whole)
+    checkpoint.load_optimizers(fresh, whole, "a.pt")
     for optimizer, theirs in zip(fresh, (state["state"] for state in whole), strict=True):
         assert optimizer.param_groups[0]["lr"] == 1e-3
         assert all(same(optimizer.state_dict()["state"][i], theirs[i]) for i in theirs)
         theirs[1] |= {key: state.flatten()[:1] for key, state in theirs[1].items() if key != "step"}
-        with pytest.raises(ValueError, match="of parameter 1 is not like the parameter"):
-            checkpoint.load_optimizers(fresh, whole)
+        with pytest.raises(UserError, match="a.pt does not fit this optimizer"):
+            checkpoint.load_optimizers(fresh, whole, "a.pt")
+
+
+# ---- Published files, of random tensors, against the authors' networks written once more
+
+d, P, SIDE, LAYERS, DECODER_LAYERS, CLASSES = 16, 4, 3, 2, 3, 7
+
+
+def official(kind, d=d):
+    """Random tensors under the names and in the shapes of a published checkpoint."""
+    positions = (1, SIDE ** 2 + 1, d)
+    alone, biased = dict(cls_token=(1, 1, d)), {}       # shapes: of tensors, of weights with a bias
+    if kind == "crate-mae":
+        alone |= dict(mask_token=(1, 1, d), pos_embed=positions, decoder_pos_embed=positions)
+        biased |= {"patch_embed.proj": (d, 3, P, P), "norm": (d,), "decoder_norm": (d,),
+                   "decoder_embed": (d, d), "decoder_pred": (3 * P * P, d)}
+        layers = [(f"blocks.{l}.layers.0.0", f"blocks.{l}.layers.0.1") for l in range(LAYERS)]
+        decoder = [f"decoder_blocks.{l}.layers.0." for l in range(DECODER_LAYERS)]
+        layers += [(name + "1", name + "0") for name in decoder]
+    else:
+        alone["pos_embedding"] = positions
+        biased |= {"mlp_head.0": (d,), "mlp_head.1": (CLASSES, d)}
+        layers = [(f"transformer.layers.{l}.0", f"transformer.layers.{l}.1") for l in range(LAYERS)]
+    if kind == "crate":
+        biased |= {"to_patch_embedding.1": (3 * P * P,), "to_patch_embedding.2": (d, 3 * P * P),
+                   "to_patch_embedding.3": (d,)}
+    if kind == "crate-alpha":
+        biased["conv1"] = (d, 3, P, P)
+    for attention, sparsification in layers:
+        biased |= {f"{attention}.norm": (d,), f"{sparsification}.norm": (d,)}
+        alone[f"{attention}.fn.qkv.weight"] = (d, d)
+        if kind == "crate-alpha":
+            alone[f"{attention}.fn.to_out.0.weight"] = (d, d)
+            alone[f"{sparsification}.fn.D"] = alone[f"{sparsification}.fn.D1"] = (d, 4 * d)
+        else:
+            biased[f"{attention}.fn.to_out.0"] = alone[f"{sparsification}.fn.weight"] = (d, d)
+    alone |= {f"{name}.weight": shape for name, shape in biased.items()}
+    alone |= {f"{name}.bias": shape[:1] for name, shape in biased.items()}
+    return {name: (0.4 * torch.randn(shape)).float().double() for name, shape in alone.items()}
+
+
+def released_forward(t, x, masked=None, heads=4):
+    """The authors' network on their tensors, tokens as rows: logits, or predicted patches."""
+    alpha, mae = "conv1.weight" in t, "mask_token" in t
+
+    def norm(Z, name, eps=1e-6 if alpha else 1e-5):
+        return F.layer_norm(Z, Z.shape[-1:], t[f"{name}.weight"], t[f"{name}.bias"], eps)
+
+    def linear(Z, name):
+        return F.linear(Z, t[f"{name}.weight"], t.get(f"{name}.bias"))
+
+    def conv(name):
+        return F.conv2d(x, t[f"{name}.weight"], t[f"{name}.bias"], stride=P).flatten(2).mT.clone()
+
+    def attend(Z, name):
+        w = linear(norm(Z, f"{name}.norm"), f"{name}.fn.qkv")
+        out = [(h @ h.mT * h.shape[-1] ** -0.5).softmax(-1) @ h for h in w.split(d // heads, -1)]
+        return linear(torch.cat(out, -1), f"{name}.fn.to_out.0")
+
+    def ista(Z, name, lambd):
+        y, D = norm(Z, f"{name}.norm"), t[f"{name}.fn.weight"]
+        return (y + 0.1 * (y @ D - y @ D.T @ D) - 0.1 * lambd).relu()
+
+    def odl(Z, name):
+        y, D, D1 = norm(Z, f"{name}.norm"), t[f"{name}.fn.D"], t[f"{name}.fn.D1"]
+        a = (0.1 * y @ D - 0.01).relu()
+        return (a - 0.1 * (a @ D.T - y) @ D - 0.01).relu() @ D1.T
+
+    if mae:
+        positions, blocks = t["decoder_pos_embed"], "blocks.{}.layers.0"
+        Z = conv("patch_embed.proj")
+        Z[masked] = t["mask_token"][0]
+    else:
+        positions, blocks = t["pos_embedding"], "transformer.layers.{}"
+        if alpha:
+            Z = conv("conv1")
+        else:
+            Z = norm(patches_literally(x, P), "to_patch_embedding.1")
+            Z = norm(linear(Z, "to_patch_embedding.2"), "to_patch_embedding.3")
+    Z = torch.cat([t["cls_token"].expand(len(x), -1, -1), Z], 1) + positions
+    for name in map(blocks.format, range(LAYERS)):
+        Z = Z + attend(Z, f"{name}.0")
+        Z = Z + odl(Z, f"{name}.1") if alpha else ista(Z, f"{name}.1", 0.5 if mae else 0.1)
+    if not mae:
+        return linear(norm(Z[:, 0], "mlp_head.0"), "mlp_head.1")
+
+    Z = norm(Z, "norm", 1e-6)
+    for name in map("decoder_blocks.{}.layers.0".format, range(DECODER_LAYERS)):
+        Z = linear(norm(Z, f"{name}.0.norm"), f"{name}.0.fn")
+        Z = Z - attend(Z, f"{name}.1")
+    return linear(norm(Z, "decoder_norm", 1e-6), "decoder_pred")[:, 1:]
+
+
+@pytest.mark.parametrize("kind", ["crate", "crate-alpha", "crate-mae"])
+@torch.no_grad()
+def test_published_files_open_as_the_authors_networks(kind, tmp_path):
+    def load(tensors, heads=None, args=Namespace(lr=1e-3, betas=(0.9, 0.95), output_dir="a/b")):
+        whole = dict(state_dict={f"module.{name}": t for name, t in tensors.items()}, epoch=799)
+        torch.save(whole | dict(args=args), tmp_path / "their.pth")
+        return load_model(tmp_path / "their.pth", ("vit", "mae"), heads)
+
+    tensors, x, noise = official(kind), torch.randn(2, 3, 12, 12), torch.rand(2, 9)
+    loaded = load(tensors, heads=4)
+    net, c = loaded.model, loaded.model.config
+    assert (c.width, c.layers, c.patch_size, c.image_size) == (d, LAYERS, P, 12)
+    assert not net.training and loaded.meta == {}
+    if kind == "crate-mae":
+        mask = net.draw_mask(noise)
+        found, masked = net.predicted(x, mask), mask.masked
+        assert (loaded.task, c.decoder_layers, c.lambd) == ("mae", DECODER_LAYERS, 0.5)
+    else:
+        found, masked = net(x), None
+    assert_near(found, released_forward(tensors, x, masked))
+    assert load(official(kind, d=576)).model.config.heads == 12         # a published width
+    with pytest.raises(UserError, match="their.pth .*no published .* has width 16.*heads="):
+        load(tensors)
+    with pytest.raises(UserError, match="could run code"):
+        load(tensors, 4, Namespace(lr=SimpleNamespace()))               # any other class
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+@torch.no_grad()
+def test_crate_lm(prefix, tmp_path, monkeypatch, bpe):
+    """A nanoGPT-style file opens as the authors' network, for every command."""
+    V, n, d = 11, 6, 128
+    shapes = {"transformer.wte.weight": (V, d), "transformer.wpe.weight": (n, d),
+              "transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+    for l in range(LAYERS):
+        h = f"transformer.h.{l}."
+        shapes |= {f"{h}attn.c_attn.weight": (d, d), f"{h}attn.c_proj.weight": (d, d),
+                   f"{h}attn.c_proj.bias": (d,), f"{h}ista.weight": (4 * d, d),
+                   f"{h}attn.bias": (1, 1, n, n)}           # nanoGPT's causal mask
+        shapes |= {f"{h}prenorm_{i}.{k}": (d,) for i in (1, 2) for k in ("weight", "bias")}
+    t = {name: 0.3 * torch.randn(shape) for name, shape in shapes.items()}
+    t["lm_head.weight"] = t["transformer.wte.weight"]
+    path = tmp_path / "ckpt.pt"
+    torch.save(dict(model={prefix + name: x for name, x in t.items()}, args=Namespace(lr=1)), path)
+    loaded = load_model(path, ("gpt",))
+    assert loaded.model.config.heads == 2
+
+    ids = torch.randint(V, (2, n))
+    Z = t["transformer.wte.weight"][ids] + t["transformer.wpe.weight"]
+    for l in range(LAYERS):
+        h = f"transformer.h.{l}."
+        y = F.layer_norm(Z, (d,), t[f"{h}prenorm_1.weight"], t[f"{h}prenorm_1.bias"])
+        w = y @ t[f"{h}attn.c_attn.weight"].T
+        future = torch.full((n, n), -torch.inf).triu(1)
+        heads = [(h @ h.mT / 8 + future).softmax(-1) @ h for h in w.split(64, -1)]
+        Z = Z + torch.cat(heads, -1) @ t[f"{h}attn.c_proj.weight"].T + t[f"{h}attn.c_proj.bias"]
+        x = F.layer_norm(Z, (d,), t[f"{h}prenorm_2.weight"], t[f"{h}prenorm_2.bias"])
+        D = t[f"{h}ista.weight"]
+        a1 = (0.1 * x @ D.T - 0.01).relu()
+        a2 = (a1 - 0.1 * a1 @ D @ D.T + 0.1 * x @ D.T - 0.01).relu()
+        Z = a2 @ D
+    Z = F.layer_norm(Z, (d,), t["transformer.ln_f.weight"], t["transformer.ln_f.bias"])
+    logits = Z @ t["lm_head.weight"].T
+    assert_near(loaded.model(ids), logits)
+    data = text.TextData("a", bpe, test=ids[0].numpy())
+    monkeypatch.setattr(text, "load", lambda name, cache: data)
+    found = evaluate.main(["lm", f"--ckpt={path}", "--data=a", "--device=cpu"])
+    assert found["loss"] == pytest.approx(F.cross_entropy(logits[0, :-1], ids[0, 1:]).item())
+    for wrong in ("lm_head.weight", "transformer.h.0.attn.c_attn.bias"):    # untied, a query's bias
+        torch.save(t | {wrong: torch.ones(V, d)}, path)
+        pytest.raises(UserError, load_model, path)

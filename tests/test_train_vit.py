@@ -11,7 +11,7 @@ import train_vit
 from data import augment, images
 from helpers import losses, metrics, write_model
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
-from test_published import official
+from test_checkpoint import official
 
 
 def config(*flags):
