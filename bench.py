@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from checkpoint import TASKS
 from flags import cli, DeviceFlags, option, parse_command
 from model import (attention_map, CBSA, ImageConfig, ISTA, LanguageModel, MAEConfig, MHSA, MSSA,
-                   run_layers, TextConfig, TSSA)
+                   TextConfig, train_flops, TSSA)
 from run import device_name, Processes
 
 
@@ -49,7 +49,7 @@ def literal_ista(self, Z):
 
 def literal_language_model(self, ids, targets):
     """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
-    Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+    Z = self.norm(self.layers(self.tokens(ids)))
     logits = (Z @ self.embed.weight.mT).flatten(0, -2)
     return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 
@@ -132,7 +132,7 @@ def compare(c, processes, title, batch, build, fields):
     times = alternate(steps, device, c.repeats)
     items, unit = (batch * fields["context"], "tokens") if is_text else (batch, "images")
     for name, seconds in times.items():
-        flops = items * models[name].train_flops()
+        flops = batch * train_flops(models[name])
         row(f"{title}, batch {batch}", name, ms=1e3 * seconds,
             of_literal=seconds / times["literal"], GFLOP_per_s=flops / seconds / 1e9,
             **{f"{unit}_per_s": items / seconds})

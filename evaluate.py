@@ -31,7 +31,7 @@ from run import Processes
 from data import augment, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta
-from model import run_layers, saliency
+from model import saliency
 from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
                     nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
                     validation_noise, write_overlays, write_reconstructions, write_sheet)
@@ -344,7 +344,7 @@ def likeliest(model, candidates, processes):
     lost = max(longest - model.config.context - 1, 0)
     y, shared = y[:, lost:].to(processes.device), max(shared - lost, 1)
     with processes.autocast():
-        Z = run_layers(model.layers, model.tokens(y[:, :-1].clamp_min(0)))
+        Z = model.layers(model.tokens(y[:, :-1].clamp_min(0)))
         logits = model.norm(Z[:, shared - 1:]) @ model.embed.weight.mT
     losses = F.cross_entropy(logits.float().mT, y[:, shared:], ignore_index=-1, reduction="none")
     return int(losses.sum(1).argmin())

@@ -209,7 +209,6 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 class Sparsification(nn.Module, ABC):
     """The interface of the operator that replaces the MLP. The output depends on Z through `code`
     only, so the model can be steered by replacing `code` on an instance."""
-    residual = True         # whether the layer adds its input; a proximal step has it inside
     uses = ("eta", "lambd")     # of the config's fields that not every arch has
 
     @abstractmethod
@@ -233,7 +232,6 @@ class ISTA(Sparsification):
     in every forward. The identity stays outside G: inside, bf16 would round G against it. eta =
     lambda = 0.1 is the released code's. [N] Table 2 has 70.8 % for it, 70.7 and 66.7 for eta 0.02
     and 0.5, 70.8 and 70.5 for lambda 0.02 and 0.5."""
-    residual = False
 
     def __init__(self, config):
         super().__init__()
@@ -281,8 +279,7 @@ class Layer(nn.Module):
         if arch.sparsification is not None:
             self.norm2 = layer_norm(c)
             self.sparsification = arch.sparsification(c)
-        self.residual = self.sparsification is not None and self.sparsification.residual
-        self.drop_path = drop_path
+        self.residual, self.drop_path = arch.residual, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
         if c.layer_scale and self.residual:
@@ -320,7 +317,7 @@ class Layer(nn.Module):
 def make_layers(config):
     """The L layers of a model, drop path rising linearly with depth."""
     drops = [config.drop_path * l / max(config.layers - 1, 1) for l in range(config.layers)]
-    return nn.ModuleList(Layer(config, drop) for drop in drops)
+    return nn.Sequential(*(Layer(config, drop) for drop in drops))
 
 
 def init_linears(module, init, **options):
@@ -332,15 +329,8 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def run_layers(layers, Z):
-    """Z^1 -> Z^{L+1}."""
-    for layer in layers:
-        Z = layer(Z)
-    return Z
-
-
 def trace_layers(layers, Z):
-    """Like run_layers, but returns a LayerTrace for each layer."""
+    """What each layer does with Z^1: a list of LayerTraces."""
     traces = []
     for layer in layers:
         traces.append(layer.trace(Z))
@@ -348,13 +338,22 @@ def trace_layers(layers, Z):
     return traces
 
 
-def train_flops(layers, n):
-    """Operations of forward and backward over n tokens, as nanoGPT counts: n (6 N + 12 L n d)
-    with N weights in matrices, each counted once per token, though ODL's D and the U of crate-c,
-    -n and -t are used more often. A causal map counts in full; TSSA has none, CBSA smaller ones."""
-    weights = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-    products = sum(layer.attention.products(n) for layer in layers)
-    return 6 * (n * weights + products)     # a multiply-add: 2 operations, 3 passes
+def train_flops(model):
+    """Operations of forward and backward for one image, or for one text of full context, in the
+    layers and a tied head, as nanoGPT counts: n (6 N + 12 L n d) for n tokens, with N weights in
+    matrices, each counted once per token, though ODL's D and the U of crate-c, -n and -t are used
+    more often. A causal map counts in full; TSSA has none, CBSA smaller ones."""
+    c, multiply_adds = model.config, 0
+    stacks = [(getattr(model, "encoder", model).layers, c.context)]
+    if isinstance(model, MaskedAutoencoder):
+        seen = c.context - (c.masked_patches() if c.mask_tokens == "after" else 0)
+        stacks = [(model.encoder.layers, seen), (model.decoder, c.context)]
+    if isinstance(model, LanguageModel):
+        multiply_adds = c.context * model.embed.weight.numel()
+    for layers, n in stacks:
+        multiply_adds += n * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
+        multiply_adds += sum(layer.attention.products(n) for layer in layers)
+    return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
 # -------------------------------------------------------------------------------------------------
@@ -597,18 +596,12 @@ class CBSA(Attention):
         return F.dropout(out, self.dropout, self.training)
 
 
-class ResidualISTA(ISTA):
-    """ISTA as a branch, Z + ISTA(Z | D): an ablation, the last of CRATE-alpha's changes alone. It
-    is no proximal step any more, but more layers then help with text."""
-    residual = True
-
-
 class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. n is the model's context."""
-    residual, uses = False, ("lambd",)
+    uses = ("lambd",)
 
     def __init__(self, config):
         super().__init__()
@@ -648,8 +641,8 @@ class ODL(Sparsification):
 
 
 class TiedODL(ODL):
-    """ODL with one dictionary both ways, D_hat = D, and no residual around it (crate-lm)."""
-    residual, tied = False, True
+    """ODL with one dictionary both ways, D_hat = D (crate-lm)."""
+    tied = True
 
 
 class MLP(Sparsification):
@@ -721,6 +714,7 @@ class Arch(NamedTuple):
     attention: type
     sparsification: type | None         # None: attention only
     family: str                         # of image models
+    residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
@@ -729,21 +723,23 @@ class Arch(NamedTuple):
 
 ARCHS = {
     "crate": Arch(MSSA, ISTA, "crate"),                             # [J] Eq. (45)
-    "crate-c": Arch(MSSA, ISTA, "crate", "subspace"),               # [S]
-    "crate-n": Arch(MSSA, ISTA, "crate", "negative"),               # [S]
-    "crate-t": Arch(MSSA, ISTA, "crate", "transpose"),              # [S]
+    "crate-c": Arch(MSSA, ISTA, "crate", output="subspace"),        # [S]
+    "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
+    "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    "crate-residual": Arch(MSSA, ResidualISTA, "crate"),
-    "crate-alpha": Arch(MSSA, ODL, "alpha"),                        # [B] Eq. (7.5.3)-(7.5.5)
+    # an ablation: the last of CRATE-alpha's changes alone. The second step is no proximal step any
+    # more, but more layers then help with text
+    "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
+    "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
     # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
     # d = 768. With 1 it is 1 to 2 % above
-    "tost": Arch(TSSA, MLP, "vit", layer_scale=1.0, deep_layer_scale=1e-5),
+    "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, "vit"),                          # [B] Eq. (7.2.13)-(7.2.22)
+    "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
 }
 
 
@@ -991,7 +987,7 @@ class ImageEncoder(nn.Module):
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, x):
-        return self.norm(run_layers(self.layers, self.tokens(x)))
+        return self.norm(self.layers(self.tokens(x)))
 
     def trace(self, x):
         """What each layer does with the images: a list of LayerTraces."""
@@ -1018,10 +1014,6 @@ class ImageClassifier(nn.Module):
 
     def forward(self, x):
         return self.head(self.pool(self.encoder(x)))
-
-    def train_flops(self):
-        """Operations of forward and backward for one image, in the layers."""
-        return train_flops(self.encoder.layers, self.config.context)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1097,11 +1089,6 @@ class DecoderLayer(nn.Module):
         Y = self.norm1(Z) @ self.D.mT
         return Y - self.attention(self.norm2(Y))
 
-    def trace(self, Z):
-        """The LayerTrace of a forward pass; `half` is Y."""
-        Y = self.norm1(Z) @ self.D.mT
-        return LayerTrace(Y, self(Z), self.attention.map(self.norm2(Y)))
-
 
 class Mask(NamedTuple):
     """Which patches of each image are masked, each (B, n)."""
@@ -1129,9 +1116,9 @@ class MaskedAutoencoder(nn.Module):
             table = sincos_positions(d, c.image_size // c.patch_size)
             self.register_buffer("decoder_positions", table)
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        operator, decoder = ARCHS[c.arch].sparsification, c.decoder()
-        layer = Layer if operator is None or operator.residual else DecoderLayer
-        self.decoder = nn.ModuleList(layer(decoder) for _ in range(decoder.layers))
+        arch, decoder = ARCHS[c.arch], c.decoder()
+        layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
+        self.decoder = nn.Sequential(*(layer(decoder) for _ in range(decoder.layers)))
         self.decoder_norm = nn.LayerNorm(d, FINAL_EPS)
         self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
@@ -1169,8 +1156,8 @@ class MaskedAutoencoder(nn.Module):
 
     def predicted(self, x, mask):
         """The prediction for every patch: (B, n, P^2 C)."""
-        Z = self.encoder.norm(run_layers(self.encoder.layers, self.encoder_tokens(x, mask)))
-        Z = self.decoder_norm(run_layers(self.decoder, self.decoder_tokens(Z, mask)))
+        Z = self.encoder.norm(self.encoder.layers(self.encoder_tokens(x, mask)))
+        Z = self.decoder_norm(self.decoder(self.decoder_tokens(Z, mask)))
         return self.predict(Z)[:, 1:]
 
     def targets(self, x):
@@ -1187,19 +1174,6 @@ class MaskedAutoencoder(nn.Module):
         error = at_least_float32(self.predicted(x, mask)) - at_least_float32(self.targets(x))
         error = error.square().mean(-1)
         return (error * mask.masked).sum() / mask.masked.sum()
-
-    def trace(self, x, noise):
-        """A list of LayerTraces: the encoder's layers, then the decoder's."""
-        mask = self.draw_mask(noise)
-        encoder = trace_layers(self.encoder.layers, self.encoder_tokens(x, mask))
-        Z = self.encoder.norm(encoder[-1].out)
-        return encoder + trace_layers(self.decoder, self.decoder_tokens(Z, mask))
-
-    def train_flops(self):
-        """Operations of forward and backward for one image, in the layers."""
-        c, n = self.config, self.config.context
-        seen = n - c.masked_patches() if c.mask_tokens == "after" else n
-        return train_flops(self.encoder.layers, seen) + train_flops(self.decoder, n)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1258,7 +1232,7 @@ class LanguageModel(nn.Module):
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, ids, targets=None):
-        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+        Z = self.norm(self.layers(self.tokens(ids)))
         if targets is None:
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)
@@ -1270,11 +1244,6 @@ class LanguageModel(nn.Module):
     def count(self):
         """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 seem to."""
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
-
-    def train_flops(self):
-        """Operations of forward and backward per token at full context, in layers and head."""
-        n = self.config.context
-        return train_flops(self.layers, n) / n + 6 * self.embed.weight.numel()
 
     # ---- generation
 

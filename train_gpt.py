@@ -20,7 +20,7 @@ from optim import make_optimizers, set_lr, warmup_cosine
 from run import derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import text
 from scores import language_scores
-from model import LanguageModel, TextConfig, text_config
+from model import LanguageModel, TextConfig, text_config, train_flops
 
 
 @dataclass(kw_only=True)
@@ -139,9 +139,9 @@ def main(argv):
     run = Run(c, "gpt", name, processes)
     run.restore(model.config, optimizers, model)
     ddp = processes.wrap(model)
-    if wants_compile(c, processes, c.steps * c.batch_size * c.context * model.train_flops()):
+    if wants_compile(c, processes, c.steps * c.batch_size * train_flops(model)):
         model.compile()
-    run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, model.train_flops())
+    run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, train_flops(model) / c.context)
     run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
                  f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} "
                  f"tokens on {processes.world} x {device_name(device)}")

@@ -20,7 +20,7 @@ from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
 from scores import model_input, on_device, validation_noise, write_reconstructions
-from model import MAEConfig, MaskedAutoencoder, mae_config
+from model import MAEConfig, MaskedAutoencoder, mae_config, train_flops
 
 
 @dataclass(kw_only=True)
@@ -137,9 +137,9 @@ def main(argv):
     run.restore(model.config, optimizers, model)
     train, val = (on_device(data, split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
-    if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
+    if wants_compile(c, processes, total * c.batch_size * train_flops(model)):
         model.compile()
-    run.begin(total, epoch, "images", c.batch_size, model.train_flops())
+    run.begin(total, epoch, "images", c.batch_size, train_flops(model))
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
                  f"{data.image_size} px at {c.image_size} px, {model.config.masked_patches()} of "
                  f"{model.config.patches()} patches hidden, {total} steps of {c.batch_size} on "

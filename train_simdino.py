@@ -286,7 +286,7 @@ def main(argv):
     # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
     cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
     config = student.encoder.config
-    flops = cost * train_flops(student.encoder.layers, 1 + config.patches())
+    flops = cost * train_flops(student.encoder)
     if wants_compile(c, processes, total * c.batch_size * flops):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()

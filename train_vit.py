@@ -20,7 +20,7 @@ from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
 from scores import classify, images_for, pooling
-from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate
+from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate, train_flops
 
 
 @dataclass(kw_only=True)
@@ -232,9 +232,9 @@ def main(argv):
     run.restore(model.config, optimizers, model)
     train, val = images.Images(*train, device), images.Images(*val, device)
     ddp = processes.wrap(model)
-    if wants_compile(c, processes, total * c.batch_size * model.train_flops()):
+    if wants_compile(c, processes, total * c.batch_size * train_flops(model)):
         model.compile()
-    run.begin(total, epoch, "images", c.batch_size, model.train_flops())
+    run.begin(total, epoch, "images", c.batch_size, train_flops(model))
     run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
                  f"{data.image_size} px at {c.image_size} px, {total} steps of {c.batch_size} on "
                  f"{processes.world} x {device_name(device)}")

@@ -26,7 +26,7 @@ from tqdm import trange
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from data import augment, images
 from flags import cli, DeviceFlags, option, parse
-from model import LanguageModel, run_layers, TextConfig
+from model import LanguageModel, TextConfig
 from optim import make_optimizers, set_lr, warmup_cosine
 from run import derive_seed, Processes
 
@@ -105,7 +105,7 @@ class SequenceClassifier(LanguageModel):
         self.head = nn.Linear(config.width, 10)
 
     def forward(self, ids):
-        Z = self.norm(run_layers(self.layers, self.tokens(ids)))
+        Z = self.norm(self.layers(self.tokens(ids)))
         used = (ids > 0)[..., None]
         return self.head((Z * used).sum(1) / used.sum(1))
 

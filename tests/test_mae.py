@@ -37,7 +37,7 @@ def test_published_parameter_counts(size, arch, published):
 def test_decoder(arch):
     """CRATE's runs backwards; its size is the encoder's, head_dim included, unless it is given."""
     operator = ARCHS[arch].sparsification
-    kind = Layer if operator is None or operator.residual else DecoderLayer
+    kind = Layer if operator is None or ARCHS[arch].residual else DecoderLayer
     p = 4 if arch == "crate-t" else 6
     for fields, heads, head_dim in ((dict(head_dim=p), 4, p), (dict(decoder_heads=2), 2, 8),
                                     (dict(VIT, arch=arch), 2, 4)):
@@ -84,7 +84,6 @@ def test_decoder_layer():
     normed = F.layer_norm(Y, (16,), layer.norm2.weight, layer.norm2.bias, 1e-5)
     mssa = model.mssa(normed, op.bases(), op.W.weight, op.W.bias, scale=op.p ** -0.5)
     assert_near(layer(Z), Y - mssa)
-    assert_near(tuple(layer.trace(Z)), (Y, Y - mssa, op.map(normed)))
 
 
 def forward_literally(net, image, draw):
@@ -134,8 +133,6 @@ def test_forward(fields, normalize_targets):
     predicted, errors = zip(*literal)
     assert_near(net.predicted(x, net.draw_mask(noise)), torch.stack(predicted))
     assert_near(net(x, noise), torch.cat(errors).mean())
-    Z = net.decoder_norm(net.trace(x, noise)[-1].out)
-    assert_near(net.predict(Z)[:, 1:], torch.stack(predicted))
 
 
 @pytest.mark.parametrize("fields", [dict(), VIT])
@@ -154,9 +151,9 @@ def test_train_flops():
     """6 x 3 d^2 and 12 n d a token and layer; an encoder of visible patches has fewer tokens."""
     def layers(number, n):
         return n * number * (6 * 3 * 16 ** 2 + 12 * n * 16)
-    assert MaskedAutoencoder(config(decoder_layers=3)).train_flops() == layers(5, 17)
+    assert model.train_flops(MaskedAutoencoder(config(decoder_layers=3))) == layers(5, 17)
     after = MaskedAutoencoder(config(mask_tokens="after"))
-    assert after.train_flops() == layers(2, 5) + layers(2, 17)
+    assert model.train_flops(after) == layers(2, 5) + layers(2, 17)
 
 
 @pytest.mark.parametrize("image_size, patch_size, ratio, masked", [

@@ -36,7 +36,7 @@ def randomize(module, std=0.4):
 
 
 def build(operator, arch="crate", **fields):
-    """An operator of 12 features in 3 heads with weights N(0, 0.4); of text if fields has causal."""
+    """An operator of 12 features in 3 heads with weights N(0, 0.4); of text with causal."""
     if "causal" in fields:
         fields = dict(context=9, qkv_bias=True, out_bias=True) | fields
     config = TextConfig if "causal" in fields else ImageConfig
@@ -405,7 +405,7 @@ def test_layer(arch):
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
-    if nonlinear is not None and not nonlinear.residual:
+    if nonlinear is not None and not row.residual:
         out = nonlinear(ln(half, layer.norm2))
     elif nonlinear is not None:
         out = half + layer.scale2 * nonlinear(ln(half, layer.norm2))
@@ -462,7 +462,8 @@ def test_drop_path(arch):
 def test_train_flops(arch, matrices):
     """6 N + 12 L n d a token, without the second part for TSSA; N = `matrices` of d^2 a layer."""
     layer = 6 * matrices * 16 ** 2 + (0 if arch == "tost" else 12 * 50 * 16)
-    assert model.train_flops(model.make_layers(config(arch, layers=3)), 50) == 50 * 3 * layer
+    encoder = ImageEncoder(config(arch, layers=3, image_size=28))       # 49 patches
+    assert model.train_flops(encoder) == 50 * 3 * layer
 
 
 @pytest.mark.parametrize("kind, n", [(MSSA, 50), (MHSA, 50), (CBSA, 197), (CBSA, 17)])
