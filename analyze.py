@@ -9,20 +9,20 @@ Looks inside the layers of trained checkpoints.
 `python analyze.py COMMAND` draws a figure; all but saliency also print a table.
 """
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from run import Processes
 from data import augment
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from scores import images_for, model_input, on_device, pooling, tokens_for, write_overlays
+from scores import images_for, model_input, on_device, pooling, tokens_for, with_bar, write_overlays
 
 
 @dataclass(kw_only=True)
@@ -122,12 +122,12 @@ def batches(loaded, c):
         tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         windows = tokens[:len(tokens) // n * n].reshape(-1, n)
-        for index in spread(len(windows), c.samples).split(c.batch_size):
+        for index in with_bar(spread(len(windows), c.samples).split(c.batch_size), "samples"):
             ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
     else:
         data, split = split_for(loaded, c)
-        for index in spread(len(split), c.samples).split(c.batch_size):
+        for index in with_bar(spread(len(split), c.samples).split(c.batch_size), "samples"):
             yield index, model_input(split.batch(index)[0], data, config.image_size)
 
 
@@ -182,7 +182,7 @@ def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = backbone_of(loaded)
     found = [[] for _ in backbone.layers]
-    for _, x in tqdm(batches(loaded, c), total=-(-c.samples // c.batch_size), disable=None):
+    for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
         for parts, layer, trace in zip(found, backbone.layers, backbone.trace(x)):
             parts.append(layer_numbers(layer, Z, trace, c))
@@ -346,6 +346,7 @@ def main(argv):
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
     c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(".png") + ".png"
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
+    print(*argv, "...", file=sys.stderr, flush=True)
     numbers = COMMANDS[command][1](c)
     print(f"wrote {c.out}")
     return numbers

@@ -17,13 +17,13 @@ The last line of each is one JSON object. Losses are in nats. Baselines of linea
 import json
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse_command, ROOT, UserError
@@ -34,7 +34,7 @@ from data.tokenizer import tokenizer_from_meta
 from model import saliency
 from scores import (classify, features, images_for, language_scores, linear_probe, model_input,
                     nearest_neighbours, on_device, pooling, statistics_of, stretched, tokens_for,
-                    validation_noise, write_overlays, write_reconstructions, write_sheet)
+                    validation_noise, with_bar, write_overlays, write_reconstructions, write_sheet)
 
 # ---- Images -------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
@@ -226,7 +226,7 @@ def segment(c):
     loaded, processes, data, split, masks = open_objects(c)
     size, patch = loaded.encoder.config.image_size, loaded.encoder.config.patch_size
     side, prior, ious = size // patch, masks.float().mean(0, keepdim=True), []
-    for index in torch.arange(len(masks)).split(c.batch_size):
+    for index in with_bar(torch.arange(len(masks)).split(c.batch_size), "images"):
         x, truth = model_input(split.batch(index)[0], data, size), masks[index].flatten(1)[:, None]
         with processes.autocast():
             attention = loaded.encoder.trace(x)[c.layer - 1].attention
@@ -293,7 +293,7 @@ def lm(c):
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     stride, mask_rate = c.stride or context, loaded.content["run_config"].get("mask_rate")
     scores = language_scores(loaded.model, tokens, processes, c.batch_size, tokenizer.n_vocab,
-                             mask_rate, stride, bar=processes.rank == 0)
+                             mask_rate, stride)
     return dict(data=data.name, split=split, stride=stride) | scores
 
 
@@ -317,7 +317,7 @@ def lambada(c):
         prompt = tokenizer.encode("\n" + before)[-max(model.config.context - n, 1):]
         by_length.setdefault(len(prompt), []).append((prompt.astype(np.int64), word))
     right = 0
-    for same in tqdm(by_length.values(), disable=None):
+    for same in with_bar(by_length.values(), "lengths"):
         for first in range(0, len(same), c.batch_size):
             prompts, words = zip(*same[first:first + c.batch_size])
             x = torch.from_numpy(np.stack(prompts)).to(processes.device)
@@ -358,7 +358,7 @@ def cbt(c):
     loaded, tokenizer, processes = load_language_model(c)
     start = [] if tokenizer.eot is None else [tokenizer.eot]
     right, result = {}, dict(data="cbt")
-    for passage in tqdm(text.load("cbt", cache=c.data_dir).passages, disable=None):
+    for passage in with_bar(text.load("cbt", cache=c.data_dir).passages, "passages"):
         before = start + tokenizer.encode(" ".join(passage["sentences"])).tolist()
         filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]
         candidates = [before + tokenizer.encode(words).tolist() for words in filled]
@@ -377,8 +377,11 @@ COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": 
 def main(argv):
     """Runs one subcommand, prints its result (rank 0 only), and returns it."""
     command, config = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
+    is_main = os.environ.get("RANK", "0") == "0"
+    if is_main:
+        print(*argv, "...", file=sys.stderr, flush=True)
     result = COMMANDS[command][1](config)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_main:
         print(json.dumps(result))
     return result
 

@@ -160,7 +160,7 @@ class ModelFlags:
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
     layers: int | None = option(None, "L", low=1, high=10_000)
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
-    lambd: float | None = option(None, "sparsity weight lambda; auto is 0.1, in train_mae.py 0.5", low=0)
+    lambd: float | None = option(None, "sparsity weight; auto is 0.1, in train_mae.py 0.5", low=0)
     step_size: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
     layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
 

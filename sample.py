@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import sdpa_kernel
+from tqdm import tqdm
 
 from checkpoint import load_model
 from flags import cli, DeviceFlags, needed, option, parse, UserError
@@ -87,8 +88,9 @@ def write(model, tokenizer, ids, c, processes):
     start = torch.tensor([ids] * c.samples, device=processes.device)
     written, pending = [], []
     with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
-        for new in model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
-                                tokenizer.known):
+        stream = model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
+                              tokenizer.known)
+        for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
             written.append(new)
             if c.samples == 1 and (token := int(new)) != stop:
                 pending.append(token)

@@ -5,6 +5,7 @@ The measures that training and evaluating share, and the pictures that both writ
 counts once; the processes share the samples.
 """
 import math
+import os
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -48,10 +49,17 @@ def model_input(batch, data, size):
     return augment.normalize(x, data.mean, data.std)
 
 
+def with_bar(items, what, total=None):
+    """The items, with a progress bar where rank 0 has a terminal."""
+    alone = os.environ.get("RANK", "0") == "0"
+    return tqdm(items, what, total, leave=False, disable=None if alone else True)
+
+
 def _batches(split, batch_size, config, processes):
     """This process's share of the images and labels, in batches."""
     mine = torch.arange(processes.rank, len(split), processes.world)
-    return split.batches([index.numpy() for index in mine.split(batch_size)], config.workers)
+    index = [part.numpy() for part in mine.split(batch_size)]
+    return with_bar(split.batches(index, config.workers), "images", len(index))
 
 
 def zero_sums(device):
@@ -101,7 +109,8 @@ def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperatu
     exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
     right, mine = torch.zeros((), device=x.device), slice(processes.rank, None, processes.world)
-    for test, labels in zip(x_test[mine].split(1000), y_test[mine].split(1000)):    # for memory
+    parts = [*zip(x_test[mine].split(1000), y_test[mine].split(1000))]              # for memory
+    for test, labels in with_bar(parts, "neighbours"):
         cosine, index = (test @ x.mT).topk(k)
         votes = torch.zeros(len(test), classes, device=x.device)
         votes.scatter_add_(1, y[index], (cosine / temperature).exp())
@@ -136,7 +145,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
     def score(decay, fit, test, labels):
         W, b = logistic_regression(x[fit], y[fit], classes, decay)
         return ((test @ W + b).argmax(1) == labels).float().mean().item()
-    decays = [10.0 ** e for e in range(-5, 1)]
+    decays = with_bar([10.0 ** e for e in range(-5, 1)], "decays")
     best = max(decays, key=lambda decay: score(decay, kept, x[held], y[held]))
     return dict(acc=score(best, order, x_test, y_test), decay=best)
 
@@ -161,7 +170,7 @@ def tokens_for(name, split, meta, cache):
 
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
-                    stride=None, bar=False):
+                    stride=None):
     """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n).
 
     Of a masked model, the loss of the masked tokens and their top-1 accuracy "acc". The mask of a
@@ -172,7 +181,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
                                 not masked)
     total = zero_sums(processes.device)
-    for i, (x, y) in enumerate(tqdm(batches, unit=" batches", disable=None if bar else True)):
+    for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank

@@ -19,7 +19,7 @@ from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
-from scores import model_input, on_device, validation_noise, write_reconstructions
+from scores import model_input, on_device, validation_noise, with_bar, write_reconstructions
 from model import MAEConfig, MaskedAutoencoder, mae_config, train_flops
 
 
@@ -100,7 +100,8 @@ def validate(model, val, data, c, processes, batch_size=256):
     device = processes.device
     total = torch.zeros(2, device=device)
     mine = torch.arange(len(val)).split(batch_size)[processes.rank::processes.world]
-    for index, (pixels, _) in zip(mine, val.batches([i.numpy() for i in mine], c.workers)):
+    batches = val.batches([i.numpy() for i in mine], c.workers)
+    for index, (pixels, _) in zip(with_bar(mine, "images"), batches):
         noise = validation_noise(model, int(index[0]), len(index), device)
         x = model_input(pixels, data, c.image_size)
         with processes.autocast():

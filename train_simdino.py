@@ -303,6 +303,7 @@ def main(argv):
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     if run.step == 0:                       # what a score is to be compared with
+        run.say(f"{c.k}-NN accuracy before training ...")
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     warned = False

@@ -253,7 +253,6 @@ def write_images(name, size, source, draft):
 
 def write_shapes(name, counts, draft):
     """Draws `shapes` or `camouflage`; returns what meta.json says of them."""
-    print(f"{name}: drawing {sum(counts):,} pictures, once", file=sys.stderr, flush=True)
     for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
         hidden = shapes.CAMOUFLAGE[split] if name == "camouflage" else {}
         arrays = shapes.draw_shapes(n, seed, **hidden)
@@ -348,6 +347,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
         fcntl.flock(lock, fcntl.LOCK_EX)                # another process waits, and finds the set
         if folder.exists():
             return
+        print(f"{name}: preparing it, once ...", file=sys.stderr, flush=True)
         shutil.rmtree(draft, ignore_errors=True)        # left by a run that was killed
         draft.mkdir()
         try:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
-from tqdm import trange
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from data import augment, images
@@ -29,6 +28,7 @@ from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, set_lr, warmup_cosine
 from run import derive_seed, Processes
+from scores import with_bar
 
 # 197,000 parameters each beside the embeddings, in four layers
 SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2),
@@ -122,7 +122,8 @@ def main(argv):
                                               vocab_size=vocab_size, causal=False)).to(device)
         runs[arch] = model, *make_optimizers(model, "adamw", c.lr, 0.05, (0.9, 0.95)), []
     rates = warmup_cosine(c.lr, c.steps, c.steps // 10)
-    for step in trange(c.steps):
+    print(f"{', '.join(runs)} on {c.task} ...", file=sys.stderr, flush=True)
+    for step in with_bar(range(c.steps), "steps"):
         index = torch.randint(len(x), (c.batch_size,))
         ids, classes = x[index].long().to(device), y[index].to(device)
         for model, optimizer, seconds in runs.values():
@@ -138,7 +139,8 @@ def main(argv):
             seconds.append(time.perf_counter() - start)
     for arch, (model, _, seconds) in runs.items():
         with torch.no_grad(), processes.autocast():
-            chosen = [model(ids.long().to(device)).argmax(-1) for ids in x_test.split(c.batch_size)]
+            chosen = [model(ids.long().to(device)).argmax(-1)
+                      for ids in with_bar(x_test.split(c.batch_size), arch)]
         results[arch] = (torch.cat(chosen).cpu() == y_test).double().mean().item()
         ms = 1e3 * statistics.median(seconds[1:])
         print(f"{arch:12} {ms:9,.1f} ms per step {results[arch]:9.2%} of {len(x_test):,} are right")

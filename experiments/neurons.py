@@ -177,6 +177,7 @@ def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = needed(c.ckpt, "ckpt").split(",")
+    print(*argv, "...", file=sys.stderr, flush=True)
     if c.examples:
         found = "\n".join(line for path in paths
                           for line in [path, *examples(open_model(path, c, c.untrained), c)])

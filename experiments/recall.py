@@ -31,6 +31,7 @@ from flags import cli, option, parse, UserError
 from model import MHSA, LanguageModel, TextConfig
 from optim import make_optimizers, set_lr
 from run import derive_seed
+from scores import with_bar
 
 
 @dataclass(kw_only=True)
@@ -96,7 +97,7 @@ def train(c, arch, seed):
     model = build(c, arch)
     optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99), hidden=[model.layers])
     held_out, answers = sequences(c, 1000, seed, "held out")
-    for step in range(1, c.steps + 1):
+    for step in with_bar(range(1, c.steps + 1), f"{arch}, seed {seed}"):
         model(*sequences(c, c.batch_size, seed, step)).backward()
         set_lr(optimizers, c.lr * min(1, step / 50))
         for optimizer in optimizers:
@@ -118,6 +119,7 @@ def main(argv):
     counts = {arch: build(c, arch).count() - shared for arch in c.archs.split(",")}
     rows = []
     for arch, count in counts.items():
+        print(f"{arch}, {c.seeds} runs ...", file=sys.stderr, flush=True)
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
         learnt = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=count, learnt=f"{learnt}/{c.seeds}")

@@ -25,7 +25,7 @@ sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run wit
 from evaluate import open_objects, Segment
 from flags import cli, option, parse
 from model import MHSA, patchify
-from scores import model_input
+from scores import model_input, with_bar
 
 
 @dataclass(kw_only=True)
@@ -140,7 +140,8 @@ def main(argv):
     side = size // encoder.config.patch_size
 
     overlaps, confidences = {"box": [], "mask": []}, []
-    for index in torch.arange(len(masks)).split(c.batch_size):
+    print(*argv, "...", file=sys.stderr, flush=True)
+    for index in with_bar(torch.arange(len(masks)).split(c.batch_size), "images"):
         with processes.autocast():
             x = model_input(split.batch(index)[0], data, size)
             X = patch_features(encoder, x, c.layer, c.features).float().cpu()

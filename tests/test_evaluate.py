@@ -58,7 +58,9 @@ def run(tmp_path, capsys, cache):
     def run(command, *words):
         base = [f"--ckpt={tmp_path / 'ckpt.pt'}", f"--data_dir={cache}", "--device=cpu"]
         result = evaluate.main([command, *base, *words])
-        *run.lines, last = capsys.readouterr().out.splitlines()
+        out, err = capsys.readouterr()
+        *run.lines, last = out.splitlines()
+        assert f"{command} --ckpt=" in err              # before anything slow
         assert json.loads(last) == result
         return result
     return run

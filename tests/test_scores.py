@@ -1,4 +1,7 @@
 """The shared measures against plain loops, and what the pictures show."""
+import io
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +62,15 @@ def test_a_masked_model_sees_no_padding(monkeypatch, n):
     assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
 
 
+def test_a_bar_is_for_the_terminal_of_rank_0(monkeypatch):
+    for terminal, rank, says in ((True, "0", True), (False, "0", False), (True, "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr("sys.stderr", io.StringIO())
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        assert [*scores.with_bar(range(3), "things")] == [0, 1, 2]
+        assert ("things: 100%" in sys.stderr.getvalue()) == says
+
+
 def test_overlays_are_red_where_a_map_is_large(tmp_path, monkeypatch):
     sheets = []
     monkeypatch.setattr(scores, "write_sheet", lambda *sheet: sheets.append(sheet))
@@ -77,7 +89,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
     """White above and beside them is room for titles; a $ in a file's name is no formula."""
     pictures = torch.zeros(2, 3, 3, 16, 16)
     pictures[1, 2, 2] = 1.0
-    rows = ["a $x^.png", "b" * 400 + ".png"]                # cut, or it would take half of the sheet
+    rows = ["a $x^.png", "b" * 400 + ".png"]                # cut, or it would fill the sheet
     scores.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
     sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)

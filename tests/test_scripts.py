@@ -155,7 +155,7 @@ MISTAKES = {
     train_vit: {
         "--patch_size=3": "image_size=32", "--heads=3": "does not divide width",
         "--arch=crat": "did you mean crate", "--widht=3": "did you mean --width",
-        "shape": "did you mean shapes", "--eta=0.2 --arch=crate-mm": "eta=0.2 has no effect in crate-mm",
+        "shape": "did you mean shapes", "--eta=0.2 --arch=crate-mm": "eta=0.2 has no effect in",
         "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "leaves none",
         "--data=cifar10": "--source DIR", "--device=mps": "this machine has none",
         "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
