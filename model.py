@@ -515,10 +515,6 @@ class TSSA(Attention):
         end = past.n + w.shape[-2]
         energy = square.cumsum(-2) + past.energy                # squared norm so far
         share = (square / energy.clamp_min(1e-12)).sum(-1)      # the released causal code's guard
-        if not past.n:
-            # the first token's ratio to itself is the constant 1. Below the guard the ratio varies
-            # with a slope of up to 2e6, which would dominate the gradient: so it is detached
-            share = torch.cat([share[..., :1].detach(), share[..., 1:]], -1)
         Pi = (eta * (share + self.p * self.b[:, past.n:end, 0])).softmax(-2)
         moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + past.moment
         mass = Pi.cumsum(-1) + past.mass
