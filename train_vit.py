@@ -28,8 +28,8 @@ class Config(RunFlags, ModelFlags):
     """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "use only the first N training images", low=1)
-    val: int = option(0, "hold out the last N training images to choose best.pt by; 0: the test "
-                      "images choose best.pt, so report ckpt.pt, the last weights", low=0)
+    val: int = option(0, "hold out the last N training images and evaluate on them, to choose "
+                      "flags; report the test score of a run without --val", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "what the head reads; auto is class, or what the "
@@ -201,9 +201,7 @@ def main(argv):
     else:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = images_for(c.data, loaded.meta, c.data_dir)
-    rest = len(data.train_labels) - c.val                   # the first are trained on
-    if rest < 1:
-        raise UserError(f"--val={c.val} leaves none of the {len(data.train_labels)} images")
+    rest = max(len(data.train_labels) - c.val, 0)           # the first are trained on
     n = min(rest, c.train_images or rest)
     train, val = (data.train_images[:n], data.train_labels[:n]), (data.val_images, data.val_labels)
     if c.val:

@@ -156,7 +156,7 @@ MISTAKES = {
         "--patch_size=3": "image_size=32", "--heads=3": "does not divide width",
         "--arch=crat": "did you mean crate", "--widht=3": "did you mean --width",
         "shape": "did you mean shapes", "--eta=0.2 --arch=crate-mm": "eta=0.2 has no effect in",
-        "--batch_size=500": "batch_size=500 is more than the 400", "--val=400": "leaves none",
+        "--batch_size=500": "batch_size=500 is more than the 400", "--val=500": "more than the 0",
         "--data=cifar10": "--source DIR", "--device=mps": "this machine has none",
         "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
         "--srr_weight=0.1 --srr_layers=0": "from 1 to 2",

@@ -125,7 +125,7 @@ def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
     assert sum(counts) == 150 and min(counts) > 30
 
 
-def test_held_out_images_choose_the_best_checkpoint(train, tmp_path, cache, monkeypatch):
+def test_held_out_images_are_not_trained_on(train, tmp_path, cache, monkeypatch):
     """--val: the last training images are for validation, and the others alone are trained on."""
     splits, Images = [], images.Images
     monkeypatch.setattr(train_vit.images, "Images", lambda x, y, device: (
