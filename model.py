@@ -40,10 +40,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cross_entropy import linear_cross_entropy
 
 
-# -------------------------------------------------------------------------------------------------
-# The CRATE layer: MSSA compresses, ISTA sparsifies
-# -------------------------------------------------------------------------------------------------
-
+# ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
 def project(Z, U):
     """U_k^* Z for every k: Z (..., n, d), U (K, d, p) -> (..., K, n, p)."""
     return Z.unsqueeze(-3) @ U
@@ -220,11 +217,6 @@ class Sparsification(nn.Module, ABC):
         return self.code(Z)
 
 
-def dictionary(d):
-    """D (d, d), as the released code draws it."""
-    return nn.Parameter(nn.init.kaiming_uniform_(torch.empty(d, d)))
-
-
 class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
@@ -236,7 +228,7 @@ class ISTA(Sparsification):
     def __init__(self, config):
         super().__init__()
         self.eta, self.lambd = config.eta, config.lambd
-        self.D = dictionary(config.width)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(config.width, config.width)))
 
     def code(self, Z):
         if Z.numel() < self.D.numel():      # fewer than d (generation): G costs more
@@ -273,12 +265,10 @@ class Layer(nn.Module):
     def __init__(self, config, drop_path=0.0):
         super().__init__()
         c, arch = config, ARCHS[config.arch]
-        self.norm1 = layer_norm(c)
-        self.attention = arch.attention(c)
+        self.norm1, self.attention = layer_norm(c), arch.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if arch.sparsification is not None:
-            self.norm2 = layer_norm(c)
-            self.sparsification = arch.sparsification(c)
+            self.norm2, self.sparsification = layer_norm(c), arch.sparsification(c)
         self.residual, self.drop_path = arch.residual, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
@@ -356,15 +346,11 @@ def train_flops(model):
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
-# -------------------------------------------------------------------------------------------------
-# The objective
-#
+# ---- The objective ------------------------------------------------------------------------------
 # Rates are in nats. eps is the distortion up to which tokens are coded. The papers give no value;
 # 0.5 is our choice: half of a unit token's norm (tokens after a LayerNorm have norm sqrt(d)). A
 # direction costs log 2 / 2 where its mean square equals eps^2 / d, and much less below. Rates
 # compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
-# -------------------------------------------------------------------------------------------------
-
 def at_least_float32(t):
     """float64 stays: a logdet in half precision is wrong in the first digit."""
     return t if t.dtype == torch.float64 else t.float()
@@ -444,10 +430,7 @@ def gaussian_mixture_denoise(z, U, sigma):
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
 
 
-# -------------------------------------------------------------------------------------------------
-# The other archs' operators
-# -------------------------------------------------------------------------------------------------
-
+# ---- The other archs' operators -----------------------------------------------------------------
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with qkv_bias; out_bias is on the output map."""
@@ -603,7 +586,7 @@ class MMProx(Sparsification):
         super().__init__()
         alpha = config.width / (config.context * config.mm_eps ** 2)
         self.gain, self.threshold = 1 + 4 / (9 * (1 + alpha)), 4 * config.lambd / (9 * alpha)
-        self.D = dictionary(config.width)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(config.width, config.width)))
 
     def code(self, Z):
         return F.relu(self.gain * (Z @ self.D) - self.threshold)
@@ -659,10 +642,7 @@ class MLP(Sparsification):
         return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
 
 
-# -------------------------------------------------------------------------------------------------
-# The archs, their sizes, and a model's config
-# -------------------------------------------------------------------------------------------------
-
+# ---- The archs, their sizes, and a model's config -----------------------------------------------
 class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
 
@@ -850,10 +830,7 @@ def make_config(cls, size=None, arch="crate", **fields):
     return cls(arch=arch, **fields)
 
 
-# -------------------------------------------------------------------------------------------------
-# Image models
-# -------------------------------------------------------------------------------------------------
-
+# ---- Image models -------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
@@ -1012,10 +989,7 @@ class ImageClassifier(nn.Module):
         return self.head(self.pool(self.encoder(x)))
 
 
-# -------------------------------------------------------------------------------------------------
-# Masked autoencoder
-# -------------------------------------------------------------------------------------------------
-
+# ---- Masked autoencoder -------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
@@ -1046,13 +1020,9 @@ class MAEConfig(ImageConfig):
 
     def decoder(self):
         """The decoder's config. With the encoder's width and heads it has its head_dim too."""
-        ours = dict(layers=self.decoder_layers, width=self.decoder_width, heads=self.decoder_heads)
-        if (self.decoder_width, self.decoder_heads) != (self.width, self.heads):
-            ours["head_dim"] = None
-        try:
-            return replace(self, **ours)
-        except ConfigError as error:
-            raise ConfigError(f"decoder: {error}") from None
+        own = (self.decoder_width, self.decoder_heads) != (self.width, self.heads)
+        return replace(self, layers=self.decoder_layers, width=self.decoder_width,
+                       heads=self.decoder_heads, head_dim=None if own else self.head_dim)
 
     def masked_patches(self):
         """How many patches are masked; the rest is rounded down, as in the released code."""
@@ -1077,20 +1047,13 @@ class DecoderLayer(nn.Module):
     def __init__(self, c):
         super().__init__()
         self.norm1 = layer_norm(c)
-        self.D = dictionary(c.width)
+        self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
         self.attention = ARCHS[c.arch].attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
         return Y - self.attention(self.norm2(Y))
-
-
-class Mask(NamedTuple):
-    """Which patches of each image are masked, each (B, n)."""
-    order: torch.Tensor                 # the patches by number, the visible ones first
-    back: torch.Tensor                  # each patch's place in that order
-    masked: torch.Tensor                # bool
 
 
 class MaskedAutoencoder(nn.Module):
@@ -1122,39 +1085,28 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
     def draw_mask(self, noise):
-        """The Mask of uniform noise (B, n): the patches with the largest noise are masked."""
-        order = noise.argsort(1)
-        back = order.argsort(1)
-        return Mask(order, back, back >= self.config.patches() - self.config.masked_patches())
+        """Which patches are masked, bool (B, n): those with the largest noise (B, n)."""
+        visible = self.config.patches() - self.config.masked_patches()
+        return noise.argsort(1).argsort(1) >= visible
 
-    def encoder_tokens(self, x, mask):
-        """What enters the encoder: (B, 1 + n, d), without masked patches if they come "after"."""
-        encoder, c = self.encoder, self.config
+    def predicted(self, x, masked):
+        """The prediction for every patch, (B, n, P^2 C), of images with `masked` (B, n) patches."""
+        encoder, c, after = self.encoder, self.config, self.config.mask_tokens == "after"
         Z = encoder.embed(patchify(x, c.patch_size))
-        first = (encoder.class_token + encoder.positions[:, :1]).expand(len(x), -1, -1)
-        if c.mask_tokens == "before":
-            Z = torch.where(mask.masked[..., None], self.mask_token.to(Z.dtype), Z)
-        Z = Z + encoder.positions[:, 1:]
-        if c.mask_tokens == "after":
-            visible = mask.order[:, :c.patches() - c.masked_patches(), None]
+        if not after:
+            Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
+        Z = torch.cat([encoder.class_token.expand(len(x), -1, -1), Z], 1) + encoder.positions
+        if after:
+            order = F.pad(masked.byte(), (1, 0)).argsort(dim=1, stable=True)    # masked tokens last
+            visible = order[:, :c.context - c.masked_patches(), None]
             Z = Z.gather(1, visible.expand(-1, -1, c.width))
-        return torch.cat([first, Z], 1)
-
-    def decoder_tokens(self, Z, mask):
-        """The encoder's output -> what enters the decoder, (B, 1 + n, d)."""
-        if self.config.mask_tokens == "before":
-            return Z
-        Z = self.decoder_embed(Z)
-        masked = self.mask_token.to(Z.dtype).expand(len(Z), self.config.masked_patches(), -1)
-        back = mask.back[..., None].expand(-1, -1, Z.shape[-1])
-        patches = torch.cat([Z[:, 1:], masked], 1).gather(1, back)
-        return torch.cat([Z[:, :1], patches], 1) + self.decoder_positions
-
-    def predicted(self, x, mask):
-        """The prediction for every patch: (B, n, P^2 C)."""
-        Z = self.encoder.norm(self.encoder.layers(self.encoder_tokens(x, mask)))
-        Z = self.decoder_norm(self.decoder(self.decoder_tokens(Z, mask)))
-        return self.predict(Z)[:, 1:]
+        Z = encoder.norm(encoder.layers(Z))
+        if after:
+            Z = self.decoder_embed(Z)
+            hidden = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
+            back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
+            Z = torch.cat([Z, hidden], 1).gather(1, back) + self.decoder_positions
+        return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def targets(self, x):
         """The patches (B, n, P^2 C), each to mean 0 and unbiased variance 1 if asked for."""
@@ -1166,16 +1118,12 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, x, noise):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
-        mask = self.draw_mask(noise)
-        error = at_least_float32(self.predicted(x, mask)) - at_least_float32(self.targets(x))
-        error = error.square().mean(-1)
-        return (error * mask.masked).sum() / mask.masked.sum()
+        masked = self.draw_mask(noise)
+        error = at_least_float32(self.predicted(x, masked)) - at_least_float32(self.targets(x))
+        return (error.square().mean(-1) * masked).sum() / masked.sum()
 
 
-# -------------------------------------------------------------------------------------------------
-# Text models
-# -------------------------------------------------------------------------------------------------
-
+# ---- Text models --------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
     """A language model."""
@@ -1212,9 +1160,9 @@ class LanguageModel(nn.Module):
         that the sum over layers has the same size at any depth. With a tied head, 0.02 starts
         the loss near ln V. D and D_hat keep the initialization of their modules."""
         for name, module in self.named_modules():
-            ends_branch = name.endswith((".attention.W", ".sparsification.down"))
-            std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
             if isinstance(module, nn.Linear):
+                ends_branch = name.endswith((".attention.W", ".sparsification.down"))
+                std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
                 init_linears(module, nn.init.normal_, std=std)
         nn.init.normal_(self.embed.weight, std=0.02)
         nn.init.normal_(self.positions, std=0.02)

@@ -253,7 +253,7 @@ def write_reconstructions(path, model, pixels, data, rows=None):
     x = model_input(pixels, data, c.image_size)
     mask = model.draw_mask(validation_noise(model, 0, len(x), x.device))
     target = patchify(x, c.patch_size)
-    masked, guess = mask.masked[..., None], model.predicted(x, mask).float()
+    masked, guess = mask[..., None], model.predicted(x, mask).float()
     # back to pixels with the patch's own statistics, which the model does not know
     if c.normalize_targets:
         guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)

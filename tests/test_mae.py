@@ -162,7 +162,7 @@ def test_masked_patches(image_size, patch_size, ratio, masked):
     """As many as the released code masks, those with the largest noise."""
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
     noise = torch.rand(50, c.patches())
-    mask = MaskedAutoencoder(c).draw_mask(noise).masked
+    mask = MaskedAutoencoder(c).draw_mask(noise)
     assert mask.sum(1).tolist() == [c.masked_patches()] * 50 == [masked] * 50
     assert (noise.where(mask, 2.0).amin(1) > noise.where(~mask, -1.0).amax(1)).all()
 

@@ -58,7 +58,7 @@ def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, 
     pixels = torch.from_numpy(data.val_images[:3].astype(np.float32))
     torch.testing.assert_close(255 * given, pixels)
     noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
-    hidden = model.draw_mask(noise).masked.view(3, 4, 4)
+    hidden = model.draw_mask(noise).view(3, 4, 4)
     hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)
     assert hidden.float().mean() == 0.75
     grey = torch.tensor(data.mean).expand_as(masked[hidden])
