@@ -57,6 +57,28 @@ def attention_map(q, k, scale, causal=False):
     return gram.softmax(-1)
 
 
+def shift(w, *shares):
+    """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the token before
+    (Xu et al. 2025). w (..., K, n, p); one result for each a (K, 1, 1) in `shares`."""
+    change = F.pad(w[..., :-1, :], (0, 0, 1, 0)) - w                    # w_{i-1} - w_i, formed once
+    return [torch.addcmul(w, change, a.to(w.dtype)) for a in shares]
+
+
+def turns(n, p, like):
+    """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
+    options = dict(dtype=at_least_float32(like).dtype, device=like.device)
+    theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
+    angle = torch.arange(n, **options)[:, None] * theta
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotate(w, turn):
+    """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
+    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), turn as in `turns`."""
+    pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turn).flatten(-2).to(w.dtype)
+
+
 def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     """Multi-head subspace self-attention, as printed.
 
@@ -106,6 +128,12 @@ class Attention(nn.Module, ABC):
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
         self.dropout = config.dropout
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
+        self.rotary, self.mix = config.rotary, None
+        if config.shift:
+            # logits of all a_k, then of all b_k. From the start heads differ: in the last a key is
+            # mostly the token before (a = 0.88) and its value the token itself (b = 0.12)
+            spread = torch.linspace(-2, 2, self.heads)
+            self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
     @abstractmethod
     def bases(self):
@@ -127,6 +155,20 @@ class Attention(nn.Module, ABC):
     def products(self, n):
         """Multiply-adds of a forward over n tokens, beside those of weights."""
         return 2 * n * n * self.heads * self.p              # q k^*, and the map times v
+
+    def compared(self, q, k, v):
+        """Queries, keys and values (B, K, n, p) as attention takes them; q has k's last tokens.
+
+        With shift k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k; with rotary q
+        and k are rotated then. MSSA comes with q = k = v = w, and its scores w_i^* R_{j-i} k_j are
+        no longer those of w_j with k_i: it matters which of two tokens comes first."""
+        if self.mix is not None:
+            a, b = self.mix.sigmoid().view(2, -1, 1, 1)
+            k, v = shift(k, a, b) if k is v else shift(k, a) + shift(v, b)
+        if self.rotary:
+            turn = turns(k.shape[2], self.p, k)
+            q, k = rotate(q, turn[-q.shape[2]:]), rotate(k, turn)
+        return q, k, v
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
@@ -176,7 +218,7 @@ class MSSA(Attention):
         """Queries of the tokens Z; keys and values of these and, before them, of the cache's."""
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        return w, seen, seen
+        return self.compared(w, seen, seen)
 
     def map(self, Z):
         q, k, _ = self.queries_keys_values(Z)
@@ -452,7 +494,7 @@ class MHSA(Attention):
         q, k, v = self.projections(Z)
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
-        return q, k, v
+        return self.compared(q, k, v)
 
     map = MSSA.map
 
@@ -775,6 +817,8 @@ class BackboneConfig:
     eta: float | None = None            # step of ISTA and ODL
     lambd: float | None = None          # sparsity weight of ISTA, MMProx and ODL
     step_size: float | None = None      # of MSSA where it has no W (crate-c, -n, -t)
+    rotary: ClassVar = False            # of text alone, like shift
+    shift: ClassVar = False
     steps: ClassVar = dict(eta=0.1, lambd=0.1, step_size=1.0)       # for None, where it is used
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
@@ -1131,6 +1175,15 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
+    rotary: bool = False            # rotary positions, beside the learned ones: `rotate`
+    shift: bool = False             # keys and values that see the token before: `shift`
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.rotary or self.shift) and ARCHS[self.arch].attention not in (MSSA, MHSA):
+            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
+        if self.rotary and self.head_dim % 2:
+            raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
 
 text_config = partial(make_config, TextConfig)

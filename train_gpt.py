@@ -31,6 +31,9 @@ class Config(RunFlags, ModelFlags):
                             choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
+    once: bool = option(False, "no token is a target twice, for texts larger than the run")
+    rotary: bool = option(False, "rotary positions beside the learned ones")
+    shift: bool = option(False, "keys and values that see the token before")
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     init_from: str | None = option(None, "a checkpoint of this script whose weights to start from")
     # optimization
@@ -122,6 +125,9 @@ def main(argv):
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
                         f"--context={c.context}: use a smaller context")
+    if c.once and c.steps * c.batch_size > (len(data.train) - 1) // c.context:
+        raise UserError(f"--once: {c.data} has {len(data.train):,} training tokens, too few for "
+                        f"{c.steps * c.batch_size:,} windows of {c.context}")
     windows = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
     validate = partial(language_scores, processes=processes, n_vocab=tokenizer.n_vocab,
                        batch_size=c.micro_batch or rows.stop - rows.start, mask_rate=c.mask_rate)
@@ -156,7 +162,7 @@ def main(argv):
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
         # batch
-        x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows)
+        x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows, c.once)
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
             x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)

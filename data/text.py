@@ -43,13 +43,18 @@ def load(name, cache=CACHE):
 # Batches
 # -------------------------------------------------------------------------------------------------
 
-def batch(tokens, step, batch_size, context, seed, rows=slice(None)):
+def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
 
     The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
-    micro-batch or resumed run finds its rows of the same global batch."""
-    rng = np.random.default_rng([seed, step])
-    starts = rng.integers(len(tokens) - context, size=batch_size)[rows]
+    micro-batch or resumed run finds its rows of the same global batch. once: the text is cut into
+    windows, whose order is drawn from the seed, and no token is a target twice."""
+    if once:
+        order = np.random.default_rng(seed).permutation((len(tokens) - 1) // context)
+        starts = context * order[step * batch_size:(step + 1) * batch_size][rows]
+    else:
+        starts = np.random.default_rng([seed, step]).integers(len(tokens) - context,
+                                                              size=batch_size)[rows]
     windows = np.stack([tokens[start:start + context + 1] for start in starts]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 

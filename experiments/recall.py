@@ -7,6 +7,7 @@ values may repeat. aot is aot-mhsa with one matrix for all three; --tie gives tw
 
     python -m experiments.recall
     python -m experiments.recall --archs=aot-mhsa --tie=qk          # or kv
+    python -m experiments.recall --archs=crate --shift              # or --rotary
 
 Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): most of recall, at this size. Attention alone
 with three matrices learns it in 260 +- 10 steps, with one matrix it does not (60.5 % right), and
@@ -39,6 +40,8 @@ class Recall:
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
+    rotary: bool = option(False, "rotary positions beside the learned ones")
+    shift: bool = option(False, "keys and values that see the token before")
     layers: int = option(2, "of each model", low=1)
     width: int = option(64, "d", low=1)
     heads: int = option(4, "K", low=1)
@@ -68,7 +71,8 @@ class Tied(nn.Module):
 
 def build(c, arch):
     model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
-                                     context=4 * c.pairs - 1, vocab_size=2 * c.symbols))
+                                     rotary=c.rotary, shift=c.shift, context=4 * c.pairs - 1,
+                                     vocab_size=2 * c.symbols))
     if c.tie:
         if not isinstance(model.layers[0].attention, MHSA):
             raise UserError(f"--tie={c.tie}: {arch} has one matrix as query, key and value")

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import (ARCHS, MHSA, MSSA, TSSA, ConfigError, LanguageModel, TextConfig, choose,
                    linear_cross_entropy, text_config)
+from helpers import same
 from test_model import assert_near, float64, randomize                  # noqa: F401 (a fixture)
 
 V, CONTEXT = 23, 12
@@ -18,10 +19,13 @@ V, CONTEXT = 23, 12
 def build(arch="crate", **fields):
     """A small model in evaluation mode whose tokens matter to each other: weights N(0, 0.3)."""
     small = dict(width=16, heads=4, layers=2, context=CONTEXT, vocab_size=V, layer_scale=0.0)
+    arch, *switches = arch.split()                          # "crate rotary shift"
+    fields = dict.fromkeys(switches, True) | fields
     return randomize(LanguageModel(TextConfig(**small | dict(arch=arch) | fields)), 0.3).eval()
 
 
 TEXT_ARCHS = [arch for arch in ARCHS if arch != "cbsa"]      # which pools a grid of patches
+BOTH = ["crate rotary shift", "transformer rotary shift"]
 
 
 def draw(rows, n):
@@ -46,6 +50,22 @@ def test_published_parameter_counts(arch, size, millions, count):
         net = LanguageModel(text_config(size, arch))
     assert net.count() == count == sum(p.numel() for p in net.parameters()) - net.positions.numel()
     assert round(count / 1e6) == millions
+
+
+@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "aot-mhsa"])
+def test_rotary_and_shift_change_no_other_weight(arch):
+    """The same draws beside 2 K numbers a layer, which are vectors and so not decayed."""
+    torch.manual_seed(0)
+    plain = LanguageModel(TextConfig(arch=arch, width=16, heads=4, layers=2)).state_dict()
+    torch.manual_seed(0)
+    net = LanguageModel(TextConfig(arch=arch, width=16, heads=4, layers=2, rotary=True, shift=True))
+    own = net.state_dict()
+    mixes = [own.pop(name).shape for name in [*own] if name.endswith("attention.mix")]
+    assert mixes == 2 * [(8,)] and same(own, plain)
+    for fields, message in ((dict(arch="tost", shift=True), "archs with MSSA or MHSA, not tost"),
+                            (dict(rotary=True, head_dim=3), "pairs of entries: head_dim=3 is odd")):
+        with pytest.raises(ConfigError, match=message):
+            TextConfig(**fields)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
@@ -79,7 +99,7 @@ def test_forward(arch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("arch", TEXT_ARCHS)
+@pytest.mark.parametrize("arch", TEXT_ARCHS + BOTH)
 @torch.no_grad()
 def test_causality(arch, causal):
     """[B] Eq. (7.4.3): a token changes those behind it, in a masked language model all others."""
@@ -98,7 +118,7 @@ def test_causality(arch, causal):
             net.generate(ids, 1)
 
 
-@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
+@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer", *BOTH])
 def test_compiled_equals_eager(arch):
     """Gradients of the training graph, without a graph break."""
     torch._dynamo.reset()
@@ -198,7 +218,7 @@ def test_a_compiler_sees_blocks_apart():
 
 
 @pytest.mark.parametrize("chunks", [(1,) * CONTEXT, (5, 1, 1, 5), (4, 3, 5)], ids=str)
-@pytest.mark.parametrize("arch", TEXT_ARCHS)
+@pytest.mark.parametrize("arch", TEXT_ARCHS + BOTH)
 @torch.no_grad()
 def test_cached_equals_uncached(arch, chunks):
     """Piece by piece. MSSA keeps one tensor a layer, MHSA two, TSSA its running sums."""
@@ -209,7 +229,7 @@ def test_cached_equals_uncached(arch, chunks):
         assert_near(net.advance(piece, state), logits[:, read - 1])
     held = sum(t.numel() for t in vars(state[0]).values() if torch.is_tensor(t))
     kinds = {MSSA: CONTEXT * 16, MHSA: 2 * CONTEXT * 16, TSSA: 16 + 16 + 4}
-    assert held == 3 * kinds[ARCHS[arch].attention]
+    assert held == 3 * kinds[type(net.layers[0].attention)]
     with pytest.raises(ConfigError, match="13 tokens exceed the context of 12"):
         net.advance(ids[:, :1], state)
 
@@ -226,7 +246,7 @@ def without_cache(net, ids, n, **options):
 
 
 @pytest.mark.parametrize("prompt", [1, CONTEXT, 20])
-@pytest.mark.parametrize("arch", ["crate", "crate-mm", "tost", "transformer"])
+@pytest.mark.parametrize("arch", ["crate", "crate-mm", "tost", "transformer", BOTH[0]])
 @torch.no_grad()
 def test_generation_past_the_context(arch, prompt):
     net, ids, options = build(arch), draw(3, prompt), dict(temperature=0.7, top_k=9)

@@ -214,6 +214,86 @@ def test_mhsa(causal):
     assert_near(op(Z), by_column(literal, Z))
 
 
+def turned(x, t):
+    """Pairs of the p entries of x as points of the plane, turned by t theta_m."""
+    out = torch.empty_like(x)
+    for m in range(len(x) // 2):
+        c, s = (f(t * 1e4 ** (-2 * m / len(x))) for f in (math.cos, math.sin))
+        out[2 * m] = c * x[2 * m] - s * x[2 * m + 1]
+        out[2 * m + 1] = s * x[2 * m] + c * x[2 * m + 1]
+    return out
+
+
+def by_token(op, z):
+    """Attention with rotary and shift token by token: tokens as rows of z (n, d), (n, K p)."""
+    w, none, heads = op.projections(z[None]), torch.zeros(op.p), []
+    for k in range(op.heads):
+        Q, K, V = [t[0, k] for t in w] if isinstance(op, MHSA) else 3 * [w[0, k]]
+        a = b = torch.tensor(0.0)
+        if op.mix is not None:
+            a, b = op.mix[[k, op.heads + k]].sigmoid()
+        queries, keys, values, rows = list(Q), [], [], []
+        for i in range(len(z)):
+            keys.append((1 - a) * K[i] + a * (K[i - 1] if i else none))
+            values.append((1 - b) * V[i] + b * (V[i - 1] if i else none))
+        if op.rotary:
+            queries, keys = ([turned(x, t) for t, x in enumerate(xs)] for xs in (queries, keys))
+        for i, q in enumerate(queries):
+            seen = range(i + 1 if op.causal else len(z))
+            share = torch.stack([op.p ** -0.5 * q @ keys[j] for j in seen]).softmax(0)
+            rows.append(share @ torch.stack(values[:len(seen)]))
+        heads.append(torch.stack(rows))
+    return torch.cat(heads, 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rotary, shift", [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("kind", [MSSA, MHSA])
+def test_rotary_and_shift(kind, rotary, shift, causal):
+    """Against a loop over tokens, with gradients; and the map times the values is the output."""
+    op = build(kind, head_dim=6, causal=causal, rotary=rotary, shift=shift)
+    Z, probe = torch.randn(2, 5, 12, requires_grad=True), torch.randn(2, 5, 12)
+    literal = op.W(torch.stack([by_token(op, z) for z in Z]))
+    leaves = [Z, *op.parameters()]
+    assert_near(op(Z), literal)
+    assert_near(torch.autograd.grad((op(Z) * probe).sum(), leaves),
+                torch.autograd.grad((literal * probe).sum(), leaves))
+    w = op.projections(Z)
+    values = op.compared(*(w if kind is MHSA else (w, w, w)))[2]
+    assert_near(op.W((op.map(Z) @ values).transpose(1, 2).flatten(2)), literal)
+
+
+@torch.no_grad()
+def test_rotary_sees_relative_positions():
+    """Scores stay when all positions move, and change when two tokens change places: w_i^* R_{j-i}
+    w_j is not w_j^* R_{j-i} w_i, as it is without R. Lengths stay."""
+    q, k, turn = *torch.randn(2, 7, 6), model.turns(30, 6, torch.zeros(1))
+    here, there = (model.rotate(q, t) @ model.rotate(k, t).T for t in (turn[:7], turn[20:27]))
+    assert_near(here, there)
+    assert_near(model.rotate(q, turn[:7]).norm(dim=1), q.norm(dim=1))
+    forth, back = (model.rotate(pair, turn[:2]) for pair in (q[:2], q[:2].flip(0)))
+    assert abs(forth[0] @ forth[1] - back[0] @ back[1]) > 0.1
+
+
+@pytest.mark.parametrize("kind", [MSSA, MHSA])
+@torch.no_grad()
+def test_shift_by_nothing_and_by_one(kind):
+    """a = b = 0 is the paper's operator bit for bit; a = b = 1 has the tokens before in place of
+    keys and values. The heads begin with a_k from 0.12 to 0.88, and b_k the other way."""
+    plain = build(kind, causal=True)
+    op = kind(TextConfig(width=12, heads=3, qkv_bias=True, out_bias=True, shift=True))
+    Z = torch.randn(2, 7, 12)
+    assert_near(op.mix.sigmoid(), torch.tensor([-2., 0, 2, 2, 0, -2]).sigmoid())
+    op.load_state_dict(plain.state_dict(), strict=False)
+    op.mix.fill_(-math.inf)
+    assert torch.equal(op(Z), plain(Z))
+    w = plain.projections(Z)
+    q, k, v = w if kind is MHSA else (w, w, w)
+    op.mix.fill_(math.inf)
+    before = [F.pad(t, (0, 0, 1, 0))[:, :, :-1] for t in (k, v)]
+    assert_near(op(Z), plain.W(plain.attend(q, *before)))
+
+
 def tssa(Z, op):
     """Token by token: its squares normalised over the tokens seen, memberships, moments, output."""
     K, p, n = op.heads, op.p, Z.shape[1]

@@ -62,6 +62,16 @@ def test_batches_depend_on_seed_and_step_only():
         assert not torch.equal(x, text.batch(tokens, step, 12, 32, seed)[0])
 
 
+def test_each_token_is_a_target_once():
+    """In another order for another seed; the last, partly filled window is left out."""
+    tokens = np.arange(100, dtype=np.uint16)
+    x, y = map(torch.cat, zip(*(text.batch(tokens, step, 4, 8, 5, once=True) for step in range(3))))
+    assert torch.equal(y, x + 1) and sorted(y.flatten().tolist()) == [*range(1, 97)]
+    first = text.batch(tokens, 0, 4, 8, 5, once=True)[0]
+    assert not torch.equal(first, text.batch(tokens, 0, 4, 8, 6, once=True)[0])
+    assert torch.equal(first[2:], text.batch(tokens, 0, 4, 8, 5, slice(2, 4), once=True)[0])
+
+
 def test_batches_reach_both_ends():
     x, y = text.batch(np.arange(12, dtype=np.uint16), 0, 400, 8, seed=0)
     assert set(x[:, 0].tolist()) == {0, 1, 2, 3} and y.max() == 11
