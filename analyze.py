@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from checkpoint import load_model
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from run import Processes
-from data import augment
+from data import augment, page
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from scores import images_for, model_input, on_device, pooling, tokens_for, with_bar, write_overlays
 
@@ -337,14 +337,34 @@ def saliency_maps(c):
     return dict(heads=heads, maps=maps)
 
 
+@dataclass(kw_only=True)
+class Page(OneModel):
+    """One HTML file that runs the model itself in a browser: crate, crate-c, -n, -t, crate-alpha."""
+    out: str | None = option(None, "the file; auto is out/analyze-page.html")
+
+
+def write_page(c):
+    """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
+    path, tokens = needed(c.ckpt, "ckpt"), None
+    loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
+    if loaded.task == "gpt":
+        data, _, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+    else:
+        data = images_for(c.data, loaded.meta, c.data_dir)
+    text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, tokens)
+    Path(c.out).write_text(text, encoding="utf-8")
+    return dict(megabytes=len(text) / 1e6)
+
+
 COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),
-                saliency=(Saliency, saliency_maps))
+                saliency=(Saliency, saliency_maps), page=(Page, write_page))
 
 
 def main(argv):
     """Runs one subcommand; returns its numbers."""
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(".png") + ".png"
+    suffix = ".html" if command == "page" else ".png"
+    c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(suffix) + suffix
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     print(*argv, "...", file=sys.stderr, flush=True)
     numbers = COMMANDS[command][1](c)

@@ -1,0 +1,214 @@
+// CRATE once more, in JavaScript, for page.html: the layers of model.py, in plain loops.
+//
+// A matrix is {rows, cols, at}: one token a row, as in model.py. It has four spare rows, because
+// `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix.
+"use strict";
+const matrix = (rows, cols) => ({rows, cols, at: new Float32Array((rows + 4) * cols)});
+const rowsOf = (M, from, n) => ({rows: n - from, cols: M.cols, at: M.at.subarray(from * M.cols)});
+const transposed = M => made(M.cols, M.rows, t => M.at[t % M.rows * M.cols + (t / M.rows | 0)]);
+const stacked = (M, more, from, kept = from * more.cols) =>     // rows 0 .. from - 1 of M, and more
+  made(from + more.rows, more.cols, t => t < kept ? M.at[t] : more.at[t - kept]);
+const sumOf = (list, value = y => y) => list.reduce((sum, y) => sum + value(y), 0);
+
+function made(rows, cols, value, M = matrix(rows, cols)) {      // value(place)
+  for (let t = 0; t < rows * cols; t++) M.at[t] = value(t);
+  return M;
+}
+
+// X W^T + b, two rows by four columns at a time: a number that is read serves several sums
+function multiply(X, W, b, out = matrix(X.rows, W.rows)) {
+  const d = X.cols, x = X.at, w = W.at, sums = new Float64Array(8);
+  for (let i = 0; i < X.rows; i += 2)
+    for (let j = 0; j < W.rows; j += 4) {
+      let a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
+      for (let p = i * d, end = p + d, q = j * d; p < end; p++, q++) {
+        const u = x[p], v = x[p + d];
+        const w0 = w[q], w1 = w[q + d], w2 = w[q + 2 * d], w3 = w[q + 3 * d];
+        a0 += u * w0; a1 += u * w1; a2 += u * w2; a3 += u * w3;
+        b0 += v * w0; b1 += v * w1; b2 += v * w2; b3 += v * w3;
+      }
+      sums.set([a0, a1, a2, a3, b0, b1, b2, b3]);
+      for (let t = 0, k = j; t < 8; t++, k = j + t % 4)
+        if (k < W.rows) out.at[(i + (t >> 2)) * W.rows + k] = sums[t] + (b ? b.at[k] : 0);
+    }
+  return out;
+}
+
+function normalize(Z, {weight, bias, eps}, d = Z.cols) {        // LN
+  const rows = Array.from({length: Z.rows}, (_, i) => Z.at.subarray(i * d, i * d + d));
+  const means = rows.map(row => sumOf(row) / d);
+  const stds = rows.map((row, i) => Math.sqrt(sumOf(row, y => (y - means[i]) ** 2) / d + eps));
+  return made(Z.rows, d, t => (Z.at[t] - means[t / d | 0]) / stds[t / d | 0] * weight.at[t % d] +
+    (bias ? bias.at[t % d] : 0));
+}
+
+function softmax(row, scale = 1) {                              // in place
+  let most = -Infinity, sum = 0;
+  for (let j = 0; j < row.length; j++) most = Math.max(most, row[j]);
+  for (let j = 0; j < row.length; j++) sum += row[j] = Math.exp(scale * (row[j] - most));
+  return row.map((y, j) => row[j] = y / sum);
+}
+
+// stack_k SSA(X | U_k) from w = U^* X, which is query, key and value. With `shift`, keys and values
+// are mixtures with the token before; with `rotary`, queries and keys turn by their positions
+function attention({p, heads, mix, number}, w, from, c, off) {
+  const n = w.rows, width = heads * p, ssa = matrix(n - from, width), A = [];
+  const mixed = first => !mix ? w : made(n, width, t => w.at[t] +
+    mix[first + (t % width / p | 0)] * ((w.at[t - width] ?? 0) - w.at[t]));
+  const turned = ({at}) => !c.rotary ? {at} : made(n, width, t => {
+    const odd = t % 2, angle = (t / width | 0) * 1e4 ** ((odd - t % p) / p);
+    return at[t] * Math.cos(angle) + (odd ? at[t - 1] : -at[t + 1]) * Math.sin(angle);
+  });
+  const all = [turned(w), turned(mixed(0)), mixed(heads)];
+  for (let k = 0; k < heads; k++) {
+    const place = t => (t / p | 0) * width + k * p + t % p;     // of the head's number t in w
+    const [Q, K, V] = all.map(({at}) => made(n, p, t => at[place(t)]));
+    const weights = multiply(rowsOf(Q, from, n), K), end = i => c.causal ? from + i + 1 : n;
+    A[k] = Array.from({length: n - from}, (_, i) => {
+      const row = weights.at.subarray(i * n, i * n + n);
+      softmax(row.subarray(0, end(i)), p ** -0.5);
+      return row.fill(0, off.includes(`${number}.${k + 1}`) ? 0 : end(i));
+    });
+    const means = multiply(weights, transposed(V)).at;
+    for (let t = 0; t < (n - from) * p; t++) ssa.at[place(t)] = means[t];
+  }
+  return {A, ssa};
+}
+
+// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is this step from A = X, ODL are two from A = 0
+function step(A, X, {D, Dt}, {eta, lambda}) {
+  const y = multiply(A, D).at, G = multiply(made(X.rows, X.cols, t => y[t] - X.at[t]), Dt).at;
+  return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * G[t] - eta * lambda));
+}
+
+// What a layer makes of Z, the tokens from `from` on; `past` is what it made of those before. Knobs
+// are eta, lambda, the heads that are `off`, and an entry of the code to `hold` at a value
+function layer(L, Z, past, from, c, knobs) {
+  const [number, entry, value] = knobs.hold, D_hat = L.sparsification?.D_hat;
+  const held = M => number !== L.number ? M :
+    made(M.rows, M.cols, t => t % M.cols === entry ? value : M.at[t]);
+  const add = (Z, y, sign, scale) => made(Z.rows, Z.cols, t =>  // scale: LayerScale, if any
+    Z.at[t] + sign * y.at[t] * (scale ? scale.at[t % Z.cols] : 1));
+  const compress = (Z, X, sign) => {
+    const w = stacked(past?.w, multiply(X, L.U), from);
+    const {A, ssa} = attention(L, w, from, c, knobs.off);
+    return {Z, w, A, half: add(Z, multiply(ssa, L.W, L.bias), sign, L.scale1)};
+  };
+  if (L.decodes) {                                              // the same in reverse
+    const X = normalize(Z, L.norm1), code = held(multiply(X, L.D));
+    const T = compress(code, normalize(code, L.norm2), -1);
+    return {...T, X, code, out: T.half};
+  }
+  const T = compress(Z, normalize(Z, L.norm1), 1), LN = normalize(T.half, L.norm2);
+  const X = D_hat ? step(matrix(Z.rows, L.D.cols), LN, L, knobs) : LN;
+  const code = held(step(X, LN, L, knobs));                     // sparsify
+  return {...T, X, code, out: D_hat ? add(T.half, multiply(code, D_hat), 1, L.scale2) : code};
+}
+
+function* forward(model, Z, from, knobs) {                      // pauses after each layer
+  for (const L of model.layers) {
+    if (L.number === model.c.layers + 1) Z = normalize(Z, model.norm);      // a decoder begins
+    const T = layer(L, Z, L.T, from, model.c, knobs);
+    Z = T.out;
+    for (const key of from ? ["Z", "half", "X", "code", "out"] : [])
+      T[key] = stacked(L.T[key], T[key], from);
+    if (from) T.A = T.A.map((rows, k) => [...L.T.A[k].slice(0, from), ...rows]);
+    L.T = T;
+    yield L.number;
+  }
+}
+
+// What the head reads in a layer's output Z: the patches' pixels, the next characters, or classes
+function read({c, task, norm, decoder_norm, head, predict, embed}, Z) {
+  const last = decoder_norm ?? norm, d = Z.cols, Y = last ? normalize(Z, last) : Z;
+  if (predict || task === "gpt") return multiply(Y, (predict ?? embed).weight, predict?.bias);
+  const [from, n] = c.pool === "class" ? [0, 1] : [1, Z.rows], pooled = matrix(1, d);
+  for (let t = from * d; t < n * d; t++) pooled.at[t % d] += Y.at[t] / (n - from);
+  if (!head) return pooled;
+  return multiply(head[0] ? normalize(pooled, head[0]) : pooled, head[1].weight, head[1].bias);
+}
+
+const bytes = base64 =>
+  Uint8Array.fromBase64?.(base64) ?? Uint8Array.from(atob(base64), y => y.charCodeAt());
+const float16 = b => (b & 32768 ? -1 : 1) *
+  (b & 31744 ? (1024 + (b & 1023)) * 2 ** ((b >> 10 & 31) - 25) : (b & 1023) * 2 ** -24);
+// The trained or the untrained model of the file
+function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
+  const model = {c, task}, {at, scales} = kinds[kind];
+  const numbers = new (scales ? Int8Array : Uint16Array)(bytes(at).buffer);
+  const branch = path => path.reduce((tree, key) => tree[key] ??= {}, model);
+  let end = 0;
+  tensors.forEach(([name, rows, cols], i) => {
+    const own = numbers.subarray(end, end += rows * cols);
+    const keys = name.split("."), leaf = keys.pop();
+    branch(keys)[leaf] = made(rows, cols, t => scales ? own[t] * scales[i] : float16(own[t]));
+  });
+  for (const name in eps) branch(name.split(".")).eps = eps[name];
+  model.layers = [...Object.values(model.layers), ...Object.values(model.decoder ?? {})];
+  model.layers.forEach((L, l) => {
+    const {U: {weight: U}, W, mix} = L.attention, D = L.D ?? L.sparsification.D;
+    const heads = l < c.layers ? c.heads : c.decoder_heads;
+    const own = output === "transpose" ? U : transposed(U);
+    const step = output === "negative" ? -c.step_size : c.step_size;        // of crate-c, -n, -t
+    Object.assign(L, {number: l + 1, heads, p: U.rows / heads, U, bias: W?.bias, decodes: !!L.D,
+      D, Dt: transposed(D), mix: mix?.at.map(y => 1 / (1 + Math.exp(-y))), W: W?.weight ??
+        made(U.cols, U.rows, t => output !== "learned" ? step * own.at[t] : +!(t % (U.cols + 1)))});
+  });
+  return model;
+}
+
+const pixelOf = (patch, t, side, P) =>                          // a patch's pixel t in the picture
+  ((patch / side | 0) * P + (t / P | 0)) * side * P + patch % side * P + t % P;
+// Z^1 of a picture, uint8 (H, H, 3): the class token, and the patches, of which some are masked
+function embedPicture({c, embed, positions, class_token, mask_token}, {mean, std}, pixels, masked) {
+  const P = c.patch_size, side = c.image_size / P, d = c.width, size = 3 * P * P;
+  let X = made(side ** 2, size, t => {
+    const k = t % 3, y = pixels[3 * pixelOf(t / size | 0, (t % size - k) / 3, side, P) + k];
+    return (y / 255 - mean[k]) / std[k];
+  });
+  for (const part of Object.values(embed))                      // LN, Linear, LN; or Linear alone
+    X = part.eps ? normalize(X, part) : multiply(X, part.weight, part.bias);
+  return made(1 + side ** 2, d, t => positions.at[t] + (t < d ? class_token.at[t] :
+    masked.has((t / d | 0) - 1) ? mask_token.at[t % d] : X.at[t - d]));
+}
+
+const idsOf = ({characters}, words) => [...words].map(y => [...characters, y].indexOf(y));
+const embedText = ({embed: {weight: {cols: d, at}}, positions}, ids, from) =>
+  made(ids.length - from, d, t =>
+    at[ids[from + (t / d | 0)] * d + t % d] + positions.at[from * d + t]);
+// The largest difference from what PyTorch made of the first picture or text
+function check(data, model) {
+  const {config: c, task} = data, knobs = {eta: c.eta, lambda: c.lambd, off: [], hold: []};
+  const Z = task === "gpt" ? embedText(model, idsOf(data, data.text), 0) :
+    embedPicture(model, data, bytes(data.pictures), new Set(data.masked));
+  for (const _ of forward(model, Z, 0, knobs));
+  const out = read(model, model.layers.at(-1).T.out), skip = task === "mae" ? out.cols : 0;
+  return new Float32Array(bytes(data.expected).buffer).reduce((most, y, i) =>
+    Math.max(most, Math.abs(y - out.at[skip + i])), 0);         // NaN stays NaN
+}
+
+function halfLogdet(w, first, p, n, a) {                        // 1/2 logdet(I + a w^* w)
+  const G = Float64Array.from({length: p * p}, (_, i) => i % (p + 1) ? 0 : 1);
+  let sum = 0;
+  for (let i = 0, row = first; i < n; i++, row += w.cols)
+    for (let s = 0; s < p; s++)
+      for (let t = 0; t < p; t++) G[s * p + t] += a * w.at[row + s] * w.at[row + t];
+  for (let s = 0; s < p; sum += Math.log(G[s * p + s]) / 2, s++)            // by elimination
+    for (let r = s + 1; r < p; r++)
+      for (let t = p - 1; t >= s; t--) G[r * p + t] -= G[r * p + s] / G[s * p + s] * G[s * p + t];
+  return sum;
+}
+
+// As `analyze.py layers --unit_bases`: R^c of U_k^* LN(Z), each of norm 1; its change by attention,
+// the tokens after it scaled to their norm before; the share of the code's entries that are not 0
+function numbers({T, p, heads, U}, n, eps = 0.1) {
+  const rate = (w, a) => sumOf(T.A.map((_, k) => halfLogdet(w, k * p, p, n, a)));
+  const square = ({at}, start, end) => sumOf(at.subarray(start, end), y => y * y);
+  const d = U.cols, m = T.code.cols, a = p / (n * eps ** 2);
+  const unit = square(U, 0, d * U.rows) / U.rows;               // of U as of orthonormal bases: 1
+  const size = Array.from({length: n * heads}, (_, i) => square(T.w, i * p, i * p + p) ** .5 || 1);
+  const [was, is] = [T.Z, T.half].map(M => rate(multiply(rowsOf(M, 0, n), U),
+    a / unit * square(T.Z, 0, n * d) / square(M, 0, n * d)));
+  return {rate: rate(made(n, U.rows, t => T.w.at[t] / size[t / p | 0]), a), change: is - was,
+    nonzeros: sumOf(T.code.at.subarray(0, n * m), y => y !== 0) / (n * m)};
+}

@@ -1,0 +1,105 @@
+"""
+The page of a checkpoint (`python analyze.py page`): page.html, and in it crate.js, which runs the
+model, its weights, and examples with what PyTorch makes of them.
+"""
+import base64
+import inspect
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import model as source
+from data import augment
+from flags import UserError
+
+FILES = ("page.html", "crate.js")
+ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
+SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")     # beside their equations
+
+
+def base64_of(tensor):
+    return base64.b64encode(tensor.numpy().tobytes()).decode()
+
+
+def passages(values, count):
+    """For every entry of codes (windows, n, m), where it is highest in each of the `count` windows
+    that excite it most: (window, token). A window where it stays 0 is left out."""
+    peaks, tokens = values.max(1)                                           # (windows, m)
+    heights, windows = peaks.topk(min(count, len(peaks)), 0)
+    parts = (t.mT.tolist() for t in (heights, windows, tokens.gather(0, windows)))
+    return [[(w, t) for y, w, t in zip(*entry) if y > 0] for entry in zip(*parts)]
+
+
+def text_examples(model, data, tokens):
+    """(a text to begin with; for each entry of each code the characters that have most of its sum
+    and five passages, each with the place of the character that excites it), logits."""
+    n, decode, entries = model.config.context, data.tokenizer.decode, []
+    windows = torch.from_numpy(tokens[:50_000 // n * n].astype(np.int64)).unfold(0, n, n)
+    Z = model.tokens(windows)
+    for layer in model.layers:
+        half = layer.compress(Z)
+        values, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
+        sums = torch.zeros(model.config.vocab_size, values.shape[-1])
+        sums.index_add_(0, windows.flatten(), values.flatten(0, 1))
+        around = lambda w, t: (decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40))
+        entries += [[dict(likes=decode(kinds), passages=[around(*place) for place in places])
+                     for kinds, places in zip(sums.topk(6, 0).indices.mT, passages(values, 5))]]
+    sentence = re.search("[A-Z][a-z]+( [a-z]+){3}.*|$", decode(tokens[:10_000]))[0]
+    words = sentence[:min(n, 64)] or decode(tokens[:n])
+    ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
+    return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
+
+
+def image_examples(model, task, data):
+    """(eight pictures of as many classes as there are; of an autoencoder the patches that are
+    `masked`), and of the first: logits, the token that an encoder pools, or predicted patches."""
+    c, labels = model.config, data.val_labels
+    first = np.unique(labels, return_index=True)[1]
+    index = np.concatenate([first, np.setdiff1d(np.arange(len(labels)), first)])[:8]
+    x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
+    pixels = (255 * x).round().byte()                       # the page has no more
+    x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
+    found = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
+                 classes=data.classes, mean=data.mean, std=data.std)
+    if task == "mae":
+        mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # well spread
+        masked = mask[0].nonzero()[:, 0].tolist()
+        return found | dict(masked=masked), model.predicted(x, mask)
+    return found, model(x) if task == "vit" else source.ImageClassifier.pool(model, model(x))
+
+
+@torch.no_grad()
+def html(name, loaded, untrained, data, tokens=None):
+    """The file's text. Raises UserError for a model that the page cannot run."""
+    model, c = loaded.model, loaded.model.config
+    written = tokens is None or c.causal and hasattr(data.tokenizer, "characters")
+    if c.arch not in ARCHS or not written or getattr(c, "mask_tokens", "before") == "after":
+        raise UserError(f"{name} is of arch {c.arch}: the page runs {', '.join(ARCHS)}, not masked "
+                        "or GPT-2's tokens, nor an autoencoder with mask_tokens=after")
+    for tensor in model.state_dict().values():
+        tensor.copy_(tensor.half())                         # what the page computes with
+    state = {key.removeprefix("encoder."): t for key, t in model.state_dict().items()}
+    other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
+    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
+    flat = lambda tensors: base64_of(torch.cat([t.flatten() for t in tensors]))
+    examples, expected = (image_examples(model, loaded.task, data) if tokens is None
+                          else text_examples(model, data, tokens))
+    content = examples | dict(
+        name=name, task=loaded.task, output=source.ARCHS[c.arch].output, config=asdict(c),
+        lines={part: inspect.getsourcelines(getattr(source, part))[1] for part in SHOWN},
+        expected=base64_of(expected), weights=sum(p.numel() for p in model.parameters()),
+        tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
+        eps={key.removeprefix("encoder."): part.eps for key, part in model.named_modules()
+             if isinstance(part, torch.nn.LayerNorm)},
+        trained=dict(at=flat(t.half() for t in state.values())), untrained=dict(scales=scales,
+            at=flat((t / s).round().char() for t, s in zip(other, scales))))
+    page, script = (Path(__file__).with_name(file).read_text("utf-8") for file in FILES)
+    text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
+    page = page.replace("{crate.js}", script).replace("{data}", text)
+    if len(page) > 7e6:
+        raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 7 is the most")
+    return page
