@@ -142,7 +142,8 @@ def augmented(pixels, rng, c, data):
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
     if loaded is None:
-        return ImageClassifier(image_config(c.size, **model_fields(ImageConfig, c, classes=classes)))
+        given = model_fields(ImageConfig, c, classes=classes)
+        return ImageClassifier(image_config(c.size, **given))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config)
