@@ -4,16 +4,14 @@ White-box transformers: every operator of the CRATE papers beside its equation, 
 A layer is one step of an optimizer for the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
-    Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K
-                                          (from a gradient step on R^c; with this residual it can
-                                          also raise R^c [S])
-    Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D
-                                          (a proximal gradient step on a LASSO)
+    Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
+                                          from a gradient step on R^c, which it can also raise [S]
+    Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D:
+                                          a proximal gradient step on a LASSO
 
 What differs from a plain transformer:
 - one matrix U is query, key and value: each head compares and averages the projections U_k^* Z;
-- a d x d dictionary and a ReLU replace the MLP, without a residual around them (the step has one
-  inside);
+- a d x d dictionary and a ReLU replace the MLP, with the residual inside and none around them;
 - so a layer of width d has 3 d^2 parameters where a transformer's has 12 d^2.
 
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
@@ -41,15 +39,9 @@ from cross_entropy import linear_cross_entropy
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-def project(Z, U):
-    """U_k^* Z for every k: Z (..., n, d), U (K, d, p) -> (..., K, n, p)."""
-    return Z.unsqueeze(-3) @ U
-
-
 def attention_map(q, k, scale, causal=False):
-    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n).
-
-    With causal (m = n), row i has weights on columns <= i only."""
+    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal
+    (m = n), row i has weights on columns <= i only."""
     gram = scale * (q @ k.mT)
     if causal:
         future = torch.ones(gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
@@ -89,12 +81,11 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
     [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in the equations of [N], [J] and
     [S], p^-1/2 in [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
-    w = project(Z, U)                                                   # (..., K, n, p)
+    w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
         return (ssa @ U.mT).sum(-3)
-    out = ssa.transpose(-3, -2).flatten(-2) @ W.mT                      # heads side by side, then W
-    return out if bias is None else out + bias
+    return F.linear(ssa.transpose(-3, -2).flatten(-2), W, bias)         # heads side by side, then W
 
 
 @dataclass
@@ -123,6 +114,7 @@ class Cache:
 
 class Attention(nn.Module, ABC):
     """The interface of a compression operator. K heads of dimension p."""
+
     def __init__(self, config):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
@@ -195,18 +187,16 @@ class MSSA(Attention):
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
-    scale 1). U has no bias; W has one where the released code has, and is absent when K = 1 and
-    p = d (in crate-lm's code it is there). One tensor w = U^* Z is query, key and value, so
-    generation caches one a layer."""
+    scale 1). U has no bias. Where K = 1 and p = d there is no W, though crate-lm's code has one.
+    One tensor w = U^* Z is query, key and value, so generation caches one a layer."""
 
     def __init__(self, config):
         super().__init__(config)
-        d, Kp = config.width, self.heads * self.p
         self.output, self.step_size = ARCHS[config.arch].output, config.step_size
-        self.U = nn.Linear(d, Kp, bias=False)               # weight = [U_1 .. U_K]^*
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         self.W = nn.Identity()
-        if self.output == "learned" and not (self.heads == 1 and self.p == d):
-            self.W = nn.Linear(Kp, d, bias=config.out_bias)
+        if self.output == "learned" and not (self.heads == 1 and self.p == config.width):
+            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     def bases(self):
         return self.U.weight.view(self.heads, self.p, -1).mT
@@ -263,9 +253,9 @@ class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z, for rows Z + Z G with G = eta (D - D^*D) built
-    in every forward. The identity stays outside G: inside, bf16 would round G against it. eta =
-    lambda = 0.1 is the released code's. [N] Table 2 has 70.8 % for it, 70.7 and 66.7 for eta 0.02
-    and 0.5, 70.8 and 70.5 for lambda 0.02 and 0.5."""
+    in every forward. The identity stays outside G: inside, bfloat16 would round G against it. eta =
+    lambda = 0.1 is the released code's: 70.8 % in [N] Table 2. eta 0.02 and 0.5 have 70.7 and 66.7,
+    lambda 0.02 and 0.5 70.8 and 70.5."""
 
     def __init__(self, config):
         super().__init__()
@@ -300,9 +290,9 @@ class Layer(nn.Module):
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    In ISTA's place crate-mm has MMProx and crate-lm has TiedODL. crate-residual adds ISTA to
-    Z^{l+1/2}. The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none.
-    LayerScale and drop path act on the residual branches only."""
+    In ISTA's place crate-mm has MMProx, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}.
+    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop
+    path act on the residual branches only."""
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
@@ -314,13 +304,12 @@ class Layer(nn.Module):
         self.residual, self.drop_path = arch.residual, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
-        if c.layer_scale and self.residual:
-            self.scale2 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
+            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if arch.residual else None
 
-    def branch(self, out, scale):
+    def branch(self, out, gain):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
-        if scale is not None:
-            out = out * scale
+        if gain is not None:
+            out = out * gain
         if self.training and self.drop_path > 0:
             keep = 1 - self.drop_path
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
@@ -348,8 +337,8 @@ class Layer(nn.Module):
 
 def make_layers(config):
     """The L layers of a model, drop path rising linearly with depth."""
-    drops = [config.drop_path * l / max(config.layers - 1, 1) for l in range(config.layers)]
-    return nn.Sequential(*(Layer(config, drop) for drop in drops))
+    L = config.layers
+    return nn.Sequential(*(Layer(config, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
 
 
 def init_linears(module, init, **options):
@@ -361,13 +350,16 @@ def init_linears(module, init, **options):
                 nn.init.zeros_(linear.bias)
 
 
-def trace_layers(layers, Z):
-    """What each layer does with Z^1: a list of LayerTraces."""
-    traces = []
-    for layer in layers:
-        traces.append(layer.trace(Z))
-        Z = traces[-1].out
-    return traces
+class Backbone(nn.Module):
+    """The part of a model that has `tokens`, x -> Z^1, and `layers`."""
+
+    def trace(self, x):
+        """What each layer does with x: a list of LayerTraces."""
+        traces, Z = [], self.tokens(x)
+        for layer in self.layers:
+            traces.append(layer.trace(Z))
+            Z = traces[-1].out
+        return traces
 
 
 def train_flops(model):
@@ -394,20 +386,19 @@ def train_flops(model):
 # direction costs log 2 / 2 where its mean square equals eps^2 / d, and much less below. Rates
 # compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
 def at_least_float32(t):
-    """float64 stays: a logdet in half precision is wrong in the first digit."""
+    """float64 stays: a logdet in bfloat16 is wrong in the first digit."""
     return t if t.dtype == torch.float64 else t.float()
 
 
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
-    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). A
-    matrix that Cholesky cannot factor (G not finite) gives NaN instead of an error, because reading
-    the error flag would stall a GPU."""
+    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). If
+    G is not finite it is NaN: to raise an error, Cholesky's flag would have to leave the GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
-    half_logdet = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.where((failed == 0) & half_logdet.isfinite(), half_logdet, math.nan)
+    rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.where((failed == 0) & rate.isfinite(), rate, math.nan)
 
 
 def coding_rate(Z, eps=0.5):
@@ -427,7 +418,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
     [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
     Z, U = at_least_float32(Z), at_least_float32(U)
     with torch.autocast(Z.device.type, enabled=False):
-        return coding_rate(project(Z, U), eps).sum(-1)          # the sum of R(U_k^* Z)
+        return coding_rate(Z.unsqueeze(-3) @ U, eps).sum(-1)    # the sum of R(U_k^* Z)
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
@@ -450,7 +441,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
     (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
     Z, U = at_least_float32(Z), at_least_float32(U)
     with torch.autocast(Z.device.type, enabled=False):
-        w = project(Z, U)                                               # (..., K, n, p)
+        w = Z.unsqueeze(-3) @ U                                 # U_k^* Z, (..., K, n, p)
         n, p = w.shape[-2:]
         beta = p / (n * eps ** 2)
         if neumann:
@@ -476,15 +467,14 @@ def gaussian_mixture_denoise(z, U, sigma):
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values, with qkv_bias; out_bias is on the output map."""
+
     def __init__(self, config):
         super().__init__(config)
-        d, Kp = config.width, self.heads * self.p
-        self.QKV = nn.Linear(d, 3 * Kp, bias=config.qkv_bias)
-        self.W = nn.Linear(Kp, d, bias=config.out_bias)
+        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.qkv_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     def bases(self):
-        """The value maps, without their bias."""
-        return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT
+        return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
     def projections(self, Z):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
@@ -513,14 +503,14 @@ class TSSA(Attention):
     then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
     b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
     not decayed. Generation keeps the three running sums, of constant size."""
+
     def __init__(self, config):
         super().__init__(config)
-        d, Kp = config.width, self.heads * self.p
-        self.U = nn.Linear(d, Kp, bias=config.qkv_bias)
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.qkv_bias)
         self.eta = nn.Parameter(torch.ones(self.heads))
         if self.causal:
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
-        self.W = nn.Linear(Kp, d, bias=config.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     bases = MSSA.bases
 
@@ -581,10 +571,9 @@ class CBSA(Attention):
         if isinstance(config, TextConfig):
             raise ConfigError(f"{config.arch} pools a grid of patches: it is for images, not text")
         super().__init__(config)
-        d, Kp = config.width, self.heads * self.p
-        self.U = nn.Linear(d, Kp, bias=False)
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
         self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
-        self.W = nn.Linear(Kp, d, bias=config.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     bases, projections = MSSA.bases, MSSA.projections
 
@@ -677,8 +666,7 @@ class MLP(Sparsification):
         self.down = nn.Linear(m, d, bias=config.mlp_bias)
 
     def code(self, Z):
-        """The activations (B, n, m) after GELU, dense."""
-        return F.gelu(self.up(Z))
+        return F.gelu(self.up(Z))           # dense
 
     def forward(self, Z):
         return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
@@ -712,13 +700,12 @@ class Family(NamedTuple):
     out_bias: bool = True               # on the attention's output map
     mlp_bias: bool = True
     init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
-    class_token_std: float = 0.02
+    class_token_std: float | None = None
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
 FAMILIES = {
-    "crate": Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
-                    class_token_std=1.0),
+    "crate": Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None),
     "alpha": Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
                     embed_kaiming=True),
     "vit": Family(),
@@ -766,14 +753,13 @@ def _size(width, heads, layers, **fields):
 
 
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
-CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)        # as released
-# DeiT's tiny and small, ViT's base and large
+CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
-# released code's, but aot's are ours. Text sizes are inferred from the counts in [B] Sections 7.4
-# and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
+# released code's (vit's are DeiT's tiny and small, ViT's base and large), but aot's are ours. Text
+# sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,
@@ -851,8 +837,7 @@ class BackboneConfig:
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
         if arch.output == "transpose" and K * self.head_dim != d:
-            raise ConfigError(f"{self.arch} needs heads x head_dim = width, "
-                              f"not {K} x {self.head_dim} and {d}")
+            raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
         used = getattr(arch.sparsification, "uses", ())
         used += ("step_size",) * (arch.output != "learned")
         for name, default in self.steps.items():
@@ -862,19 +847,6 @@ class BackboneConfig:
             setattr(self, name, (default if value is None else value) if name in used else None)
 
 
-def make_config(cls, size=None, arch="crate", **fields):
-    """A config: the named size's row of SIZES, and `fields` over it. cls fills in what both leave
-    open from the arch's row, and checks."""
-    if size is not None:
-        sizes = sizes_of(cls.task, arch)
-        check_word(f"{arch} of size", size, sizes)
-        fields = sizes[size] | fields
-    for name in fields:
-        check_word(f"{cls.__name__}: field", name, cls.__dataclass_fields__)
-    return cls(arch=arch, **fields)
-
-
-# ---- Image models -------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
@@ -892,25 +864,93 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.image_size % self.patch_size:
-            raise ConfigError(f"patch_size={self.patch_size} does not divide "
-                              f"image_size={self.image_size}")
+            raise ConfigError(
+                f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         check_word("stem", self.stem, ("norm", "plain"))
         check_word("positions", self.positions, ("learned", "sincos"))
         check_word("pool", self.pool, ("class", "mean"))
+        self.side = self.image_size // self.patch_size              # in patches
+        self.context = 1 + self.side ** 2                           # tokens of an image
 
     def patches(self):
         """n, the number of patches of an image."""
-        return (self.image_size // self.patch_size) ** 2
-
-    @property
-    def context(self):
-        """1 + n, the tokens of an image."""
-        return 1 + self.patches()
+        return self.side ** 2
 
 
-image_config = partial(make_config, ImageConfig)        # (size, arch, **fields)
+@dataclass(kw_only=True)
+class MAEConfig(ImageConfig):
+    """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
+    task: ClassVar = "mae"
+    steps: ClassVar = ImageConfig.steps | dict(lambd=0.5)       # as in the released code
+    decoder_layers: int | None = None       # None: as many as encode
+    decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
+    decoder_heads: int | None = None
+    mask_ratio: float = 0.75
+    mask_tokens: str = "before"             # before the encoder (CRATE-MAE), or after (He et al.)
+    normalize_targets: bool = False         # each patch to mean 0 and unbiased variance 1
+    stem: str | None = "plain"
+    positions: str = "sincos"
+    final_norm: bool | None = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("layers", "width", "heads"):
+            if getattr(self, f"decoder_{name}") is None:
+                setattr(self, f"decoder_{name}", getattr(self, name))
+        check_word("mask_tokens", self.mask_tokens, ("before", "after"))
+        n, masked, d = self.patches(), self.masked_patches(), self.decoder_width
+        if not 1 <= masked < n:
+            raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
+        if self.mask_tokens == "before" and d != self.width:
+            raise ConfigError(f"decoder_width={d}, not the encoder's, needs mask_tokens=after")
+
+    def decoder(self):
+        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
+        own = (self.decoder_width, self.decoder_heads) != (self.width, self.heads)
+        return replace(self, layers=self.decoder_layers, width=self.decoder_width,
+                       heads=self.decoder_heads, head_dim=None if own else self.head_dim)
+
+    def masked_patches(self):
+        """How many are masked. As released, the rest is rounded down; 1e-9 for 100 * (1 - 0.9)."""
+        return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
 
 
+@dataclass(kw_only=True)
+class TextConfig(BackboneConfig):
+    """A language model."""
+    task: ClassVar = "text"
+    context: int = 1024
+    vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
+    causal: bool = True             # False: every token sees all others (masked language modelling)
+    rotary: bool = False            # rotary positions, beside the learned ones: `rotate`
+    shift: bool = False             # keys and values that see the token before: `shift`
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.rotary or self.shift) and ARCHS[self.arch].attention not in (MSSA, MHSA):
+            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
+        if self.rotary and self.head_dim % 2:
+            raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
+
+
+def make_config(cls, size=None, arch="crate", **fields):
+    """A config: the named size's row of SIZES, and `fields` over it. cls fills in what both leave
+    open from the arch's row, and checks."""
+    if size is not None:
+        sizes = sizes_of(cls.task, arch)
+        check_word(f"{arch} of size", size, sizes)
+        fields = sizes[size] | fields
+    for name in fields:
+        check_word(f"{cls.__name__}: field", name, cls.__dataclass_fields__)
+    return cls(arch=arch, **fields)
+
+
+image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **fields)
+mae_config = partial(make_config, MAEConfig)
+text_config = partial(make_config, TextConfig)
+
+
+# ---- Image models -------------------------------------------------------------------------------
 def patchify(x, P):
     """P x P patches, pixels by row, column, channel: (B, C, H, W) -> (B, n, P^2 C)."""
     B, C, H, W = x.shape
@@ -920,10 +960,9 @@ def patchify(x, P):
 
 def unpatchify(patches, P, channels=3):
     """The inverse of `patchify` for square images: (B, n, P^2 C) -> (B, C, H, H)."""
-    B, n, _ = patches.shape
-    side = math.isqrt(n)
-    grid = patches.view(B, side, side, P, P, channels).permute(0, 5, 1, 3, 2, 4)
-    return grid.reshape(B, channels, side * P, side * P)
+    side = math.isqrt(patches.shape[1])
+    grid = patches.view(-1, side, side, P, P, channels).permute(0, 5, 1, 3, 2, 4)
+    return grid.reshape(-1, channels, side * P, side * P)
 
 
 def sincos_positions(d, side):
@@ -947,7 +986,7 @@ def saliency(attention, query="class"):
     return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
 
 
-class ImageEncoder(nn.Module):
+class ImageEncoder(Backbone):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
     encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). Where H and W differ from
@@ -965,8 +1004,7 @@ class ImageEncoder(nn.Module):
         if c.positions == "learned":
             self.positions = nn.Parameter(torch.zeros(1, c.context, c.width))
         else:
-            side = c.image_size // c.patch_size
-            self.register_buffer("positions", sincos_positions(c.width, side))
+            self.register_buffer("positions", sincos_positions(c.width, c.side))
         self.layers = make_layers(c)
         self.norm = nn.LayerNorm(c.width, FINAL_EPS) if c.final_norm else nn.Identity()
         self.init_weights()
@@ -979,14 +1017,14 @@ class ImageEncoder(nn.Module):
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
         if family.embed_kaiming:
             nn.init.kaiming_uniform_(self.embed[0].weight)
-        nn.init.normal_(self.class_token, std=family.class_token_std)
+        nn.init.normal_(self.class_token, std=family.class_token_std or family.init_std or 1.0)
         if isinstance(self.positions, nn.Parameter):
             nn.init.normal_(self.positions, std=family.init_std or 1.0)
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d), interpolated (bicubic) to another grid of patches. Scaled
         by the ratio of the grids' sizes; DINO first adds 0.1 to the new size."""
-        positions, side = self.positions, self.config.image_size // self.config.patch_size
+        positions, side = self.positions, self.config.side
         if rows == columns == side:
             return positions
         grid = positions[:, 1:].unflatten(1, (side, side)).permute(0, 3, 1, 2)
@@ -1005,10 +1043,6 @@ class ImageEncoder(nn.Module):
 
     def forward(self, x):
         return self.norm(self.layers(self.tokens(x)))
-
-    def trace(self, x):
-        """What each layer does with the images: a list of LayerTraces."""
-        return trace_layers(self.layers, self.tokens(x))
 
 
 class ImageClassifier(nn.Module):
@@ -1034,59 +1068,15 @@ class ImageClassifier(nn.Module):
 
 
 # ---- Masked autoencoder -------------------------------------------------------------------------
-@dataclass(kw_only=True)
-class MAEConfig(ImageConfig):
-    """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
-    task: ClassVar = "mae"
-    steps: ClassVar = ImageConfig.steps | dict(lambd=0.5)       # as in the released code
-    decoder_layers: int | None = None       # None: as many as encode
-    decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
-    decoder_heads: int | None = None
-    mask_ratio: float = 0.75
-    mask_tokens: str = "before"             # before the encoder (CRATE-MAE), or after (He et al.)
-    normalize_targets: bool = False         # each patch to mean 0 and variance 1
-    stem: str | None = "plain"
-    positions: str = "sincos"
-    final_norm: bool | None = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        for name in ("layers", "width", "heads"):
-            if getattr(self, f"decoder_{name}") is None:
-                setattr(self, f"decoder_{name}", getattr(self, name))
-        check_word("mask_tokens", self.mask_tokens, ("before", "after"))
-        n, masked, d = self.patches(), self.masked_patches(), self.decoder_width
-        if not 1 <= masked < n:
-            raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
-        if self.mask_tokens == "before" and d != self.width:
-            raise ConfigError(f"decoder_width={d} needs mask_tokens=after: with before the "
-                              "decoder takes the encoder's tokens")
-
-    def decoder(self):
-        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
-        own = (self.decoder_width, self.decoder_heads) != (self.width, self.heads)
-        return replace(self, layers=self.decoder_layers, width=self.decoder_width,
-                       heads=self.decoder_heads, head_dim=None if own else self.head_dim)
-
-    def masked_patches(self):
-        """How many patches are masked; the rest is rounded down, as in the released code."""
-        # 1e-9, unlike there: 100 * (1 - 0.9) is a little below 10 in floating point
-        return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
-
-
-mae_config = partial(make_config, MAEConfig)
-
-
 class DecoderLayer(nn.Module):
     """A CRATE layer in reverse.  [B] Eq. (7.6.3)-(7.6.4). Z~ (B, n, d) -> Z~':
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
     D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: if Z = D A
-    with A >= 0, D orthogonal and eta = 1, D undoes ISTA exactly at lambda = 0, and up to
-    lambda sqrt(nnz) per token otherwise.
-    I - MSSA is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU
-    cuts off has to be learned."""
+    with A >= 0, D orthogonal and eta = 1, D undoes ISTA up to lambda sqrt(nnz) per token. I - MSSA
+    is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU cuts off has
+    to be learned."""
 
     def __init__(self, c):
         super().__init__()
@@ -1116,8 +1106,7 @@ class MaskedAutoencoder(nn.Module):
         self.mask_token = nn.Parameter(torch.zeros(1, 1, d))
         if c.mask_tokens == "after":
             self.decoder_embed = nn.Linear(c.width, d)
-            table = sincos_positions(d, c.image_size // c.patch_size)
-            self.register_buffer("decoder_positions", table)
+            self.register_buffer("decoder_positions", sincos_positions(d, c.side))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
         arch, decoder = ARCHS[c.arch], c.decoder()
         layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
@@ -1152,48 +1141,23 @@ class MaskedAutoencoder(nn.Module):
             Z = torch.cat([Z, hidden], 1).gather(1, back) + self.decoder_positions
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
-    def targets(self, x):
-        """The patches (B, n, P^2 C), each to mean 0 and unbiased variance 1 if asked for."""
-        patches = patchify(x, self.config.patch_size)
-        if not self.config.normalize_targets:
-            return patches
-        mean, var = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
-        return (patches - mean) / (var + 1e-6).sqrt()   # 1e-6 as in the released code: flat patches
-
     def forward(self, x, noise):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
         masked = self.draw_mask(noise)
-        error = at_least_float32(self.predicted(x, masked)) - at_least_float32(self.targets(x))
-        return (error.square().mean(-1) * masked).sum() / masked.sum()
+        target = at_least_float32(patchify(x, self.config.patch_size))
+        if self.config.normalize_targets:       # 1e-6 for flat patches, as in the released code
+            mean, var = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
+            target = (target - mean) / (var + 1e-6).sqrt()
+        error = (at_least_float32(self.predicted(x, masked)) - target).square().mean(-1)
+        return (error * masked).sum() / masked.sum()
 
 
 # ---- Text models --------------------------------------------------------------------------------
-@dataclass(kw_only=True)
-class TextConfig(BackboneConfig):
-    """A language model."""
-    task: ClassVar = "text"
-    context: int = 1024
-    vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
-    causal: bool = True             # False: every token sees all others (masked language modelling)
-    rotary: bool = False            # rotary positions, beside the learned ones: `rotate`
-    shift: bool = False             # keys and values that see the token before: `shift`
-
-    def __post_init__(self):
-        super().__post_init__()
-        if (self.rotary or self.shift) and ARCHS[self.arch].attention not in (MSSA, MHSA):
-            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
-        if self.rotary and self.head_dim % 2:
-            raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
-
-
-text_config = partial(make_config, TextConfig)
-
-
 # The kernels for generation, without cuDNN's, the default on Hopper: it plans for every new length
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Backbone):
     """Token and position embeddings, layers, a last LN, and the embedding as head.  [B] 7.4.
 
     model(ids) takes (B, n) and returns logits (B, n, V); model(ids, targets) returns the mean
@@ -1234,10 +1198,6 @@ class LanguageModel(nn.Module):
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)
 
-    def trace(self, ids):
-        """What each layer does with the tokens: a list of LayerTraces."""
-        return trace_layers(self.layers, self.tokens(ids))
-
     def count(self):
         """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 seem to."""
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
@@ -1259,11 +1219,11 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None,
                known=None):
-        """Yields the next tokens (B,) of the prompts `ids` (B, m), n times or until all rows ended.
+        """Yields the next tokens (B,) of the texts `ids` (B, m), n times or until all have ended.
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
         probability; ids from `known` on, which mean no text, are never drawn. When the context is
-        full, the model reads its last half again and forgets the rest. A row ends with its first
+        full, the model reads its last half again and forgets the rest. A text ends with its first
         `stop` and then repeats it."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -1284,13 +1244,13 @@ class LanguageModel(nn.Module):
             ids = torch.cat([ids[:, -context:], new], 1)
 
     def generate(self, ids, n, **options):
-        """The prompts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
+        """The texts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
         with sdpa_kernel(FOR_ANY_LENGTH):
             return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
 
 
 def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
-    """One token per row of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
+    """One token for each of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
