@@ -5,8 +5,9 @@ Looks inside the layers of trained checkpoints.
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
     tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
+    page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
 
-`python analyze.py COMMAND` draws a figure; all but saliency also print a table.
+`python analyze.py COMMAND` draws a figure; the first three also print a table.
 """
 import math
 import sys
@@ -339,7 +340,7 @@ def saliency_maps(c):
 
 @dataclass(kw_only=True)
 class Page(OneModel):
-    """One HTML file that runs the model itself in a browser: crate, crate-c, -n, -t, crate-alpha."""
+    """One HTML file that runs the model itself in a browser: CRATE, -C, -N, -T, CRATE-alpha."""
     out: str | None = option(None, "the file; auto is out/analyze-page.html")
 
 

@@ -130,7 +130,7 @@ def main(argv):
     for target in (0.5, 2.0):           # the series converges, and does not
         start = Z * (target / behind_norm) ** 0.5
         panels.append((target, iterate(start, U, c)))
-        print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c (nats) over the iterations, and "
+        print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c (nats) by iteration, and "
               "its two Taylor terms along the path of mssa")
         print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][1].items()}
                      for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])

@@ -48,7 +48,7 @@ def test_mssa_raises_what_the_gradient_lowers(norm):
         assert all(a > b for a, b in zip(curves[name], curves[name][1:])), name
     first, second = (torch.tensor(curves[term]) for term in ("first term", "second term"))
     assert (first.diff() > 0).all() and (second.diff() > 0).all()       # MSSA raises both
-    assert norm > 0.5 or (first.diff() > second.diff()).all()           # R^c is about first - second
+    assert norm > 0.5 or (first.diff() > second.diff()).all()       # R^c is about first - second
 
 
 def test_the_series_diverges_beyond_one(tmp_path):
