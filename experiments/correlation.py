@@ -178,7 +178,8 @@ def fit(theta, folder, c, processes):
     flags = theta | dict(min_lr=theta["lr"], out_dir=folder, device=c.device, dtype=c.dtype,
                          data_dir=c.data_dir)
     for epochs in range(3, 100, 3):         # at a constant rate, so that a run can be made longer
-        flags |= dict(epochs=epochs, resume=(folder / "ckpt.pt").exists())
+        there = (folder / "ckpt.pt").exists()
+        flags |= dict(epochs=epochs, resume=there, overwrite=not there)
         with open(os.devnull, "w") as mute, contextlib.redirect_stdout(mute):
             train_vit.main([*RECIPE, *(f"--{name}={value}" for name, value in flags.items())])
         loaded = load_model(folder / "ckpt.pt", ("vit",))
