@@ -16,7 +16,6 @@ import model as source
 from data import augment
 from flags import UserError
 
-FILES = ("page.html", "crate.js")
 ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
 SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")     # beside their equations
 
@@ -49,7 +48,7 @@ def text_examples(model, data, tokens):
         entries += [[dict(likes=decode(kinds), passages=[around(*place) for place in places])
                      for kinds, places in zip(sums.topk(6, 0).indices.mT, passages(values, 5))]]
     sentence = re.search("[A-Z][a-z]+( [a-z]+){3}.*|$", decode(tokens[:10_000]))[0]
-    words = sentence[:min(n, 64)] or decode(tokens[:n])
+    words = (sentence or decode(tokens[:n]))[:min(n, 64)]
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
     return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
 
@@ -77,9 +76,11 @@ def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
     model, c = loaded.model, loaded.model.config
     written = tokens is None or c.causal and hasattr(data.tokenizer, "characters")
-    if c.arch not in ARCHS or not written or getattr(c, "mask_tokens", "before") == "after":
-        raise UserError(f"{name} is of arch {c.arch}: the page runs {', '.join(ARCHS)}, not masked "
-                        "or GPT-2's tokens, nor an autoencoder with mask_tokens=after")
+    if c.arch not in ARCHS:
+        raise UserError(f"{name} is of arch {c.arch}; the page runs {', '.join(ARCHS)}")
+    if not written or getattr(c, "mask_tokens", "before") == "after":
+        raise UserError(f"{name}: the page runs no masked language models, no GPT-2 tokens, and no "
+                        "mask_tokens=after")
     for tensor in model.state_dict().values():
         tensor.copy_(tensor.half())                         # what the page computes with
     state = {key.removeprefix("encoder."): t for key, t in model.state_dict().items()}
@@ -91,13 +92,14 @@ def html(name, loaded, untrained, data, tokens=None):
     content = examples | dict(
         name=name, task=loaded.task, output=source.ARCHS[c.arch].output, config=asdict(c),
         lines={part: inspect.getsourcelines(getattr(source, part))[1] for part in SHOWN},
-        expected=base64_of(expected), weights=sum(p.numel() for p in model.parameters()),
+        expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
         eps={key.removeprefix("encoder."): part.eps for key, part in model.named_modules()
              if isinstance(part, torch.nn.LayerNorm)},
         trained=dict(at=flat(t.half() for t in state.values())), untrained=dict(scales=scales,
             at=flat((t / s).round().char() for t, s in zip(other, scales))))
-    page, script = (Path(__file__).with_name(file).read_text("utf-8") for file in FILES)
+    page, script = (Path(__file__).with_name(file).read_text("utf-8")
+                    for file in ("page.html", "crate.js"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
     page = page.replace("{crate.js}", script).replace("{data}", text)
     if len(page) > 7e6:
