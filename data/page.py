@@ -36,8 +36,8 @@ def passages(values, count):
 def text_examples(model, data, tokens):
     """(a text to begin with; for each entry of each code the characters that have most of its sum
     and five passages, each with the place of the character that excites it), logits."""
-    n, decode, entries = model.config.context, data.tokenizer.decode, []
-    windows = torch.from_numpy(tokens[:50_000 // n * n].astype(np.int64)).unfold(0, n, n)
+    n, decode, entries = min(model.config.context, len(tokens)), data.tokenizer.decode, []
+    windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
     Z = model.tokens(windows)
     for layer in model.layers:
         half = layer.compress(Z)
@@ -46,7 +46,7 @@ def text_examples(model, data, tokens):
         sums.index_add_(0, windows.flatten(), values.flatten(0, 1))
         around = lambda w, t: (decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40))
         entries += [[dict(likes=decode(kinds), passages=[around(*place) for place in places])
-                     for kinds, places in zip(sums.topk(6, 0).indices.mT, passages(values, 5))]]
+                     for kinds, places in zip(sums.argsort(0, True)[:6].mT, passages(values, 5))]]
     sentence = re.search("[A-Z][a-z]+( [a-z]+){3}.*|$", decode(tokens[:10_000]))[0]
     words = (sentence or decode(tokens[:n]))[:min(n, 64)]
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
@@ -75,12 +75,12 @@ def image_examples(model, task, data):
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
     model, c = loaded.model, loaded.model.config
-    written = tokens is None or c.causal and hasattr(data.tokenizer, "characters")
     if c.arch not in ARCHS:
         raise UserError(f"{name} is of arch {c.arch}; the page runs {', '.join(ARCHS)}")
-    if not written or getattr(c, "mask_tokens", "before") == "after":
-        raise UserError(f"{name}: the page runs no masked language models, no GPT-2 tokens, and no "
-                        "mask_tokens=after")
+    if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
+        raise UserError(f"{name}: of text the page runs causal models of characters")
+    if loaded.task == "mae" and (c.mask_tokens == "after" or c.normalize_targets):
+        raise UserError(f"{name}: the page knows no mask_tokens=after and no normalize_targets")
     for tensor in model.state_dict().values():
         tensor.copy_(tensor.half())                         # what the page computes with
     state = {key.removeprefix("encoder."): t for key, t in model.state_dict().items()}

@@ -1,53 +1,226 @@
-"""The page holds the model it names, and what PyTorch makes of its first example."""
+"""
+The page: what is inside, and, where node is found, that its JavaScript computes what PyTorch does.
+"""
 import base64
 import json
 import re
+import shutil
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import analyze
-from checkpoint import load_model
+import sample
+from checkpoint import Loaded, TASKS
+from data import images, page, text
 from flags import UserError
 from helpers import write_model
-from model import ImageClassifier, ImageConfig
+from scores import model_input
+
+TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
+# task, fields of the config; all with weights that are not at their initial values
+KINDS = {
+    "class token": ("vit", dict(pool="class")),
+    "mean": ("vit", dict(pool="mean", eta=0.3, lambd=0.02)),
+    "crate-c": ("vit", dict(arch="crate-c", step_size=0.7)),
+    "crate-n": ("vit", dict(arch="crate-n", final_norm=True, pool="mean")),
+    "crate-t": ("vit", dict(arch="crate-t", head_dim=8, positions="sincos")),
+    "crate-alpha": ("vit", dict(arch="crate-alpha", layer_scale=0.5, expansion=3)),
+    "one head": ("vit", dict(heads=1, head_dim=16, stem="plain")),
+    "autoencoder": ("mae", dict(decoder_layers=3, decoder_heads=4)),
+    "autoencoder, crate-alpha": ("mae", dict(arch="crate-alpha", decoder_layers=1)),
+    "encoder": ("simdino", dict(final_norm=True)),
+    "text": ("gpt", dict()),
+    "text, crate-t": ("gpt", dict(arch="crate-t", head_dim=8)),
+    "text, crate-alpha": ("gpt", dict(arch="crate-alpha")),
+    "text, rotary": ("gpt", dict(rotary=True)),
+    "text, shift": ("gpt", dict(shift=True)),
+    "text, rotary and shift": ("gpt", dict(arch="crate-alpha", rotary=True, shift=True)),
+}
 
 
-def embedded(path):
-    """The numbers in the page, and the page."""
-    text = path.read_text(encoding="utf-8")
-    data, = re.findall(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', text, re.S)
-    return json.loads(data), text
+def a_model(task, **fields):
+    """A model for shapes or the rhyme, every tensor drawn."""
+    size = (dict(context=12, vocab_size=5) if task == "gpt" else
+            dict(image_size=32, patch_size=8, classes=10))
+    kind, config = TASKS[task]
+    model = kind(config(**TINY | size | fields)).eval()
+    for name, tensor in model.named_parameters():
+        torch.nn.init.normal_(tensor.data, mean="norm" in name, std=0.2)
+    return model
 
 
+def a_page(task, model, cache, text_cache, **changes):
+    """Its text and the content that it has for the scripts. `changes` are of the data set."""
+    if task == "gpt":
+        data = text.load("verse", text_cache)
+        tokens = data.val
+    else:
+        data, tokens = images.load("shapes", cache), None
+        data = SimpleNamespace(**vars(data) | changes)
+    loaded = Loaded(task, model, getattr(model, "encoder", model), {}, {})
+    other = loaded._replace(model=TASKS[task][0](model.config))
+    written = page.html("a/b", loaded, other, data, tokens)
+    return written, json.loads(re.search('json">(.*?)</script>', written)[1]), other.model
+
+
+def decoded(words, dtype):
+    return np.frombuffer(base64.b64decode(words), dtype)
+
+
+@pytest.mark.parametrize("kind", ["mean", "autoencoder", "text"])
 @torch.no_grad()
-def test_the_weights_and_logits_are_the_models(cache, tmp_path):
-    out = tmp_path / "page.html"
-    analyze.main(["page", "--ckpt=pretrained:shapes-crate", f"--data_dir={cache}", f"--out={out}"])
-    content, text = embedded(out)
-    model = load_model("pretrained:shapes-crate").model        # its weights are float16 already
-    weights = np.frombuffer(base64.b64decode(content["trained"]["at"]), np.float16)
-    expected = torch.cat([tensor.flatten() for tensor in model.state_dict().values()])
-    assert torch.equal(torch.from_numpy(weights.copy()).float(), expected)
-    pixels = np.frombuffer(base64.b64decode(content["pictures"]), np.uint8).reshape(8, 32, 32, 3)
-    mean, std = (torch.tensor(content[name]) for name in ("mean", "std"))
-    x = (torch.from_numpy(pixels[:1].copy()) / 255 - mean) / std
-    found = np.frombuffer(base64.b64decode(content["expected"]), np.float32)
-    torch.testing.assert_close(torch.from_numpy(found.copy()), model(x.permute(0, 3, 1, 2))[0])
-    assert len(text) < 1e6 and not re.search(r"(src|href)=.?https?:", text)
+def test_what_is_inside(kind, cache, text_cache):
+    """Weights, the first example and what PyTorch makes of it, line numbers; no end of a script."""
+    task, fields = KINDS[kind]
+    model = a_model(task, **fields)
+    evil = "</script><script>alert(1)</script>"
+    written, data, other = a_page(task, model, cache, text_cache, classes=[evil] * 10)
+    assert written.count("<script") == written.count("</script>") == 3
+    assert "://" not in written.replace("http://www.w3.org", "")
+    start, numbers = 0, decoded(data["trained"]["at"], np.float16)
+    bytes_, scales = decoded(data["untrained"]["at"], np.int8), data["untrained"]["scales"]
+    for (name, rows, cols), scale, own, new in zip(
+            data["tensors"], scales, model.state_dict().values(), other.state_dict().values()):
+        part = slice(start, start := start + rows * cols)
+        assert np.array_equal(numbers[part], own.numpy().ravel()), name
+        assert np.abs(bytes_[part] * scale - new.numpy().ravel()).max() <= scale / 2 + 1e-9
+    assert start == len(numbers) == len(bytes_)
+    lines = (analyze.ROOT / "model.py").read_text().splitlines()
+    for part, line in data["lines"].items():
+        assert re.match(rf"(class|def) {part}\b", lines[line - 1])
+
+    expected = torch.from_numpy(decoded(data["expected"], np.float32).copy())
+    if task == "gpt":
+        codes = text.CharTokenizer(data["characters"]).encode(data["text"])
+        wanted = model(torch.from_numpy(codes.astype(np.int64))[None])
+        for row in data["entries"]:
+            for words, place in (passage for entry in row for passage in entry["passages"]):
+                assert place < len(words) <= 64
+    else:
+        assert len(set(data["labels"])) == 8 and data["classes"][0] == evil
+        pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)
+        x = model_input(torch.from_numpy(pixels[:1].copy()), SimpleNamespace(**data), 32)
+        if task == "mae":
+            noise = torch.zeros(1, 16)
+            noise[0, data["masked"]] = 1
+            wanted = model.predicted(x, noise > 0)
+        else:
+            wanted = model(x)
+    torch.testing.assert_close(expected, wanted.flatten())
 
 
-def test_a_name_is_shown_and_not_run(cache, tmp_path):
-    """And an arch that the page does not know is refused."""
-    meta = dict(name="shapes", classes=list("abcdefghij"), mean=[0.5] * 3, std=[0.2] * 3)
-    for arch, name in (("crate", "<script>alert(1)<_script>.pt"), ("tost", "tost.pt")):
-        config = ImageConfig(arch=arch, width=16, heads=2, layers=1, image_size=32, patch_size=8,
-                             classes=10)
-        write_model(tmp_path / name, ImageClassifier(config), "vit", meta)
-    flags = [f"--data_dir={cache}", f"--out={tmp_path / 'page.html'}"]
-    analyze.main(["page", f"--ckpt={tmp_path / '<script>alert(1)<_script>.pt'}", *flags])
-    content, text = embedded(tmp_path / "page.html")
-    assert content["name"].startswith("<script>") and "<script>alert" not in text
-    with pytest.raises(UserError, match="tost"):
-        analyze.main(["page", f"--ckpt={tmp_path / 'tost.pt'}", *flags])
+def test_passages():
+    """Each entry's best windows, the best first; where it stays 0 there is none."""
+    values = torch.zeros(4, 5, 2)
+    values[2, 1, 0], values[0, 4, 0], values[2, 3, 0] = 3, 2, 1
+    assert page.passages(values, 3) == [[(2, 1), (0, 4)], []]
+
+
+NODE = """
+const pages = JSON.parse(require("fs").readFileSync(0, "utf8"));
+console.log(JSON.stringify(pages.map(page => {
+  const [crate, rest] = page.split("<script>").slice(1).map(part => part.split("</script>")[0]);
+  new Function(rest);                                           // its syntax, without a browser
+  const run = new Function(crate + `; return (data, knobs) => {
+    const model = build(data, "trained"), text = data.text && idsOf(data, data.text);
+    const worst = check(data, model), n = model.layers[0].T.Z.rows;
+    const rates = model.layers.map(L => numbers(L, n)), A = model.layers.map(L => L.T.A);
+    const go = (Z, from) => { for (const _ of forward(model, Z, from, knobs)); };
+    if (text) for (const [from, end] of [[0, 5], [3, 6], [6, n]])           // in pieces, of a cache
+      go(embedText(model, text.slice(0, end), from), from);
+    else go(embedPicture(model, data, bytes(data.pictures), new Set(data.masked)), 0);
+    const out = read(model, model.layers.at(-1).T.out);
+    return {worst, rates, attention: A.map(heads => heads.map(rows => rows.map(row => [...row]))),
+      out: [...out.at.subarray(0, out.rows * out.cols)],
+      untrained: check(data, build(data, "untrained"))};
+  }`)();
+  const data = JSON.parse(page.split('json">')[1].split("</script>")[0]);
+  return run(data, {eta: 0.2, lambda: 0.03, off: ["1.2"], hold: [2, 3, 1.5]});
+})));
+"""
+
+
+@pytest.fixture(scope="module")
+def computed(cache, text_cache):
+    """{kind: (model, content, what node computes of its page)}."""
+    if shutil.which("node") is None:
+        pytest.skip("no node")
+    found, pages = {}, []
+    for kind, (task, fields) in KINDS.items():
+        torch.manual_seed(len(pages))
+        model = a_model(task, **fields)
+        written, data, _ = a_page(task, model, cache, text_cache)
+        pages.append(written)
+        found[kind] = model, data
+    node = subprocess.run(["node", "-e", NODE], input=json.dumps(pages), capture_output=True,
+                          text=True)
+    assert node.returncode == 0, node.stderr
+    return {kind: (*found[kind], result) for kind, result in zip(KINDS, json.loads(node.stdout))}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_javascript_is_pytorch(kind, computed):
+    """Logits, attention and rates; then logits with other knobs, a head off and an entry held, a
+    text in pieces of which the second takes the end of the first back."""
+    model, data, got = computed[kind]
+    assert got["worst"] < 2e-5 < 1e-3 < got["untrained"]
+    encoder, masked = getattr(model, "encoder", model), torch.zeros(1, 16, dtype=torch.bool)
+    if data["task"] == "gpt":
+        ids = text.CharTokenizer(data["characters"]).encode(data["text"]).astype(np.int64)
+        x = torch.from_numpy(ids)[None]
+    else:
+        pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)[:1].copy()
+        x = model_input(torch.from_numpy(pixels), SimpleNamespace(**data), 32)
+        masked[0, data.get("masked", [])] = True
+    run = lambda: model.predicted(x, masked) if data["task"] == "mae" else model(x)
+    entered, layers = [], [*encoder.layers]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, args: entered.append(args[0]))
+    run()
+    for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
+        step = layer.trace(Z)
+        wanted = analyze.layer_numbers(layer, Z, step, analyze.Layers(unit_bases=True))
+        code = layer.sparsification.code(layer.norm2(step.half))
+        assert rates == pytest.approx(dict(
+            rate=wanted["rate_of_subspaces"].item(), change=wanted["scaled"].item(),
+            nonzeros=(code != 0).float().mean().item()), rel=1e-3, abs=1e-3)
+        for rows, weights in zip(maps, step.attention[0], strict=True):
+            for row, ours in zip(rows, weights, strict=True):
+                assert row == pytest.approx(ours[:len(row)].tolist(), rel=1e-3, abs=1e-5)
+
+    sample.steer(encoder, "2:3:1.5")
+    for layer in [*layers, *getattr(model, "decoder", [])]:
+        if sparsification := getattr(layer, "sparsification", None):
+            sparsification.eta, sparsification.lambd = 0.2, 0.03
+    attention = layers[0].attention
+    attend, p = attention.attend, attention.p
+    attention.attend = lambda *qkv: attend(*qkv) * (torch.arange(attention.heads * p) // p != 1)
+    out = torch.tensor(got["out"])
+    wanted = run() if data["task"] != "simdino" else run()[:, 0]
+    torch.testing.assert_close(out[-wanted.numel():], wanted.flatten(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("task, fields, words", [
+    ("vit", dict(arch="tost"), "of arch tost"), ("vit", dict(arch="crate-mm"), "of arch crate-mm"),
+    ("mae", dict(mask_tokens="after"), "mask_tokens"),
+    ("mae", dict(normalize_targets=True), "normalize"), ("gpt", dict(causal=False), "causal"),
+    ("vit", dict(width=640, layers=4), "MB")])
+def test_what_it_cannot_run(task, fields, words, cache, text_cache):
+    with pytest.raises(UserError, match=words) as error:
+        a_page(task, a_model(task, **fields), cache, text_cache)
+    assert "\n" not in str(error.value)
+
+
+def test_the_command(tmp_path, cache, capsys):
+    """It writes a file and prints its path; a name with markup is shown and not run."""
+    path = tmp_path / "<script>alert(1)<_script>.pt"
+    write_model(path, a_model("vit"), "vit", images.load("shapes", cache).meta())
+    analyze.main(["page", f"--ckpt={path}", f"--data_dir={cache}", f"--out={tmp_path}/a.html"])
+    assert capsys.readouterr().out == f"wrote {tmp_path}/a.html\n"
+    written = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in written and r'"name": "\u003cscript>alert' in written
