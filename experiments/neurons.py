@@ -11,7 +11,7 @@ the properties. Purity: how much of a neuron's 20 highest activations is one cha
 mean over 100 that fire 20 times. Each model offers as many neurons as the narrowest is wide.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
-    python -m experiments.neurons --ckpt=a.pt --examples --out=a.html   what excites five of them
+    python -m experiments.neurons --ckpt=a.pt --examples                what excites five of them
 
 Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
@@ -19,8 +19,6 @@ tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.
 """
 import sys
 from dataclasses import dataclass, replace
-from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +27,7 @@ import torch
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import backbone_of, batches, OneModel, open_model, print_table, split_for
 from checkpoint import load_model
+from data.page import passages
 from data.tokenizer import tokenizer_from_meta
 from flags import cli, needed, option, parse, UserError
 from scores import logistic_regression, pooling
@@ -39,7 +38,6 @@ class Neurons(OneModel):
     ckpt: str | None = option(None, "checkpoints of text or of images, separated by commas")
     examples: bool = option(False, "print passages that excite the neurons that tell most, marked")
     layer: int | None = option(None, "which layer's neurons; auto is the last", low=1)
-    out: str | None = option(None, "a page (HTML) for the passages of --examples, marked in colour")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
 
@@ -127,7 +125,7 @@ def purity(codes, columns):
 def examples(loaded, c):
     """For each of the five properties that correlate most with one neuron, a line that says so and
     the ten windows of text that excite this neuron most, a line each: the tokens around the one
-    where it is highest, between \\1 and \\2 where it is at least half as high."""
+    where it is highest, in «» where it is at least half as high."""
     if loaded.task != "gpt":
         raise UserError("--examples prints passages of text; this checkpoint is of images")
     codes, decode, lines = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode, []
@@ -136,14 +134,13 @@ def examples(loaded, c):
     best, entries = correlation.nan_to_num().max(1)
     for i in best.argsort(descending=True)[:5].tolist():
         values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
-        peaks, name = values.amax(1), [*codes.properties][i]
-        lines += [f"entry {entries[i]}, at most {peaks.max():.3g}, "
-                  f"correlation {best[i]:.2f} with: {name}"]
-        for window in peaks.argsort(descending=True)[:min(10, int((peaks > 0).sum()))]:
+        lines += [f"entry {entries[i]}, at most {values.max():.3g}, "
+                  f"correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
+        for window, at in passages(values[..., None], 10)[0]:
             row, ids = values[window], codes.kinds.reshape(values.shape)[window]
-            at, pieces = int(row.argmax()), [decode([i]).replace("\n", "↵") for i in ids]
-            pieces = [f"\1{s}\2" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
-            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("\2\1", "")]
+            pieces = [decode([i]).replace("\n", "↵") for i in ids]
+            pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
+            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", "")]
     return lines
 
 
@@ -181,10 +178,7 @@ def main(argv):
     if c.examples:
         found = "\n".join(line for path in paths
                           for line in [path, *examples(open_model(path, c, c.untrained), c)])
-        print(found.translate({1: "«", 2: "»"}))
-        if c.out:
-            page = escape(found).translate({1: "<mark>", 2: "</mark>"})
-            Path(c.out).write_text(f"<meta charset=utf-8><pre>{page}</pre>\n", encoding="utf-8")
+        print(found)
         return found
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
