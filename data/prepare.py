@@ -2,26 +2,23 @@
 
     python data/prepare.py cifar10                  from the Hugging Face Hub
     python data/prepare.py cifar10 --source DIR     from the same files in DIR, without a network
-    python data/prepare.py mine --source DIR --size=64
-                                                    your pictures, DIR/{train,val}/CLASS/FILE, or
-                                                    DIR/CLASS/FILE, of which a tenth validates
-    python data/prepare.py mine --source DIR --tokenizer=gpt2
-                                                    your text: Parquet, .jsonl (rows with `text`),
-                                                    .txt files (a document each); or char
+    python data/prepare.py mine --source DIR --size=64          your pictures, DIR/CLASS/FILE
+    python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
+                                Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with meta.json and
+If all your files are in DIR/train or DIR/val, or are called so, these are the splits; else a share
+validates. The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with
+meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
     {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
 
-GPT-2's end-of-text token follows each document. A picture's shorter side is resized, and the middle
-is kept. Disk, about: imagenet 262 GB, streamed from the Hub or DIR; openwebtext 54 GB in the cache
-of `datasets` (HF_HOME) and 18 GB written.
+GPT-2's end-of-text token follows each document. Disk, about: imagenet 262 GB, streamed from the Hub
+or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written.
 """
 import argparse
 import contextlib
-import errno
 import fcntl
 import io
 import json
@@ -30,9 +27,9 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
+from typing import NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])      # in place of data/ itself
@@ -47,24 +44,20 @@ from flags import CACHE, Parser, UserError, cli
 from model import not_one_of
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
-
-@dataclass(frozen=True)
-class ImageSet:
+class ImageSet(NamedTuple):
     size: int                       # pixels per side, as stored
     hub: dict | None = None         # None: drawn, or the user's own
     val: str = "test"               # the split that validates
     large: bool = False             # not prepared unasked
 
 
-@dataclass(frozen=True)
-class TextSet:
+class TextSet(NamedTuple):
     hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
-    files: dict | None = None       # {split: pattern}, where the file names do not tell the split
     documents: object = itemgetter("text")     # of a split's rows; None: passages alone
     passages: bool = False          # whether evaluation scores the rows one by one
-    one_text: bool = False          # all rows are one text, whose last tenth validates; else, where
-    held_out: float = 0.01          # no file validates, this share of the documents does
+    one_text: bool = False          # all rows are one text, whose last tenth validates
+    held_out: float = 0.01          # of the documents, where none are for validation
     large: bool = False
 
 
@@ -101,72 +94,39 @@ TEXTS = {
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
     # common nouns and named entities
-    "cbt": TextSet(dict(path="cam-cst/cbt"), files={"CN": "CN/validation*", "NE": "NE/validation*"},
+    "cbt": TextSet(dict(path="cam-cst/cbt",
+                        data_files={task: f"{task}/validation*" for task in ("CN", "NE")}),
                    documents=None, passages=True),
 }
 SPLITS = dict(train="train", validation="val", val="val", test="test")      # {theirs: ours}
 
 
-# ---- Reading: {split: rows} by `datasets`, whose copies of a folder's files go into the draft ---
-
-def read_rows(row, source, draft, **how):
-    """The rows of a set on the Hub, or of the Parquet, .jsonl or .txt files in a folder."""
-    from datasets import config, load_dataset
-    from huggingface_hub import constants, utils
-
-    if source is None:
-        try:
-            utils.get_session().head(constants.ENDPOINT, timeout=10)
-        except Exception:       # no network; `datasets` would ask six times, in half a minute
-            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
-        return load_dataset(**how | row.hub)
-    for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
-        part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
-        there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
-        if there != int(count):
-            raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
-    kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
-    suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), None)
-    if suffix is None:
-        raise UserError(f"there is no .parquet, .jsonl or .txt file in {source}")
-    if row.hub is None:
-        how["data_files"] = own_texts(source, suffix)
-    if suffix == ".txt":
-        how |= dict(sample_by="document", encoding_errors="replace")
-    how |= dict(data_dir=str(source), cache_dir=str(draft / "scratch"))
-    sets = load_dataset(kinds[suffix], **how)
-    if suffix != ".txt":
-        return sets
-    utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
-    say_left_out("documents", sum(len(sets[k]) - len(utf8[k]) for k in sets), "no UTF-8")
-    return utf8
-
-
-def own_texts(source, suffix):
-    """{split: files} of a user's own text: by the names of the files, or of the folders that hold
-    them, where each is one of SPLITS; else every file is for training."""
-    files = sorted(source.rglob("*" + suffix))
-    names = [re.split(r"\.|-\d+-of-", path.relative_to(source).parts[0])[0] for path in files]
-    say_left_out("files", sum(map(Path.is_file, source.rglob("*"))) - len(files), f"no {suffix}")
-    if not {*names} <= SPLITS.keys():
-        names = ["train"] * len(files)
-    return {split: [str(path) for path, name in zip(files, names) if name == split]
-            for split in names}
-
-
-def own_pictures(source, draft):
-    """The rows of a user's own pictures. Files lie by class: shuffled, as a run may take a part."""
+# ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
+def read_rows(hub, source, draft, streaming=False):
+    """The rows of a set on the Hub, or of the files in a folder: the Hub's or a user's own text."""
     from datasets import load_dataset
 
-    if {path.suffix for path in source.rglob("*.*")} <= {".txt", ".jsonl", ".parquet"}:
-        raise UserError("DIR holds text: add --tokenizer=gpt2 or char")
-    say_left_out("files", sum(path.is_file() for path in source.iterdir()), "in no CLASS")
-    files = {"train": f"{source}/*/**"}
-    if (source / "train").is_dir():
-        files = {"train": f"{source}/train/**", "validation": f"{source}/val/**"}
-    sets = hold_out(load_dataset("imagefolder", data_files=files, drop_labels=False,
-                                 cache_dir=str(draft / "scratch")), 0.1)
-    return dict(sets, train=sets["train"].shuffle(seed=2357))
+    if source is None:
+        return load_dataset(**hub, streaming=streaming)
+    kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
+    suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
+    how = dict(sample_by="document", encoding_errors="replace") if suffix == ".txt" else {}
+    how["data_files"] = hub.get("data_files") if hub else own_files(source, f"**/*{suffix}")
+    return load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
+                        cache_dir=str(draft / "scratch"), **how)
+
+
+def own_files(source, pattern):
+    """{split: files} of a user's own set: by the names of the files, or of the folders in DIR that
+    hold them, if each is one of SPLITS; else all are for training."""
+    files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
+    names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
+    if not {*names} <= SPLITS.keys():
+        names = ["train"] * len(files)
+    if others := sum(map(Path.is_file, source.rglob("*"))) - len(files):
+        print(f"{others} files left out: not DIR/{pattern}", file=sys.stderr)
+    return {SPLITS[split]: [file for file, name in zip(files, names) if name == split]
+            for split in sorted({*names})}
 
 
 def hold_out(sets, share):
@@ -174,17 +134,10 @@ def hold_out(sets, share):
     if [*sets] != ["train"] or len(sets["train"]) == 1:
         return sets
     halves = sets["train"].train_test_split(share, seed=2357)
-    return dict(train=halves["train"], validation=halves["test"])
-
-
-def say_left_out(what, number, why):
-    """One line for all that cannot be read."""
-    if number:
-        print(f"{number} {what} left out: {why}", file=sys.stderr)
+    return dict(train=halves["train"], val=halves["test"])
 
 
 # ---- Images: decoded by threads, in order -------------------------------------------------------
-
 def read_picture(file, size):
     """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
     is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
@@ -203,51 +156,53 @@ def read_picture(file, size):
         return None, " ".join(str(error).split()) or type(error).__name__
 
 
-def readable(rows, column, label, size, problems):
-    """Yields (pixels, label) in order. What is wrong with the other files goes into `problems`."""
+def write_pictures(path, rows, column, label, size):
+    """Writes those that can be read; returns their labels, and what is wrong with the others."""
     def read(cell):
-        file = io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
-        pixels, problem = read_picture(file, size)
-        return pixels, problem and f"{cell['path']} ({problem})"
+        return read_picture(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"], size)
 
-    with ThreadPoolExecutor() as pool:
-        for batch in rows.iter(512):
-            for number, (pixels, problem) in zip(batch[label], pool.map(read, batch[column])):
+    labels, problems = [], []
+    with open(path, "wb") as out, ThreadPoolExecutor() as threads:
+        out.seek(128)               # the header comes last: not every picture can be read
+        for batch in tqdm(rows.iter(512), f"{path.name}, 512", disable=None):
+            found = threads.map(read, batch[column])
+            for cell, number, (pixels, problem) in zip(batch[column], batch[label], found):
                 if problem:
-                    problems.append(problem)
+                    problems.append(f"{cell['path']} ({problem})")
                 else:
-                    yield pixels, number
+                    out.write(pixels.tobytes())
+                    labels.append(number)
+        out.seek(0)
+        np.lib.format.write_array_header_1_0(out, dict(
+            descr="|u1", fortran_order=False, shape=(len(labels), size, size, 3)))
+    return labels, problems
 
 
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn
+    from datasets import Image as ImageColumn, load_dataset
 
-    row, problems = IMAGES.get(name, ImageSet(size, val="validation")), []
-    sets = read_rows(row, source, draft, streaming=True) if row.hub else own_pictures(source, draft)
+    row = IMAGES.get(name, ImageSet(size, val="val"))
+    if row.hub:
+        sets = read_rows(row.hub, source, draft, streaming=True)
+    else:
+        sets = hold_out(load_dataset("imagefolder", data_files=own_files(source, "*/**/*"),
+                                     drop_labels=False, cache_dir=str(draft / "scratch")), 0.1)
+        sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
     features = sets["train"].features
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
     for split, part in (("train", "train"), ("val", row.val)):
-        rows, labels = sets[part].cast_column(column, ImageColumn(decode=False)), []
-        pictures = readable(rows, column, label, row.size, problems)
-        with open(draft / f"{split}_images.npy", "wb") as out:
-            out.seek(128)           # the header comes last: not every picture can be read
-            for pixels, number in tqdm(pictures, f"{name} {split}", disable=None):
-                out.write(pixels.tobytes())
-                labels.append(number)
-            shape = (len(labels), row.size, row.size, 3)
-            out.seek(0)
-            np.lib.format.write_array_header_1_0(
-                out, dict(descr="|u1", fortran_order=False, shape=shape))
-        if not labels:
-            raise UserError(f"no picture of {part} can be read: {', '.join(problems[:3])}")
+        rows = sets[part].cast_column(column, ImageColumn(decode=False))
+        labels, problems = write_pictures(draft / f"{split}_images.npy", rows, column, label,
+                                          row.size)
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
-        classes = classes or [str(i) for i in range(max(labels) + 1)]
-    if len(classes) < 2:
-        raise UserError("there is one class alone; pictures lie in DIR/CLASS/FILE")
-    say_left_out("pictures", len(problems), ", ".join(problems[:3]) + ", ..." * (len(problems) > 3))
+        classes = classes or [str(i) for i in range(max(labels, default=0) + 1)]
+        if len(classes) < 2 or not labels:
+            raise ValueError(f"no two classes of {part} can be read {problems[:3]}")
+        if problems:
+            print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
     return image_meta(classes, draft)
 
 
@@ -263,24 +218,22 @@ def write_shapes(name, counts, draft):
 
 def image_meta(classes, draft):
     """Mean and deviation are per channel, of train_images / 255, from exact integer sums."""
-    pixels, total, squares = np.load(draft / "train_images.npy", "r"), 0, 0
+    pixels, sums = np.load(draft / "train_images.npy", "r"), np.zeros((2, 3), np.uint64)
     for start in range(0, len(pixels), 1000):
         part = pixels[start:start + 1000].reshape(-1, 3)
-        total = total + part.sum(0, np.uint64)
-        squares = squares + np.square(part, dtype=np.uint32).sum(0, np.uint64)
-    mean, square = total / pixels[..., 0].size, squares / pixels[..., 0].size
+        sums += [part.sum(0, np.uint64), np.square(part, dtype=np.uint32).sum(0, np.uint64)]
+    mean, square = sums / pixels[..., 0].size
     counts = {split: len(np.load(draft / f"{split}_labels.npy")) for split in ("train", "val")}
     return dict(kind="images", classes=classes, image_size=pixels.shape[1], images=counts,
                 mean=(mean / 255).tolist(), std=(np.sqrt(square - mean ** 2) / 255).tolist())
 
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
-
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
     if name != "pydoc":
-        sets = read_rows(row, source, draft, data_files=row.files)
+        sets = read_rows(row.hub, source, draft)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
         (draft / f"{name}.jsonl").write_text("".join(lines))
@@ -311,15 +264,13 @@ def write_text(name, tokenizer, source, draft):
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------
-
 def how_to(name, cache):
-    """Both ways to a set, for messages."""
-    row = IMAGES.get(name) or TEXTS.get(name)
-    command = f"python data/prepare.py {name} --data_dir={cache}"
-    if row is None or row.hub is None:
-        return f"{command} --source DIR, where DIR has its files"
-    return (f"{command} with a network, or --source DIR with the files of huggingface.co/datasets/"
-            f"{row.hub['path']}")
+    """What a set needs, for messages."""
+    hub = getattr(IMAGES.get(name) or TEXTS.get(name), "hub", None)
+    if hub is None:
+        return "pictures lie in DIR/CLASS/FILE; text needs --tokenizer"
+    return (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source DIR "
+            f"with the files of huggingface.co/datasets/{hub['path']}")
 
 
 @contextlib.contextmanager
@@ -331,11 +282,11 @@ def one_line(name, advice):
         raise UserError(f"{name}: {error}") from None
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
-        reason = " ".join(str(cause).split())[:200]
-        # of a full disk numpy says "Not enough free space" or "9 requested and 5 written"
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}; {advice}"
+        # numpy says "9 requested and 5 written", `datasets` "Not enough disk space"
         if re.search("No space left|Not enough .* space|requested and", reason):
-            raise UserError(f"{name}: {os.strerror(errno.ENOSPC)}") from error
-        raise UserError(f"{name}: {type(cause).__name__}: {reason}; {advice}") from error
+            reason = "No space left on device"
+        raise UserError(f"{name}: {reason}") from error
 
 
 def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_000, 2_000)):
@@ -374,9 +325,8 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     if not folder.exists():
         if name not in sets:
-            own = [path.parent.name for path in sorted(Path(cache).glob("*/meta.json"))
-                   if f'"kind": "{kind}"' in path.read_text()]
-            raise UserError(f"--data: {not_one_of(name, dict.fromkeys([*own, *sets]))}; "
+            own = (path.name for path in folder.parent.glob("[!.]*"))
+            raise UserError(f"--data: {not_one_of(name, sorted({*own, *sets}))}; "
                             "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:
             raise UserError(f"{name} is not prepared: {how_to(name, cache)}")
