@@ -6,8 +6,8 @@ operation changes and never waits for a GPU to say; the GPU gets them by copies 
 Each operation but CutMix is as torchvision and Pillow define it, so that published recipes carry
 over. Call these outside autocast, which would round pixels to 8 bits.
 """
-import functools
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +30,9 @@ class BatchRandom:
         drawn = torch.rand(self.batch, *shape, generator=self.generator)[self.rows]
         return low + (high - low) * drawn
 
-    def integers(self, low, high, *shape):
-        """(b, *shape) int64, uniform in {low, ..., high - 1}."""
-        return torch.randint(low, high, (self.batch, *shape), generator=self.generator)[self.rows]
+    def integers(self, high, *shape):
+        """(b, *shape) int64, uniform in {0, ..., high - 1}."""
+        return torch.randint(high, (self.batch, *shape), generator=self.generator)[self.rows]
 
     def bernoulli(self, p):
         """(b,) bool, true with probability p, a number or one for each of the b."""
@@ -52,14 +52,10 @@ def _each(ops, choice, x, *params):
     return x
 
 
-# -------------------------------------------------------------------------------------------------
-# Pixels
-# -------------------------------------------------------------------------------------------------
-
+# ---- Pixels -------------------------------------------------------------------------------------
 def to_float(images):
     """uint8 (B, H, W, 3) -> float32 (B, 3, H, W) in [0, 1]."""
-    x = images.permute(0, 3, 1, 2)
-    return x.to(torch.float32, memory_format=torch.contiguous_format).div_(255)
+    return images.permute(0, 3, 1, 2).contiguous() / 255
 
 
 def normalize(x, mean, std):
@@ -74,31 +70,24 @@ def luma(x):
     return 19595 / 65536 * red + 38470 / 65536 * green + 7471 / 65536 * blue
 
 
-# -------------------------------------------------------------------------------------------------
-# Crops, sizes, flips
-# -------------------------------------------------------------------------------------------------
-
+# ---- Crops, sizes, flips ------------------------------------------------------------------------
 def pad_crop(x, size, padding, rng):
     """Pads with zeros, then crops a random size x size window."""
     x = F.pad(x, [padding] * 4)
-    height, width = x.shape[2:]
-    window = torch.arange(size, device=x.device)
-    row = to_device(rng.integers(0, height - size + 1, 1), x.device) + window      # (B, size)
-    column = to_device(rng.integers(0, width - size + 1, 1), x.device) + window
-    index = (row[:, :, None] * width + column[:, None, :]).flatten(1)
+    side, window = x.shape[-1], torch.arange(size, device=x.device)
+    row, column = (to_device(rng.integers(side - size + 1, 1), x.device) + window for _ in range(2))
+    index = (row[:, :, None] * side + column[:, None]).flatten(1)       # (B, size^2)
     return x.flatten(2).gather(2, index[:, None].expand(-1, 3, -1)).unflatten(2, (size, size))
 
 
 def center_crop(x, size):
-    top, left = (round((side - size) / 2) for side in x.shape[2:])
-    return x[:, :, top:top + size, left:left + size]
+    start = round((x.shape[-1] - size) / 2)
+    return x[:, :, start:start + size, start:start + size]
 
 
-def _bicubic(t, a=-0.5):
+def _bicubic(t):
     t = t.abs().clamp(max=2)
-    near = ((a + 2) * t - (a + 3)) * t * t + 1
-    far = a * (((t - 5) * t + 8) * t - 4)
-    return torch.where(t < 1, near, far)
+    return torch.where(t < 1, (1.5 * t - 2.5) * t * t + 1, -0.5 * (((t - 5) * t + 8) * t - 4))
 
 
 def _resampling(start, length, size, out):
@@ -132,9 +121,7 @@ def resize(x, size):
 
 def at_size(x, size):
     """At a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
-    if x.shape[-1] > size:
-        return center_crop(x, size)
-    return resize(x, size) if x.shape[-1] < size else x
+    return resize(x, size) if x.shape[-1] < size else center_crop(x, size)
 
 
 def resized_crop(x, boxes, size):
@@ -145,13 +132,13 @@ def resized_crop(x, boxes, size):
     return _resample(x, rows, columns).clamp_(0, 1)     # bicubic overshoots
 
 
-def random_boxes(rng, size, scale, ratio=(3 / 4, 4 / 3)):
+def random_boxes(rng, size, scale):
     """(b, 4) boxes (top, left, height, width) of whole pixels in images of size x size.
 
-    The area is uniform in `scale` (of the image's), width over height log-uniform in `ratio`: the
-    first of ten attempts that fits, else the whole image."""
+    The area is uniform in `scale` (of the image's), width over height log-uniform from 3/4 to 4/3:
+    the first of ten attempts that fits, else the whole image."""
     area = rng.uniform(10, low=scale[0], high=scale[1]) * size ** 2
-    aspect = rng.uniform(10, low=math.log(ratio[0]), high=math.log(ratio[1])).exp()
+    aspect = rng.uniform(10, low=math.log(3 / 4), high=math.log(4 / 3)).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
     fits = (h > 0) & (h <= size) & (w > 0) & (w <= size)
     first = fits.float().argmax(1, keepdim=True)    # of equals, argmax takes the first
@@ -187,10 +174,7 @@ def cutmix(x, targets, rng, p):
     return torch.where(square, x[other], x), targets.lerp(targets[other], share)
 
 
-# -------------------------------------------------------------------------------------------------
-# Colour, blur
-# -------------------------------------------------------------------------------------------------
-
+# ---- Colour, blur -------------------------------------------------------------------------------
 def _blend(x, base, factor):
     return (x - base).mul_(factor).add_(base)
 
@@ -213,10 +197,10 @@ def _hue(x, shift):
 def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
     """With probability p, the four changes in an order of the sample's own.
 
-    Strength b draws a factor from [max(0, 1 - b), 1 + b] for factor x + (1 - factor) base, where
-    base is black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift
-    from [-hue, hue], in turns."""
-    low = [*(max(0.0, 1 - s) for s in (brightness, contrast, saturation)), -hue]
+    Strength b draws a factor from [1 - b, 1 + b] for factor x + (1 - factor) base, where base is
+    black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift from
+    [-hue, hue], in turns."""
+    low = [1 - brightness, 1 - contrast, 1 - saturation, -hue]
     high = [1 + brightness, 1 + contrast, 1 + saturation, hue]
     low, high = torch.tensor([low, high]).view(2, 4, 1, 1, 1)
     factors = low + (high - low) * rng.uniform(4, 1, 1, 1)
@@ -235,30 +219,25 @@ def grayscale(x, rng, p):
     return _each([None, lambda x: luma(x).expand_as(x)], rng.bernoulli(p), x)
 
 
-def _blur_matrix(sigma, size, reach):
-    """(B, size, size): the Gaussian of each sigma around each pixel, out to `reach` pixels beyond
-    the edges, whose pixels are repeated beyond them."""
-    pixel = torch.arange(-reach, size + reach, device=sigma.device)
+def _blur(x, sigma, reach):
+    """Each sigma's Gaussian out to `reach` pixels; beyond the edges their pixels are repeated."""
+    size = x.shape[-1]
+    pixel = torch.arange(-reach, size + reach, device=x.device)
     distance = (pixel - pixel[reach:reach + size, None]).abs()      # (size, size + 2 reach)
-    reached = torch.arange(size + reach, device=sigma.device)
+    reached = torch.arange(size + reach, device=x.device)
     bell = torch.exp(-reached ** 2 / (2 * sigma[:, None] ** 2))
     left, inside, right = bell[:, distance].split([reach, size, reach], 2)
     inside[:, :, 0] += left.sum(2)
     inside[:, :, -1] += right.sum(2)
-    return inside / inside.sum(2, keepdim=True)
+    rows = inside / inside.sum(2, keepdim=True)                     # (B, size, size)
+    return _resample(x, rows, rows)
 
 
 def gaussian_blur(x, rng, p, sigma):
     """With probability p, a number or one per sample, a Gaussian of standard deviation uniform in
-    `sigma` pixels, edges replicated. Pillow approximates it by three box filters."""
-    reach = math.ceil(5 * sigma[1])     # 6e-7 of a Gaussian lies beyond
-
-    def blur(x, sigma):
-        rows = _blur_matrix(sigma, x.shape[-1], reach)
-        return _resample(x, rows, rows)
-
-    choice = rng.bernoulli(p)
-    return _each([None, blur], choice, x, rng.uniform(low=sigma[0], high=sigma[1]))
+    `sigma` pixels. Pillow approximates it by three box filters."""
+    blur = partial(_blur, reach=math.ceil(5 * sigma[1]))    # 6e-7 of a Gaussian lies beyond
+    return _each([None, blur], rng.bernoulli(p), x, rng.uniform(low=sigma[0], high=sigma[1]))
 
 
 def solarize(x, rng, p):
@@ -284,18 +263,15 @@ def views(x, count, size, rng, scale, blur, solar, sigma):
     return v.unflatten(0, (len(x), count)).transpose(0, 1)
 
 
-# -------------------------------------------------------------------------------------------------
-# RandAugment: x in 8-bit levels 0 ... 255 (float32), s (B, 1, 1, 1) = +1 or -1, m the magnitude
-# -------------------------------------------------------------------------------------------------
-
+# ---- RandAugment: x in 8-bit levels 0 ... 255, s (B, 1, 1, 1) = +1 or -1, m the magnitude --------
 def _affine(x, a, b, c, d, e, f):
     """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside.
 
     In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
     pixels, where floats would be rounded either way."""
-    height, width = x.shape[2:]
-    u = torch.arange(width, device=x.device)
-    v = torch.arange(height, device=x.device).view(-1, 1)
+    side = x.shape[-1]
+    u = torch.arange(side, device=x.device)
+    v = u[:, None]
 
     def fixed(t):
         t = t * 65536 + 0.5
@@ -305,20 +281,20 @@ def _affine(x, a, b, c, d, e, f):
         return fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2) >> 16
 
     column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))     # (B, 1, H, W)
-    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-    index = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    inside = (column >= 0) & (column < side) & (row >= 0) & (row < side)
+    index = row.clamp(0, side - 1) * side + column.clamp(0, side - 1)
     moved = x.flatten(2).gather(2, index.flatten(2).expand(-1, 3, -1)).view_as(x)
     return moved * inside
 
 
-def _shift(size, m):
-    return int(150 / 331 * size * m / 30)       # 150 of 331 pixels at magnitude 30, whole pixels
+def _shift(x, s, m):
+    return -s * int(150 / 331 * x.shape[-1] * m / 30)   # 150 of 331 pixels at magnitude 30
 
 
 def _rotate(x, s, m):
     cos, sin = math.cos(math.radians(m)), math.sin(math.radians(m)) * s
-    v, u = (n / 2 for n in x.shape[2:])
-    return _affine(x, cos, -sin, u - cos * u + sin * v, sin, cos, v - sin * u - cos * v)
+    mid = x.shape[-1] / 2
+    return _affine(x, cos, -sin, mid - cos * mid + sin * mid, sin, cos, mid - sin * mid - cos * mid)
 
 
 def _enhance(x, base, s, m):
@@ -359,8 +335,8 @@ RAND_AUGMENT = {
     "Identity": lambda x, s, m: x,
     "ShearX": lambda x, s, m: _affine(x, 1, 0.01 * m * s, 0, 0, 1, 0),
     "ShearY": lambda x, s, m: _affine(x, 1, 0, 0, 0.01 * m * s, 1, 0),
-    "TranslateX": lambda x, s, m: _affine(x, 1, 0, -s * _shift(x.shape[3], m), 0, 1, 0),
-    "TranslateY": lambda x, s, m: _affine(x, 1, 0, 0, 0, 1, -s * _shift(x.shape[2], m)),
+    "TranslateX": lambda x, s, m: _affine(x, 1, 0, _shift(x, s, m), 0, 1, 0),
+    "TranslateY": lambda x, s, m: _affine(x, 1, 0, 0, 0, 1, _shift(x, s, m)),
     "Rotate": _rotate,
     "Brightness": lambda x, s, m: _enhance(x, 0, s, m),
     "Color": lambda x, s, m: _enhance(x, _gray_levels(x), s, m),
@@ -381,8 +357,8 @@ def rand_augment(x, rng, n=2, m=9):
     Resampling takes the nearest neighbour, and black outside the image. As in the original, x is
     rounded to 8-bit levels, the multiples of 1/255."""
     levels = (x * 255).round_()
-    ops = [functools.partial(op, m=m) for op in RAND_AUGMENT.values()]
+    ops = [partial(op, m=m) for op in RAND_AUGMENT.values()]
     for _ in range(n):
-        sign = 1 - 2 * rng.integers(0, 2, 1, 1, 1)
-        levels = _each(ops, rng.integers(0, len(ops)), levels, sign)
+        sign = 1 - 2 * rng.integers(2, 1, 1, 1)
+        levels = _each(ops, rng.integers(len(ops)), levels, sign)
     return levels.div_(255)
