@@ -2,8 +2,7 @@
 
     load(NAME) -> ImageData -> Images -> batches
 
-prepare.py makes the files, on first use those of the small sets. `Images` hands out batches;
-`index_batches` says which images make up which step."""
+prepare.py makes the files, on first use those of the small sets."""
 import signal
 from dataclasses import dataclass
 
@@ -40,18 +39,15 @@ class ImageData:
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "images", cache) as (folder, meta):
-        names = [f"{split}_{kind}" for split in ("train", "val") for kind in ("images", "labels")]
-        names += [path.stem for path in folder.glob("*_masks.npy")]         # of drawn sets
-        arrays = {name: np.load(folder / f"{name}.npy", None if "labels" in name else "r")
-                  for name in names}
+        files = {folder / f"{split}_{kind}.npy"
+                 for split in ("train", "val") for kind in ("images", "labels")}
+        arrays = {path.stem: np.load(path, None if "labels" in path.stem else "r")
+                  for path in files.union(folder.glob("*.npy"))}
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"],
                          **arrays)
 
 
-# -------------------------------------------------------------------------------------------------
-# Batches
-# -------------------------------------------------------------------------------------------------
-
+# ---- Batches ------------------------------------------------------------------------------------
 def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
     """Endless generator: the indices of this rank's `rows` of the global batch, from start_step on.
 
@@ -90,12 +86,16 @@ class Images:
     def __len__(self):
         return len(self.labels)
 
+    def __getitem__(self, index):
+        """A whole batch from the memory map, for the workers; index int64 (b,)."""
+        return torch.from_numpy(self.images[np.asarray(index)]), self.labels[index]
+
     def batch(self, index):
         """Images and labels of `index`, int64 (b,), array or tensor."""
         if self.resident:
             index = to_device(torch.as_tensor(index), self.device)
             return self.images[index], self.labels[index]
-        images, labels = _Gather(self.images, self.labels)[index]
+        images, labels = self[index]
         return to_device(images, self.device), to_device(labels, self.device)
 
     def batches(self, index_batches, workers=0):
@@ -107,24 +107,13 @@ class Images:
             yield from map(self.batch, index_batches)
             return
         loader = torch.utils.data.DataLoader(
-            _Gather(self.images, self.labels), batch_size=None, sampler=index_batches,
-            num_workers=workers, prefetch_factor=4, pin_memory=self.device.type == "cuda",
+            self, batch_size=None, sampler=index_batches, num_workers=workers, prefetch_factor=4,
+            pin_memory=self.device.type == "cuda",
             multiprocessing_context="fork",     # a spawned worker would get a copy of the images
             worker_init_fn=_leave_signals_to_parent,
             generator=torch.Generator())    # else the global one's state would depend on `workers`
         for images, labels in loader:
             yield to_device(images, self.device), to_device(labels, self.device)
-
-
-class _Gather(torch.utils.data.Dataset):
-    """Item `index` (int64 array) is the whole batch of those rows."""
-
-    def __init__(self, images, labels):
-        self.images, self.labels = images, labels
-
-    def __getitem__(self, index):
-        index = np.asarray(index)
-        return torch.from_numpy(self.images[index]), self.labels[index]
 
 
 def _leave_signals_to_parent(worker):

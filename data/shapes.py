@@ -3,37 +3,26 @@ import math
 
 import numpy as np
 
-SHAPES = ("circle", "ellipse", "square", "triangle", "cross", "star", "ring", "crescent", "heart",
-          "arrow")
+# Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07
+SHAPES = {
+    "circle": lambda x, y: x * x + y * y < 0.8 ** 2,
+    "ellipse": lambda x, y: x * x + (y / 0.5) ** 2 < 1.05 ** 2,
+    "square": lambda x, y: np.maximum(abs(x), abs(y)) < 0.7,
+    "triangle": lambda x, y: np.maximum(math.sqrt(0.75) * abs(x) + 0.5 * y, -y) < 0.53,
+    "cross": lambda x, y: ((np.minimum(abs(x), abs(y)) < 0.28)
+                           & (np.maximum(abs(x), abs(y)) < 0.95)),
+    # a pentagram's points lie beyond at most one of its five edge lines
+    "star": lambda x, y: sum((x * math.sin(t) + y * math.cos(t) > 0.33).astype(np.int8)
+                             for t in 2 * math.pi / 5 * np.arange(5)) < 2,
+    "ring": lambda x, y: abs(x * x + y * y - 0.58) < 0.34,
+    "crescent": lambda x, y: (x * x + y * y < 1) & ((x - 0.5) ** 2 + y * y > 0.75 ** 2),
+    "heart": lambda x, y: (((1.3 * x) ** 2 + (1.3 * y + 0.1) ** 2 - 1) ** 3
+                           < (1.3 * x) ** 2 * (1.3 * y + 0.1) ** 3),
+    "arrow": lambda x, y: np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1)),
+}
 # Contrasts to learn from and to be scored at; small, so that no one place is a good guess
 CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
                   val=dict(contrast=(0.3, 0.3), scale=(0.18, 0.28)))
-
-
-def _inside(shape, x, y):
-    """Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07."""
-    if shape == "circle":
-        return x * x + y * y < 0.8 ** 2
-    if shape == "ellipse":
-        return x * x + (y / 0.5) ** 2 < 1.05 ** 2
-    if shape == "square":
-        return np.maximum(abs(x), abs(y)) < 0.7
-    if shape == "triangle":
-        return np.maximum(math.sqrt(0.75) * abs(x) + 0.5 * y, -y) < 0.53
-    if shape == "cross":
-        return (np.minimum(abs(x), abs(y)) < 0.28) & (np.maximum(abs(x), abs(y)) < 0.95)
-    if shape == "star":     # a pentagram's points lie beyond at most one of its five edge lines
-        turns = 2 * math.pi / 5 * np.arange(5)
-        return sum((x * math.sin(t) + y * math.cos(t) > 0.33).astype(np.int8) for t in turns) < 2
-    if shape == "ring":
-        return abs(x * x + y * y - 0.58) < 0.34
-    if shape == "crescent":
-        return (x * x + y * y < 1) & ((x - 0.5) ** 2 + y * y > 0.75 ** 2)
-    if shape == "heart":
-        x2, y = (1.3 * x) ** 2, 1.3 * y + 0.1
-        return (x2 + y * y - 1) ** 3 < x2 * y ** 3
-    assert shape == "arrow"
-    return np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1))
 
 
 def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
@@ -59,7 +48,7 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
     images = np.empty((n, size, size, 3), np.uint8)
     masks = np.empty(images.shape[:3], np.uint8)
     grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4    # 4 x 4 points in each pixel
-    for label, shape in enumerate(SHAPES):
+    for label, is_inside in enumerate(SHAPES.values()):
         for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
             m = len(rows)
             # the share of each pixel that the object covers
@@ -67,13 +56,11 @@ def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
             reach = 1.07 * radius
             centre = reach + rng.random((2, m), np.float32) * (size - 2 * reach)
             angle = rng.uniform(-math.pi / 9, math.pi / 9, m)  # 20 degrees: a heart stays a heart
-            cos = (np.cos(angle) / radius).astype(np.float32)
-            sin = (np.sin(angle) / radius).astype(np.float32)
+            cos, sin = (np.stack([np.cos(angle), np.sin(angle)]) / radius).astype(np.float32)
             dx, dy = grid - centre[0][:, None], centre[1][:, None] - grid  # (m, 4 size); y upwards
             x = (cos[:, None] * dx)[:, None] + (sin[:, None] * dy)[:, :, None]  # (m, row, column)
             y = (cos[:, None] * dy)[:, :, None] - (sin[:, None] * dx)[:, None]
-            inside = _inside(shape, x, y).reshape(m, size, 4, size, 4)
-            cover = inside.mean((2, 4), dtype=np.float32)
+            cover = is_inside(x, y).reshape(m, size, 4, size, 4).mean((2, 4), dtype=np.float32)
             if contrast:
                 colour = rng.uniform(0.3, 0.7, (m, 1, 1, 3)).astype(np.float32)
                 apart = rng.standard_normal((m, 1, 1, 3), np.float32)

@@ -33,16 +33,12 @@ def load(name, cache=CACHE):
         data = TextData(name, tokenizer_from_meta(meta))
         for split, n in meta["tokens"].items():
             setattr(data, split, np.memmap(folder / f"{split}.bin", np.uint16, "r", shape=(n,)))
-        if (folder / f"{name}.jsonl").exists():
-            lines = (folder / f"{name}.jsonl").read_text().splitlines()
-            data.passages = [json.loads(line) for line in lines]
+        if (passages := folder / f"{name}.jsonl").exists():
+            data.passages = [json.loads(line) for line in passages.read_text().splitlines()]
     return data
 
 
-# -------------------------------------------------------------------------------------------------
-# Batches
-# -------------------------------------------------------------------------------------------------
-
+# ---- Batches ------------------------------------------------------------------------------------
 def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
 

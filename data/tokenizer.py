@@ -28,14 +28,14 @@ class CharTokenizer:
         self.table[[ord(character) for character in characters]] = np.arange(len(characters))
 
     def encode(self, text):
-        """str -> uint16 array (number of characters,)."""
+        """str -> uint16 (number of characters,)."""
         return self.table[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)]
 
     def encode_batch(self, texts):
         return [self.encode(text) for text in texts]
 
     def decode(self, ids):
-        """ids -> str; the last id as U+FFFD. Ids that only pad a model's vocabulary are dropped."""
+        """ids -> str, the last id as U+FFFD; without the ids that only pad a model's vocabulary."""
         known = self.characters + "\ufffd"
         return "".join(known[i] for i in map(int, ids) if i < self.n_vocab)
 
@@ -44,32 +44,27 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding: 50257 ids.
-
-    Raises UserError if tiktoken's files are neither cached nor within reach."""
+    """GPT-2's byte pairs, 50257 ids. Raises UserError if tiktoken cannot get their files."""
 
     def __init__(self):
         import tiktoken
         try:
             self.encoding = tiktoken.get_encoding("gpt2")
-        except (OSError, ValueError) as error:      # no network; a damaged file
+        except (OSError, ValueError):       # no network; a damaged file
             raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
-                            "connect once, or set TIKTOKEN_CACHE_DIR to a folder that has them "
-                            f"({type(error).__name__})") from None
+                            "connect once, or set TIKTOKEN_CACHE_DIR to a folder of them") from None
         self.n_vocab = self.known = self.encoding.n_vocab
         self.eot = self.encoding.eot_token
 
     def encode(self, text):
-        """str -> uint16 array; text that looks like a special token is encoded as text."""
+        """str -> uint16 (n,); text that looks like a special token is encoded as text."""
         return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
 
     def encode_batch(self, texts):
-        """[str] -> lists of ids, the same as encode's."""
         return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
 
     def decode(self, ids):
-        """ids -> str; bytes that are not UTF-8 as U+FFFD. Ids that only pad a model's vocabulary
-        are dropped."""
+        """ids -> str, bytes that are not UTF-8 as U+FFFD; without the ids that only pad."""
         piece = self.encoding.decode_single_token_bytes
         data = b"".join(piece(i) for i in map(int, ids) if i < self.n_vocab)
         return data.decode("utf-8", errors="replace")
