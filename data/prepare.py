@@ -53,6 +53,7 @@ class ImageSet(NamedTuple):
 
 class TextSet(NamedTuple):
     hub: dict | None = None
+    files: dict | None = None       # {split: pattern}, where the names of files do not tell it
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
     documents: object = itemgetter("text")     # of a split's rows; None: passages alone
     passages: bool = False          # whether evaluation scores the rows one by one
@@ -84,7 +85,7 @@ TEXTS = {
     "openwebtext": TextSet(dict(path="Skylion007/openwebtext", num_proc=os.cpu_count()),
                            held_out=0.0005, large=True),
     "shakespeare": TextSet(SHAKESPEARE, one_text=True),
-    "shakespeare_char": TextSet(SHAKESPEARE, "char", one_text=True),
+    "shakespeare_char": TextSet(SHAKESPEARE, tokenizer="char", one_text=True),
     "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True),
     # for zero-shot evaluation
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
@@ -94,26 +95,41 @@ TEXTS = {
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
     # common nouns and named entities
-    "cbt": TextSet(dict(path="cam-cst/cbt",
-                        data_files={task: f"{task}/validation*" for task in ("CN", "NE")}),
+    "cbt": TextSet(dict(path="cam-cst/cbt"), dict(CN="CN/validation*", NE="NE/validation*"),
                    documents=None, passages=True),
 }
 SPLITS = dict(train="train", validation="val", val="val", test="test")      # {theirs: ours}
 
 
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
-def read_rows(hub, source, draft, streaming=False):
+def read_rows(hub, source, draft, files=None, streaming=False):
     """The rows of a set on the Hub, or of the files in a folder: the Hub's or a user's own text."""
-    from datasets import load_dataset
+    from datasets import config, load_dataset
+    from huggingface_hub import constants, utils
 
     if source is None:
-        return load_dataset(**hub, streaming=streaming)
+        try:
+            utils.get_session().head(constants.ENDPOINT, timeout=10)
+        except Exception:       # no network; `datasets` would ask six times, in half a minute
+            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
+        return load_dataset(**dict(data_files=files) | hub, streaming=streaming)
+    for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
+        part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
+        there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
+        if there != int(count):
+            raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
     kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
     suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
     how = dict(sample_by="document", encoding_errors="replace") if suffix == ".txt" else {}
-    how["data_files"] = hub.get("data_files") if hub else own_files(source, f"**/*{suffix}")
-    return load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
+    how["data_files"] = files if hub else own_files(source, f"**/*{suffix}")
+    sets = load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
                         cache_dir=str(draft / "scratch"), **how)
+    if suffix != ".txt":
+        return sets
+    utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
+    if bad := sum(len(sets[split]) - len(utf8[split]) for split in sets):
+        print(f"{bad} documents left out: no UTF-8", file=sys.stderr)
+    return utf8
 
 
 def own_files(source, pattern):
@@ -233,7 +249,7 @@ def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
     if name != "pydoc":
-        sets = read_rows(row.hub, source, draft)
+        sets = read_rows(row.hub, source, draft, row.files)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
         (draft / f"{name}.jsonl").write_text("".join(lines))

@@ -4,6 +4,7 @@ import resource
 import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from PIL import Image
 
 from data import images, prepare, shapes, text
@@ -69,6 +70,9 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert data.mean == pytest.approx(pixels.mean((0, 1, 2)))
     assert data.std == pytest.approx(pixels.std((0, 1, 2)))
     assert_fails("is there already", prepare.main, command)
+    (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
+    assert_fails("incomplete: there are 1 of 00003 .*", prepare.prepare, "cifar10",
+          tmp_path / "source", tmp_path / "other")
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
@@ -161,7 +165,7 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
 def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
-    """In order, whatever the batches; a byte that is not UTF-8 is U+FFFD."""
+    """In order, whatever the batches; what is no UTF-8 is left out and counted."""
     rows = sentences(90) + ["", "caf\ufffd"]
     for split, part in (("train", rows), ("validation", rows[:4])):
         folder = tmp_path / "a" / split
@@ -175,6 +179,9 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
             (table.to_json if kind == "jsonl" else table.to_parquet)(folder / f"0.{kind}")
     prepare.prepare("books", tmp_path / "a", tmp_path, "gpt2")
     data = text.load("books", tmp_path)
+    if kind == "txt":
+        rows = rows[:-1]
+        assert "1 documents left out: no UTF-8" in capsys.readouterr().err
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     # of one part alone, a hundredth of the documents validates, whatever its files are called
     (tmp_path / "a/train/README.md").write_text("no document")
@@ -202,7 +209,7 @@ def test_articles_and_sentences(tmp_path, bpe):
 
 def test_passages(tmp_path, bpe):
     rows = sentences(5) + ["odd é"]
-    parquet(tmp_path / "a/default/test/0000.parquet", text=rows)
+    parquet(tmp_path / "a/test.parquet", text=rows)
     prepare.prepare("lambada", tmp_path / "a", tmp_path)
     data = text.load("lambada", tmp_path)
     assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
@@ -258,6 +265,14 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch):
     parquet(tmp_path / "a/train.parquet", text=["the"])
     monkeypatch.setattr("datasets.builder.has_sufficient_disk_space", lambda *a, **k: False)
     assert_fails("No space left", prepare.prepare, "mine", tmp_path / "a", tmp_path, "char")
+
+
+def test_without_a_network_nothing_is_asked_again(tmp_path, monkeypatch):
+    for module in (constants, datasets.config):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")    # nothing answers there
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
+    assert_fails("cifar10: .* with a network", images.load, "cifar10", tmp_path)
 
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
