@@ -2,9 +2,8 @@
 Checkpoints: files written whole, one `load_model` for every task and for published ones.
 
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
-optimizer, extra}. `model` is what one evaluates (averaged weights, SimDINO's teacher);
-extra["student"] holds the weights being trained where they differ. An image encoder is always
-`encoder.*`.
+optimizer, extra}. `model` is what one evaluates, of SimDINO the teacher; extra["student"] holds the
+weights in training where they differ. An image encoder is always `encoder.*`.
 """
 import argparse
 import contextlib
@@ -23,8 +22,6 @@ from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MA
                    MaskedAutoencoder, TextConfig, make_config, not_one_of, sizes_of)
 
 FORMAT = "crate-3"
-KEYS = ("task", "model", "model_config", "data_meta", "run_config", "step", "best", "optimizer",
-        "extra")
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
 # task, named by its script -> (model, its config). SimDINO's checkpoint is read as the teacher's
@@ -33,10 +30,7 @@ TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConf
              simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
 
 
-# -------------------------------------------------------------------------------------------------
-# Files
-# -------------------------------------------------------------------------------------------------
-
+# ---- Files --------------------------------------------------------------------------------------
 def write_checkpoint(path, content, keep_previous=True):
     """Saves to path.tmp, makes sure that it is on the disk, and renames it; the file that was there
     becomes NAME.prev.pt just before. So one of the two is whole at every moment.
@@ -53,8 +47,7 @@ def write_checkpoint(path, content, keep_previous=True):
             os.replace(path, path.with_suffix(".prev.pt"))
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:    # of torch.save; behind it may be the full disk
-        with contextlib.suppress(OSError):
-            tmp.unlink()
+        tmp.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise UserError(f"cannot write {path}: {cause}") from None
     with contextlib.suppress(OSError):          # so that the renames survive a power cut
@@ -71,11 +64,10 @@ def reading(path):
         yield
     except UserError:
         raise
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     except Exception as error:
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} cannot be read as a checkpoint: {reason}") from None
+        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
 def find(path):
@@ -89,12 +81,16 @@ def find(path):
     return PRETRAINED / f"{name}.pt"
 
 
+def read_checkpoint(path, task=None):
+    """The content of a checkpoint of this project, of the given task if any, or UserError."""
+    with reading(path):
+        return _checked(_read(path), task and [task])
+
+
 def _read(path):
     """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
     zipfile looks at the CRC that torch.save gave to each part of the file, torch.load does not."""
     path = find(path)
-    if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")               # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file, \
                 torch.serialization.safe_globals([argparse.Namespace]):
@@ -112,17 +108,9 @@ def _checked(content, tasks):
     """The content, if it is of our format and of one of `tasks`, if given."""
     if content.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
-    if missing := [key for key in KEYS if key not in content]:
-        raise ValueError(f"it has no {missing[0]}")
     if tasks and content["task"] not in tasks:
         raise ValueError(f"it is of task {content['task']}, not {' or '.join(tasks)}")
     return content
-
-
-def read_checkpoint(path, task=None):
-    """The content of a checkpoint of this project, of the given task if any, or UserError."""
-    with reading(path):
-        return _checked(_read(path), task and [task])
 
 
 class Loaded(NamedTuple):
@@ -143,13 +131,14 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
     with reading(path):
         content = _read(path)
         if "format" not in content:
-            content = dict.fromkeys(KEYS) | translated(content, heads)
+            content = translated(content, heads)
         task, state = _checked(content, tasks)["task"], content["model"]
+        fields, meta = content["model_config"], content["data_meta"]
     model_class, config_class = TASKS[task]
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
-    config = make_config(config_class, **content["model_config"])
+    config = make_config(config_class, **fields)
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = model_class(config)
@@ -160,7 +149,7 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
         load_into(model, state, path, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    return Loaded(task, model, encoder, content["data_meta"], content)
+    return Loaded(task, model, encoder, meta, content)
 
 
 def load_into(module, state, path, assign=False):
@@ -187,26 +176,17 @@ def load_resized(encoder, loaded, path):
 
 
 def load_optimizers(optimizers, saved, path):
-    """Fills the state of each parameter. Rates, betas and decays stay those of the flags.
-
-    A fused kernel writes as many numbers as the parameter has, past the end of a smaller state: so
-    each shape is compared first. Raises UserError."""
+    """Fills the state of each parameter. Rates, betas and decays stay those of the flags."""
     for optimizer, theirs in zip(optimizers, saved, strict=True):
         own = optimizer.state_dict()["param_groups"]
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        fits = [g["params"] for g in theirs["param_groups"]] == [g["params"] for g in own]
-        if not fits or any(tensor.shape != (() if key == "step" else params[i].shape)
-                           for i, kept in theirs["state"].items() for key, tensor in kept.items()):
-            raise UserError(f"{path} does not fit this optimizer: it has other parameters")
+        if [g["params"] for g in theirs["param_groups"]] != [g["params"] for g in own]:
+            raise UserError(f"{path} does not fit this optimizer: it groups parameters otherwise")
         optimizer.load_state_dict(dict(state=theirs["state"], param_groups=own))
 
 
-# -------------------------------------------------------------------------------------------------
-# The authors' published files
-#
+# ---- The authors' published files ---------------------------------------------------------------
 # CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and crate-lm (gpt), tried only with files made up
 # from their names and shapes. Their tensors match ours, only the names differ.
-# -------------------------------------------------------------------------------------------------
 
 # (theirs, ours): each pattern is replaced in each name, in this order
 _NAMES = (
@@ -257,8 +237,7 @@ def translated(content, heads=None):
     dictionaries = [name for name in state if name.endswith(".D")]
     layers = sum("sparsification" in name for name in dictionaries)
     if not layers:
-        raise ValueError("neither of this project nor an official checkpoint: it lacks the "
-                         "dictionary of the first layer")
+        raise ValueError("it has no dictionary, neither as ours nor as an official checkpoint")
 
     if "embed.weight" in state:
         task, arch, meta = "gpt", "crate-lm", dict(tokenizer=dict(kind="gpt2"))
@@ -284,8 +263,7 @@ def translated(content, heads=None):
     sizes = sizes_of(TASKS[task][1].task, arch).values()
     heads = heads or {size["width"]: size["heads"] for size in sizes}.get(d)
     if heads is None and task != "gpt":
-        raise ValueError(f"no published {arch} has width {d}: say how many heads this one has "
-                         "(heads=)")
+        raise ValueError(f"no published {arch} has width {d}: say how many heads= this one has")
     fields |= dict(arch=arch, width=d, heads=heads or d // 64, layers=layers)
     if atoms > d:
         fields["expansion"] = atoms // d

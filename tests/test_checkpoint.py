@@ -71,8 +71,7 @@ def config(**fields):
     return content(model_config=content()["model_config"] | fields)
 
 
-REFUSED = {"No such file": None, "no torch file": "hello", "no regular file": "/dev/zero",
-           "an official checkpoint": dict(a=1),
+REFUSED = {"No such file": None, "no torch file": "hello", "an official checkpoint": dict(a=1),
            "task gpt, not vit": content("gpt"), r"\(40, 16\) here": config(heads=5),
            "layers.0.scale1 is missing there": config(layer_scale=7),
            "32768": config(width=2 ** 15)}             # built without memory
@@ -81,9 +80,7 @@ REFUSED = {"No such file": None, "no torch file": "hello", "no regular file": "/
 @pytest.mark.parametrize("says", REFUSED)
 def test_other_files_are_refused(tmp_path, says):
     path, whole = tmp_path / "x.pt", REFUSED[says]
-    if says == "no regular file":
-        path.symlink_to(whole)
-    elif isinstance(whole, str):
+    if isinstance(whole, str):
         path.write_text(whole)
     elif whole is not None:
         torch.save(whole if "a" in whole else dict(format=checkpoint.FORMAT) | whole, path)
@@ -136,22 +133,25 @@ def test_the_recipe_of_a_pretrained_file(tmp_path, monkeypatch, task):
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
-def test_an_optimizer_state_has_to_fit_its_parameters(name):
-    """A fused kernel would write past the end of a smaller one. Hyperparameters are the flags'."""
-    model = make("vit")
-    fresh, used = (make_optimizers(model, name, lr, 0.1, (0.9, 0.99), [model.encoder.layers])
-                   for lr in (1e-3, 2e-3))
+def test_the_state_of_an_optimizer(name):
+    """It is that of the same parameters; hyperparameters are the flags'."""
+    def make_optimizer(lr):
+        return make_optimizers(model, name, lr, 0.1, (0.9, 0.99), [model.encoder.layers])
+
+    model, saved = make("vit"), []
+    fresh, used = make_optimizer(1e-3), make_optimizer(2e-3)
     model(torch.ones(2, 3, 16, 16)).square().mean().backward()
     for optimizer in used:
         optimizer.step()
-    whole = [optimizer.state_dict() for optimizer in used]
-    checkpoint.load_optimizers(fresh, whole, "a.pt")
-    for optimizer, theirs in zip(fresh, (state["state"] for state in whole), strict=True):
+        saved.append(optimizer.state_dict())
+    checkpoint.load_optimizers(fresh, saved, "a.pt")
+    for optimizer, theirs in zip(fresh, saved, strict=True):
         assert optimizer.param_groups[0]["lr"] == 1e-3
-        assert all(same(optimizer.state_dict()["state"][i], theirs[i]) for i in theirs)
-        theirs[1] |= {key: state.flatten()[:1] for key, state in theirs[1].items() if key != "step"}
-        with pytest.raises(UserError, match="a.pt does not fit this optimizer"):
-            checkpoint.load_optimizers(fresh, whole, "a.pt")
+        state = optimizer.state_dict()["state"]
+        assert all(same(state[i], theirs["state"][i]) for i in theirs["state"])
+        theirs["param_groups"][0]["params"].pop()
+    with pytest.raises(UserError, match="a.pt does not fit this optimizer"):
+        checkpoint.load_optimizers(fresh, saved, "a.pt")
 
 
 # ---- Published files, of random tensors, against the authors' networks written once more
