@@ -54,7 +54,7 @@ def literal_language_model(self, ids, targets):
     return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
 
 
-# what is literal -> the class, its method, the literal form of that
+# part -> the class, its method, the literal form of that
 LITERAL = {"attention": (MSSA, "attend", literal_attend),
            "ISTA": (ISTA, "forward", literal_ista),
            "head": (LanguageModel, "forward", literal_language_model)}
@@ -112,32 +112,6 @@ def loss_function(model, batch, device):
     return lambda: F.cross_entropy(model(x), labels)
 
 
-def compare(c, processes, title, batch, build, fields):
-    """A row for a training step of build(fields), of its literal forms, and of a transformer: the
-    time of forward and backward, and that as a share of the time of "literal"."""
-    torch._dynamo.reset()       # it compiles one function only so many times
-    device, fast, steps = processes.device, build(fields).to(processes.device), {}
-    is_text = isinstance(fast, LanguageModel)
-    parts = [part for part in LITERAL if part != "head" or is_text]
-    models = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
-    models["literal"] = literal(fast, *parts)
-    # at half the width a transformer has about as many parameters
-    half = {key: fields[key] // 2 for key in ("width", "heads")}
-    models["transformer"] = build(fields | half | dict(arch="transformer")).to(device)
-    for name, model in models.items():
-        loss = loss_function(model, batch, device)
-        if c.compile or (c.compile is None and device.type == "cuda"):
-            loss = torch.compile(loss)
-        steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
-    times = alternate(steps, device, c.repeats)
-    items, unit = (batch * fields["context"], "tokens") if is_text else (batch, "images")
-    for name, seconds in times.items():
-        flops = batch * train_flops(models[name])
-        row(f"{title}, batch {batch}", name, ms=1e3 * seconds,
-            of_literal=seconds / times["literal"], GFLOP_per_s=flops / seconds / 1e9,
-            **{f"{unit}_per_s": items / seconds})
-
-
 # table -> (title, batch, fields of the model)
 CIFAR10 = dict(image_size=32, patch_size=4, width=384, heads=6)
 PYDOC = dict(context=128, width=256, heads=4, layers=4)
@@ -148,34 +122,46 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)),
 
 
 def bench_steps(table, c, processes):
-    """Training steps of CRATE, with each fast path made literal, and of a transformer of about as
-    many parameters in the layers."""
-    model, config = TASKS[table]
+    """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
+    the width, with about as many parameters: times, and their shares of the time of "literal"."""
+    device, (model_class, config_class) = processes.device, TASKS[table]
+    unit = "tokens" if table == "gpt" else "images"
+    parts = [part for part in LITERAL if part != "head" or table == "gpt"]
     for title, batch, fields in MODELS[table]:
+        torch._dynamo.reset()       # it compiles one function only so many times
         # on a CPU's batches a GPU would only wait for its launches
-        batch = 8 * batch if processes.device.type == "cuda" else batch
-        compare(c, processes, title, batch, lambda fields: model(config(**fields)), fields)
+        batch = 8 * batch if device.type == "cuda" else batch
+        fast, steps = model_class(config_class(**fields)).to(device), {}
+        models = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
+        models["literal"] = literal(fast, *parts)
+        half = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
+        models["transformer"] = model_class(config_class(**fields | half)).to(device)
+        for name, model in models.items():
+            loss = loss_function(model, batch, device)
+            if c.compile or (c.compile is None and device.type == "cuda"):
+                loss = torch.compile(loss)
+            steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
+        times = alternate(steps, device, c.repeats)
+        for name, seconds in times.items():
+            row(f"{title}, batch {batch}", name, ms=1e3 * seconds,
+                of_literal=seconds / times["literal"],
+                GFLOP_per_s=batch * train_flops(models[name]) / seconds / 1e9,
+                **{f"{unit}_per_s": batch * fields.get("context", 1) / seconds})
 
 
 # ---- Growth with the number of tokens, and generation -------------------------------------------
 def bench_length(c, processes):
     """Forward and backward of TSSA, CBSA, MSSA and MHSA for four square grids of n patches and a
-    class token, each grid four times the one before, and the power of n that time grows with."""
-    lengths = [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]
-    device = processes.device
-    config = ImageConfig(width=256, heads=4, qkv_bias=True)
+    class token, each grid four times the one before."""
+    device, config = processes.device, ImageConfig(width=256, heads=4, qkv_bias=True)
     operators = {kind.__name__: kind(config).to(device) for kind in (TSSA, CBSA, MSSA, MHSA)}
-    medians = {name: [] for name in operators}
-    for n in lengths:
+    for n in [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
                                [Z, *operator.parameters()])
                  for name, operator in operators.items()}
         for name, seconds in alternate(steps, device, c.repeats).items():
             row(f"{n} patches", name, ms=1e3 * seconds)
-            medians[name].append(seconds)
-    for name, seconds in medians.items():
-        row("time grows", name, as_n_to_the_power=math.log(seconds[-1] / seconds[-2], 4))
 
 
 @torch.no_grad()
