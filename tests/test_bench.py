@@ -54,42 +54,27 @@ def test_alternate_takes_medians_in_turn(monkeypatch):
     assert calls == ["a", "b"] * 4
 
 
-@pytest.fixture
-def run(monkeypatch):
-    """run(command, *flags): the rows of a table, of small models."""
-    text = dict(TEXT)
-    models = dict(vit=[("a", 2, IMAGE), ("b", 4, IMAGE)], mae=[("a", 2, MAE)], gpt=[("a", 2, text)])
-    rows = []
+STEPS = ["fast", "literal attention", "literal ISTA", "literal", "transformer"]
+ARCHS = ("crate", "tost", "transformer")
+
+
+@pytest.mark.parametrize("table, variants", [
+    ("vit", STEPS * 2), ("mae", STEPS), ("gpt", [*STEPS[:3], "literal head", *STEPS[3:]]),
+    ("length", ["TSSA", "CBSA", "MSSA", "MHSA"] * 4),
+    ("generate", [f"{arch}, {how}" for arch in ARCHS for how in ("cached", "uncached")] * 2)])
+def test_tables(monkeypatch, table, variants):
+    """Of small models. Rates and shares are of the times in the row."""
+    models, rows = dict(vit=[("a", 2, IMAGE), ("b", 4, IMAGE)], mae=[("a", 2, MAE)],
+                        gpt=[("a", 2, dict(TEXT))]), []
     monkeypatch.setattr(bench, "MODELS", models)
     monkeypatch.setattr(bench, "row", lambda title, variant, **values: rows.append(
         dict(title=title, variant=variant) | values))
-
-    def run(*argv):
-        bench.main([*argv, "--device=cpu", "--repeats=1"])
-        return rows
-    return run
-
-
-STEPS = ["fast", "literal attention", "literal ISTA", "literal", "transformer"]
-
-
-@pytest.mark.parametrize("table, unit, variants", [
-    ("vit", "images", STEPS * 2), ("mae", "images", STEPS),
-    ("gpt", "tokens", [*STEPS[:3], "literal head", *STEPS[3:]])])
-def test_training_steps(run, table, unit, variants):
-    rows = run(table)
-    assert [row["variant"] for row in rows] == variants
-    for row in rows:
-        assert min(row[key] for key in ("ms", "of_literal", "GFLOP_per_s", f"{unit}_per_s")) > 0
-        assert row["of_literal"] == 1 or row["variant"] != "literal"
+    bench.main([table, "--device=cpu", "--repeats=1", "--longest=64"])
+    assert [row["variant"] for row in rows] == variants and min(row["ms"] for row in rows) > 0
+    if table in models:
+        assert [row["of_literal"] for row in rows if row["variant"] == "literal"][0] == 1
+        per_s, items = ("tokens_per_s", 12) if table == "gpt" else ("images_per_s", 2)
+        assert rows[0][per_s] == pytest.approx(1e3 * items / rows[0]["ms"])
     if table == "vit":
         flops = 2 * train_flops(ImageClassifier(ImageConfig(**IMAGE)))
         assert rows[0]["GFLOP_per_s"] == pytest.approx(1e-6 * flops / rows[0]["ms"])
-
-
-def test_generate_and_length(run):
-    rows = run("generate", "--longest=64")
-    assert [row["title"] for row in rows[::6]] == ["one token after 2", "one token after 64"]
-    assert len(rows) == 12 and all(row["ms"] > 0 for row in rows)
-    titles = [row["title"] for row in run("length", "--longest=64")[12:]]
-    assert titles == [f"{n} patches" for n in (1, 4, 16, 64) for _ in range(4)]
