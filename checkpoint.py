@@ -188,8 +188,7 @@ def load_optimizers(optimizers, saved, path):
 # CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and crate-lm (gpt), tried only with files made up
 # from their names and shapes. Their tensors match ours, only the names differ.
 
-# (theirs, ours): each pattern is replaced in each name, in this order
-_NAMES = (
+_NAMES = (          # (theirs, ours): each pattern is replaced in each name, in this order
     (r"^(module\.|_orig_mod\.)+", ""),
     # stored, but never applied by CRATE-MAE; nanoGPT's causal masks
     (r"^(pos_embed|decoder_embed\..*|.*\.attn\.bias)$", ""),

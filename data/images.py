@@ -72,8 +72,7 @@ class Images:
     """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,).
 
     A resident split is one tensor on the device, and a batch is a gather there; any other is read
-    from the memory map batch by batch. By default one below 4 GiB is resident: flowers102's test
-    split has 1.2 GB and fits on any device."""
+    from the memory map batch by batch. By default one below 4 GiB is resident."""
 
     def __init__(self, images, labels, device, resident=None):
         self.device = torch.device(device)

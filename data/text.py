@@ -45,13 +45,13 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
     The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
     micro-batch or resumed run finds its rows of the same global batch. once: the text is cut into
     windows, whose order is drawn from the seed, and no token is a target twice."""
+    rng = np.random.default_rng(seed if once else [seed, step])
     if once:
-        order = np.random.default_rng(seed).permutation((len(tokens) - 1) // context)
-        starts = context * order[step * batch_size:(step + 1) * batch_size][rows]
+        order = rng.permutation((len(tokens) - 1) // context)
+        starts = context * order[step * batch_size:(step + 1) * batch_size]
     else:
-        starts = np.random.default_rng([seed, step]).integers(len(tokens) - context,
-                                                              size=batch_size)[rows]
-    windows = np.stack([tokens[start:start + context + 1] for start in starts]).astype(np.int64)
+        starts = rng.integers(len(tokens) - context, size=batch_size)
+    windows = np.stack([tokens[i:i + context + 1] for i in starts[rows]]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
