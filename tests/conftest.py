@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiktoken
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -12,6 +13,9 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 os.environ["HF_HUB_OFFLINE"] = "1"      # no test waits for a network
 torch.cpu.get_capabilities = dict       # --dtype=auto is float32, whatever the CPU has
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+MERGES = [b"th", b"the", b" t", b" the", b"an", b"in", b"  ", b"\n\n", b" \n", b"er", b" a"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +49,21 @@ def text_cache(tmp_path_factory):
         prepare(name, folder / name, folder / "cache", tokenizer)
     prepare("pydoc", cache=folder / "cache")
     return folder / "cache"
+
+
+@pytest.fixture(scope="session")
+def encoding():
+    """GPT-2's encoding in small: 256 bytes, a few merges, its pattern, end-of-text last."""
+    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(MERGES)}
+    return tiktoken.Encoding("small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": len(ranks)})
+
+
+@pytest.fixture
+def bpe(encoding, monkeypatch):
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+    from data.tokenizer import GPT2Tokenizer
+    return GPT2Tokenizer()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from PIL import Image
 
 from data import images, prepare, shapes, text
 from flags import UserError
-from test_text import bpe, encoding, sentences      # noqa: F401 (fixtures)
+from test_text import sentences
 
 
 def noise(width, height, seed, mode="RGB"):

@@ -1,29 +1,12 @@
 """data/tokenizer.py, and data/text.py: batches and masks."""
 import numpy as np
 import pytest
-import tiktoken
 import torch
 
 from data import text
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data.tokenizer import CharTokenizer
 
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
-MERGES = [b"th", b"the", b" t", b" the", b"an", b"in", b"  ", b"\n\n", b" \n", b"er", b" a"]
 WORDS = "the cat's hat, another thing in an inner 42 the,then\tit'll don't É naïve —".split(" ")
-
-
-@pytest.fixture(scope="module")
-def encoding():
-    """GPT-2's encoding in small: 256 bytes, a few merges, its pattern, end-of-text last."""
-    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(MERGES)}
-    return tiktoken.Encoding("small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": len(ranks)})
-
-
-@pytest.fixture
-def bpe(encoding, monkeypatch):
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    return GPT2Tokenizer()
 
 
 def sentences(n, seed=0):
