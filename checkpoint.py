@@ -91,6 +91,8 @@ def _read(path):
     """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
     zipfile looks at the CRC that torch.save gave to each part of the file, torch.load does not."""
     path = find(path)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no regular file")               # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file, \
                 torch.serialization.safe_globals([argparse.Namespace]):

@@ -68,7 +68,8 @@ def config(**fields):
     return content(model_config=content()["model_config"] | fields)
 
 
-REFUSED = {"No such file": None, "no torch file": "hello", "an official checkpoint": dict(a=1),
+REFUSED = {"No such file": None, "no torch file": "hello", "no regular file": "/dev/zero",
+           "an official checkpoint": dict(a=1),
            "KeyError: 'task'": dict(format=checkpoint.FORMAT), "task gpt, not vit": content("gpt"),
            r"\(40, 16\) here": config(heads=5), "32768": config(width=2 ** 15),  # without memory
            "layers.0.scale1 is missing there": config(layer_scale=7)}
@@ -77,7 +78,9 @@ REFUSED = {"No such file": None, "no torch file": "hello", "an official checkpoi
 @pytest.mark.parametrize("says", REFUSED)
 def test_other_files_are_refused(tmp_path, says):
     path, whole = tmp_path / "x.pt", REFUSED[says]
-    if isinstance(whole, str):
+    if says == "no regular file":
+        path.symlink_to(whole)
+    elif isinstance(whole, str):
         path.write_text(whole)
     elif whole is not None:
         torch.save(whole if len(whole) == 1 else dict(format=checkpoint.FORMAT) | whole, path)
