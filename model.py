@@ -5,7 +5,7 @@ A layer is one step of an optimizer for the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
-                                          from a gradient step on R^c, which it can also raise [S]
+                                          derived from a gradient step on R^c, it can raise it [S]
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D:
                                           a proximal gradient step on a LASSO
 
@@ -33,9 +33,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-
-from cross_entropy import linear_cross_entropy
+from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
@@ -79,8 +77,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     with W:     W stack_k SSA(Z | U_k) + bias, as implemented            [J] Eq. (37), [N] Eq. (115)
 
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
-    [B] Eq. (7.4.4)-(7.4.7). `scale` multiplies the Gram matrix: 1 in the equations of [N], [J] and
-    [S], p^-1/2 in [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
+    [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in [N]
+    Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
     w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
@@ -94,8 +92,7 @@ class Cache:
 
     MSSA    past: w = U^* Z of `room` tokens, the first n filled            (B, K, room, p)
     MHSA    past: the same of keys and values, side by side                 (B, K, room, 2 p)
-    TSSA    sums over the tokens: energy of w^2, moment of Pi w^2, mass of Pi
-            (B, K, 1, p) twice, (B, K, 1)"""
+    TSSA    sums: energy of w^2, moment of Pi w^2 (B, K, 1, p), mass of Pi  (B, K, 1)"""
     room: int = 0
     n: int = 0
     past: torch.Tensor | None = None
@@ -118,22 +115,21 @@ class Attention(nn.Module, ABC):
     def __init__(self, config):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
-        self.dropout = config.dropout
+        self.dropout, self.rotary, self.mix = config.dropout, config.rotary, None
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
-        self.rotary, self.mix = config.rotary, None
         if config.shift:
-            # logits of all a_k, then of all b_k. From the start heads differ: in the last a key is
-            # mostly the token before (a = 0.88) and its value the token itself (b = 0.12)
+            # logits of all a_k, then of all b_k. Heads differ from the start: the last one's keys
+            # are mostly the token before (a = 0.88), its values the token itself (b = 0.12)
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
-    @abstractmethod
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
+        return self.U.weight.view(self.heads, self.p, -1).mT
 
-    @abstractmethod
     def projections(self, Z):
-        """What attention works on: U_k^* Z (B, K, n, p); MHSA returns (queries, keys, values)."""
+        """U_k^* Z for every head, (B, K, n, p); MHSA returns (queries, keys, values)."""
+        return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
     @abstractmethod
     def map(self, Z):
@@ -141,19 +137,18 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). With a Cache (causal only), Z are the tokens after those in it,
-        and it takes them in."""
+        """Z (B, n, d) -> (B, n, d). A Cache (causal only) holds the tokens before Z, and adds Z."""
 
     def products(self, n):
-        """Multiply-adds of a forward over n tokens, beside those of weights."""
+        """Multiply-adds between tokens, without a weight, in a forward pass over n of them."""
         return 2 * n * n * self.heads * self.p              # q k^*, and the map times v
 
     def compared(self, q, k, v):
-        """Queries, keys and values (B, K, n, p) as attention takes them; q has k's last tokens.
+        """Queries, keys and values (B, K, n, p) as attention takes them; q are k's last tokens.
 
-        With shift k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k; with rotary q
-        and k are rotated then. MSSA comes with q = k = v = w, and its scores w_i^* R_{j-i} k_j are
-        no longer those of w_j with k_i: it matters which of two tokens comes first."""
+        shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
+        and k_i turn by R_i. In MSSA q = k = v = w. Its scores w_i^* w_j are symmetric in i and j,
+        but w_i^* R_{j-i} k_j are not: a head can tell which of two tokens comes first."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a, b) if k is v else shift(k, a) + shift(v, b)
@@ -169,7 +164,7 @@ class Attention(nn.Module, ABC):
         causal, mask = self.causal and not start, None
         if self.causal and start and n > 1:
             mask = torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
-        # up to about 512 tokens in bfloat16, a CPU is faster with the map, rounded to bfloat16
+        # a CPU is faster with the whole map up to about 512 tokens in bfloat16
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
         else:
@@ -186,9 +181,9 @@ class MSSA(Attention):
     negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: the sign of a descent step on R^c
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
-    s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta, and
-    scale 1). U has no bias. Where K = 1 and p = d there is no W, though crate-lm's code has one.
-    One tensor w = U^* Z is query, key and value, so generation caches one a layer."""
+    s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta and
+    scale 1). U has no bias. Where K = 1 and p = d there is no W (crate-lm's code has one there).
+    One tensor w = U^* Z is query, key and value, so generation caches one tensor per layer."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -198,14 +193,8 @@ class MSSA(Attention):
         if self.output == "learned" and not (self.heads == 1 and self.p == config.width):
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
-    def bases(self):
-        return self.U.weight.view(self.heads, self.p, -1).mT
-
-    def projections(self, Z):
-        return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-
     def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of these and, before them, of the cache's."""
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
         return self.compared(w, seen, seen)
@@ -215,13 +204,11 @@ class MSSA(Attention):
         return attention_map(q, k, self.scale, self.causal)
 
     def forward(self, Z, cache=None):
-        ssa = self.attend(*self.queries_keys_values(Z, cache))
-        if self.output == "learned":
-            out = self.W(ssa)
-        else:
+        out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
+        if self.output != "learned":                        # W is the identity
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
             s = -self.step_size if self.output == "negative" else self.step_size
-            out = F.linear(ssa, s * U)
+            out = F.linear(out, s * U)
         return F.dropout(out, self.dropout, self.training)
 
 
@@ -238,24 +225,22 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 class Sparsification(nn.Module, ABC):
     """The interface of the operator that replaces the MLP. The output depends on Z through `code`
     only, so the model can be steered by replacing `code` on an instance."""
-    uses = ("eta", "lambd")     # of the config's fields that not every arch has
+    uses = ("eta", "lambd")     # the config's fields that it reads, of those not for every arch
 
     @abstractmethod
     def code(self, Z):
         """The sparse code (B, n, m) of Z (B, n, d)."""
 
     def forward(self, Z):
-        """(B, n, d) -> (B, n, d): unless overridden, the code itself."""
         return self.code(Z)
 
 
 class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
-    Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z, for rows Z + Z G with G = eta (D - D^*D) built
-    in every forward. The identity stays outside G: inside, bfloat16 would round G against it. eta =
-    lambda = 0.1 is the released code's: 70.8 % in [N] Table 2. eta 0.02 and 0.5 have 70.7 and 66.7,
-    lambda 0.02 and 0.5 70.8 and 70.5."""
+    Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z; for rows it is Z + Z G with G = eta (D - D^*D),
+    built once per forward pass. The identity stays outside: in bfloat16, I + G would round G away.
+    eta = lambda = 0.1 as released; in [N] Table 2 neither 0.02 nor 0.5 is better, for either."""
 
     def __init__(self, config):
         super().__init__()
@@ -263,22 +248,20 @@ class ISTA(Sparsification):
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(config.width, config.width)))
 
     def code(self, Z):
-        if Z.numel() < self.D.numel():      # fewer than d (generation): G costs more
+        if Z.numel() < self.D.numel():      # fewer tokens than d (generation): G would cost more
             return ista(Z, self.D, self.eta, self.lambd)
         G = self.eta * (self.D - self.D.mT @ self.D)
         return F.relu(Z + Z @ G - self.eta * self.lambd)
 
 
 class LayerTrace(NamedTuple):
-    """The intermediate results of one layer."""
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
     attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
 
 
-def layer_norm(c):
-    """A LayerNorm of the model that BackboneConfig c describes."""
-    return nn.LayerNorm(c.width, c.norm_eps, bias=c.norm_bias)
+def layer_norm(config):
+    return nn.LayerNorm(config.width, config.norm_eps, bias=config.norm_bias)
 
 
 class Layer(nn.Module):
@@ -290,9 +273,8 @@ class Layer(nn.Module):
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    In ISTA's place crate-mm has MMProx, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}.
-    The LN is that of [N] Algorithm 2 and [J] Fig. 8; Eq. (45) itself has none. LayerScale and drop
-    path act on the residual branches only."""
+    In ISTA's place crate-mm has MMProx, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}. LN
+    is not in Eq. (45) but in [J] Fig. 8. LayerScale and drop path are on residual branches only."""
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
@@ -330,7 +312,6 @@ class Layer(nn.Module):
         return self.sparsify(self.compress(Z, cache))
 
     def trace(self, Z):
-        """The LayerTrace of a forward pass."""
         half = self.compress(Z)
         return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
@@ -363,10 +344,10 @@ class Backbone(nn.Module):
 
 
 def train_flops(model):
-    """Operations of forward and backward for one image, or for one text of full context, in the
-    layers and a tied head, as nanoGPT counts: n (6 N + 12 L n d) for n tokens, with N weights in
-    matrices, each counted once per token, though ODL's D and the U of crate-c, -n and -t are used
-    more often. A causal map counts in full; TSSA has none, CBSA smaller ones."""
+    """Operations of forward and backward for one image, or one text of full context, as nanoGPT
+    counts: n (6 N + 12 L n d) for n tokens, with N weights in the matrices of layers and tied head.
+    Each counts once per token, though ODL uses D, and crate-c, -n and -t use U, more often. A
+    causal map counts in full; TSSA has none, CBSA smaller ones."""
     c, multiply_adds = model.config, 0
     stacks = [(getattr(model, "encoder", model).layers, c.context)]
     if isinstance(model, MaskedAutoencoder):
@@ -381,10 +362,9 @@ def train_flops(model):
 
 
 # ---- The objective ------------------------------------------------------------------------------
-# Rates are in nats. eps is the distortion up to which tokens are coded. The papers give no value;
-# 0.5 is our choice: half of a unit token's norm (tokens after a LayerNorm have norm sqrt(d)). A
-# direction costs log 2 / 2 where its mean square equals eps^2 / d, and much less below. Rates
-# compare only at equal eps: the released measurement of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05).
+# Rates are in nats. eps is the distortion up to which tokens are coded; the papers give none, 0.5
+# is ours (a LayerNorm's tokens have norm sqrt(d)). A direction of mean square eps^2 / d costs
+# log 2 / 2. Rates compare at equal eps alone: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def at_least_float32(t):
     """float64 stays: a logdet in bfloat16 is wrong in the first digit."""
     return t if t.dtype == torch.float64 else t.float()
@@ -393,8 +373,8 @@ def at_least_float32(t):
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
-    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). If
-    G is not finite it is NaN: to raise an error, Cholesky's flag would have to leave the GPU."""
+    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). It
+    is NaN if G is not finite: an error would have to wait for a flag from the GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
     rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -424,16 +404,14 @@ def subspace_coding_rate(Z, U, eps=0.5):
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.
 
-    [J] Eq. (15), [N] Eq. (1). The norm is over all entries of Z (..., n, d); returns (...). The
-    measure of [S] is its negative."""
+    [J] Eq. (15), [N] Eq. (1). Z (..., n, d) -> (...). The measure of [S] is its negative."""
     rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
     return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
-    """grad_Z R^c, exact or by the first two terms of its Neumann series.
+    """grad_Z R^c, exact or by two terms of its Neumann series. [J] Eq. (31)-(33), [N] Eq. (66)-(69)
 
-    [J] Eq. (31) and (32)-(33), [N] Eq. (9) and (67)-(69):
     exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
     neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
 
@@ -455,9 +433,8 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 def gaussian_mixture_denoise(z, U, sigma):
     """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
-    [J] Eq. (47), [N] Eq. (6). One denoising step for a token z (..., d) drawn from Gaussians on
-    subspaces U (K, d, p, orthonormal columns) plus noise of deviation sigma. As sigma -> 0 it
-    projects onto the nearest subspace."""
+    [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on orthonormal subspaces U (K, d,
+    p), plus noise of deviation sigma. As sigma -> 0 it is projected onto the nearest subspace."""
     w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
     weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
@@ -499,10 +476,9 @@ class TSSA(Attention):
     Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                             compress where energy is low
-    then W. Causal, by the released code: norm and both sums run over tokens <= i, and a bias
-    b (K, T, 1), initially 0, is added to each of the p normalised squares. eta starts at 1 and is
-    not decayed. Generation keeps the three running sums, of constant size."""
+        out_ik  = - Pi_ik w_i / (1 + s_k)                             shrinks where energy is low
+    then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
+    first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -511,12 +487,6 @@ class TSSA(Attention):
         if self.causal:
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
         self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
-
-    bases = MSSA.bases
-
-    def projections(self, Z):
-        """w = U_k^* Z (+ bias) for every head, cast to float32 or better."""
-        return at_least_float32(self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2))
 
     def statistics(self, w, cache):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
@@ -543,10 +513,10 @@ class TSSA(Attention):
 
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
-        return self.statistics(self.projections(Z), None)[0]
+        return self.statistics(at_least_float32(self.projections(Z)), None)[0]
 
     def forward(self, Z, cache=None):
-        w = self.projections(Z)
+        w = at_least_float32(self.projections(Z))
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self.statistics(w, cache)
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
@@ -564,7 +534,7 @@ class CBSA(Attention):
         A   = softmax(R w^* / sqrt p)                       (m, n)
         R'  = R + s1 A w
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
-    then W. s1, s2 are one number per head, N(0, 1) at first. Released code pools all tokens but the
+    then W. s1, s2: a number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
 
     def __init__(self, config):
@@ -574,8 +544,6 @@ class CBSA(Attention):
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
         self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
         self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
-
-    bases, projections = MSSA.bases, MSSA.projections
 
     def contract(self, w):
         """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
@@ -591,8 +559,7 @@ class CBSA(Attention):
         return (3 * m * n + 2 * m * m) * self.heads * self.p    # R w^*, A w, A^* times; R' twice
 
     def map(self, Z):
-        """A^* A (B, K, n, n): how much two tokens share representatives. Rows do not sum to 1, and
-        the attention among representatives is left out."""
+        """A^* A (B, K, n, n), without the attention among representatives; rows do not sum to 1."""
         A = self.contract(self.projections(Z))[1]
         return A.mT @ A
 
@@ -626,11 +593,10 @@ class MMProx(Sparsification):
 class ODL(Sparsification):
     """Overcomplete dictionary learning (CRATE-alpha): two ISTA steps from 0, then back.
 
-    [B] Eq. (7.5.3)-(7.5.5), with a dictionary of its own on the way back, as [B] notes under them:
+    [B] Eq. (7.5.3)-(7.5.5), D (d, C d), with a D_hat of its own on the way back, as [B] notes:
         a1 = ReLU(eta D^*Z - eta lambda)
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
-        output = D_hat a2
-    D and D_hat are (d, C d)."""
+        output = D_hat a2"""
     tied = False
 
     def __init__(self, config):
@@ -732,34 +698,27 @@ ARCHS = {
     "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
     "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    # an ablation: the last of CRATE-alpha's changes alone. The second step is no proximal step any
-    # more, but more layers then help with text
+    # an ablation: of CRATE-alpha's changes the residual alone, so step 2 is no proximal step
     "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
     "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
-    # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too. But then the last LN
-    # sees little except the embedding, and with a tied head the first loss is 7 % above ln V at
-    # d = 768. With 1 it is 1 to 2 % above
+    # [B] Eq. (7.5.6)-(7.5.7). LayerScale is 1 in text, where released ToST has 1e-5: with that the
+    # last LN sees the embedding alone, and the first loss is 7 % above ln V at d = 768, not 1 to 2
     "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
-}
+    "transformer": Arch(MHSA, MLP, "vit", residual=True)}           # [B] Eq. (7.2.13)-(7.2.22)
 
-
-def _size(width, heads, layers, **fields):
-    return dict(width=width, heads=heads, layers=layers) | fields
-
-
+_size = lambda width, heads, layers: dict(width=width, heads=heads, layers=layers)
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
 CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
-# released code's (vit's are DeiT's tiny and small, ViT's base and large), but aot's are ours. Text
-# sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
+# released code (vit: DeiT's tiny and small, ViT's base and large); aot's are ours. Text sizes are
+# inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,
@@ -772,15 +731,14 @@ SIZES = {
         "crate": dict(small=SMALL, base=BASE),
         "tost": dict(small=_size(384, 8, 12)),
         "aot": dict(small=SMALL, base=BASE),
-        "transformer": dict(small=_size(384, 6, 12, decoder_width=512, **VIT_DECODER),
+        "transformer": dict(small=_size(384, 6, 12) | dict(decoder_width=512, **VIT_DECODER),
                             base=BASE | dict(decoder_width=768, **VIT_DECODER)),
         "vit": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
         "tost": dict(base=BASE, medium=LARGE, large=_size(1280, 20, 36)),
         "aot": dict(base=LARGE, medium=_size(1280, 20, 36)),
         "aot-mhsa": dict(base=_size(896, 14, 24)),
-        "vit": dict(small=_size(512, 8, 12), base=BASE)},
-}
+        "vit": dict(small=_size(512, 8, 12), base=BASE)}}
 
 
 def sizes_of(task, arch):
@@ -793,7 +751,6 @@ def sizes_of(task, arch):
 @dataclass(kw_only=True)
 class BackboneConfig:
     """What the layers of every model share. None: as the authors of the arch have it (ARCHS).
-
     Every config also has `causal`, and `context`, the number of tokens."""
     arch: str = "crate"
     width: int = 384                    # d
@@ -803,9 +760,9 @@ class BackboneConfig:
     eta: float | None = None            # step of ISTA and ODL
     lambd: float | None = None          # sparsity weight of ISTA, MMProx and ODL
     step_size: float | None = None      # of MSSA where it has no W (crate-c, -n, -t)
-    rotary: ClassVar = False            # of text alone, like shift
+    rotary: ClassVar = False            # in text models alone, like shift
     shift: ClassVar = False
-    steps: ClassVar = dict(eta=0.1, lambd=0.1, step_size=1.0)       # for None, where it is used
+    defaults: ClassVar = dict(eta=0.1, lambd=0.1, step_size=1.0)    # for None, where used
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
@@ -829,8 +786,6 @@ class BackboneConfig:
         for name, value in dict(self.family()._asdict(), layer_scale=layer_scale).items():
             if getattr(self, name, 0) is None:
                 setattr(self, name, value)
-        if min(K, self.layers) < 1:
-            raise ConfigError(f"heads={K} and layers={self.layers} must be 1 or more")
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
@@ -838,13 +793,12 @@ class BackboneConfig:
             self.head_dim = d // K
         if arch.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
-        used = getattr(arch.sparsification, "uses", ())
-        used += ("step_size",) * (arch.output != "learned")
-        for name, default in self.steps.items():
+        own = getattr(arch.sparsification, "uses", ()) + ("step_size",) * (arch.output != "learned")
+        for name, default in self.defaults.items():
             value = getattr(self, name)
-            if name not in used and value not in (None, default):
+            if name not in own and value not in (None, default):
                 raise ConfigError(f"{name}={value} has no effect in {self.arch}")
-            setattr(self, name, (default if value is None else value) if name in used else None)
+            setattr(self, name, (default if value is None else value) if name in own else None)
 
 
 @dataclass(kw_only=True)
@@ -881,7 +835,7 @@ class ImageConfig(BackboneConfig):
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
     task: ClassVar = "mae"
-    steps: ClassVar = ImageConfig.steps | dict(lambd=0.5)       # as in the released code
+    defaults: ClassVar = ImageConfig.defaults | dict(lambd=0.5)     # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
     decoder_heads: int | None = None
@@ -927,15 +881,14 @@ class TextConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.rotary or self.shift) and ARCHS[self.arch].attention not in (MSSA, MHSA):
+        if (self.rotary or self.shift) and ARCHS[self.arch].attention in (TSSA, CBSA):
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
 
 def make_config(cls, size=None, arch="crate", **fields):
-    """A config: the named size's row of SIZES, and `fields` over it. cls fills in what both leave
-    open from the arch's row, and checks."""
+    """A config: the size's row of SIZES, then `fields`; what both leave open, the arch decides."""
     if size is not None:
         sizes = sizes_of(cls.task, arch)
         check_word(f"{arch} of size", size, sizes)
@@ -978,9 +931,9 @@ def sincos_positions(d, side):
 
 
 def saliency(attention, query="class"):
-    """The weight that an attention map (B, K, 1 + n, 1 + n) gives each patch, (B, K, n): the class
-    token's row, below [B] Eq. (7.2.41), or ("mean") the mean of the patches' rows, which a
-    mean-pooled head reads. TSSA has memberships Pi (B, K, 1 + n) instead."""
+    """The weights that an attention map (B, K, 1 + n, 1 + n) gives the patches, (B, K, n): in the
+    class token's row, below [B] Eq. (7.2.41), or ("mean", for a mean-pooled head) on average over
+    the patches' rows. TSSA has memberships Pi (B, K, 1 + n) instead."""
     if attention.ndim == 3:
         return attention[..., 1:]
     return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
@@ -989,8 +942,7 @@ def saliency(attention, query="class"):
 class ImageEncoder(Backbone):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
-    encoder(x) takes (B, C, H, W) and returns the tokens (B, 1 + n, d). Where H and W differ from
-    config.image_size, positions are interpolated."""
+    encoder(x): (B, C, H, W) -> tokens (B, 1 + n, d). Other sizes than config.image_size will do."""
 
     def __init__(self, config):
         super().__init__()
@@ -1011,7 +963,6 @@ class ImageEncoder(Backbone):
 
     @torch.no_grad()
     def init_weights(self):
-        """As the authors of the arch have it."""
         family = self.config.family()
         if family.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
@@ -1022,8 +973,8 @@ class ImageEncoder(Backbone):
             nn.init.normal_(self.positions, std=family.init_std or 1.0)
 
     def position_table(self, rows, columns):
-        """Positions (1, 1 + n, d), interpolated (bicubic) to another grid of patches. Scaled
-        by the ratio of the grids' sizes; DINO first adds 0.1 to the new size."""
+        """Positions (1, 1 + n, d) for a grid of patches, by bicubic interpolation where its size is
+        another. The scale is the ratio of the sizes; DINO first adds 0.1 to the new one."""
         positions, side = self.positions, self.config.side
         if rows == columns == side:
             return positions
@@ -1046,9 +997,8 @@ class ImageEncoder(Backbone):
 
 
 class ImageClassifier(nn.Module):
-    """Encoder, pooling, and a linear head (after a LayerNorm unless the encoder ends with one).
-
-    model(x) takes (B, C, H, W) and returns logits (B, classes)."""
+    """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after a LayerNorm unless
+    the encoder ends with one."""
 
     def __init__(self, config):
         super().__init__()
@@ -1073,10 +1023,9 @@ class DecoderLayer(nn.Module):
 
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
-    D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: if Z = D A
+    D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: where Z = D A
     with A >= 0, D orthogonal and eta = 1, D undoes ISTA up to lambda sqrt(nnz) per token. I - MSSA
-    is the inverse of I + MSSA up to second order in MSSA. What LN divides out and ReLU cuts off has
-    to be learned."""
+    inverts I + MSSA up to second order in MSSA. LN and ReLU have no inverse: training makes up."""
 
     def __init__(self, c):
         super().__init__()
@@ -1094,9 +1043,9 @@ class MaskedAutoencoder(nn.Module):
     """Masks mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
-    mask, and returns the mean squared error on those. mask_tokens="before": a mask token (zero in
-    [B]) replaces these patches before the encoder; positions are added once (released CRATE-MAE; in
-    [B] (7.6.6) the decoder removes positions). "after": the encoder sees visible patches only."""
+    mask, and returns the mean squared error on those. mask_tokens="before": a mask token stands for
+    these patches in the encoder ([B] sets their pixels to 0); positions are added once, as released
+    (in [B] Eq. (7.6.6) the decoder removes them). "after": the encoder sees the others only."""
 
     def __init__(self, config):
         super().__init__()
@@ -1118,7 +1067,7 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
     def draw_mask(self, noise):
-        """Which patches are masked, bool (B, n): those with the largest noise (B, n)."""
+        """bool (B, n): those patches are masked that have the largest noise (B, n)."""
         visible = self.config.patches() - self.config.masked_patches()
         return noise.argsort(1).argsort(1) >= visible
 
@@ -1153,15 +1102,79 @@ class MaskedAutoencoder(nn.Module):
 
 
 # ---- Text models --------------------------------------------------------------------------------
-# The kernels for generation, without cuDNN's, the default on Hopper: it plans for every new length
+def block_cross_entropy(Z, W, targets, needs_grad):
+    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W. As
+    a function of its own it frees the logits of one block before those of the next are made."""
+    valid, index = targets >= 0, targets.clamp_min(0)
+    p = at_least_float32(Z @ W.mT)
+    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
+    logit = p.gather(-1, index)
+    norm = p.exp_().sum(-1, keepdim=True)
+    losses = torch.where(valid, norm.log() - logit, 0.0)
+    if not needs_grad:
+        return losses.sum(), None, None
+    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
+    # entry p - 1 is written: the other way round a compiler would store all of it in float32
+    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
+    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
+    return losses.sum(), p @ W, p.mT @ Z
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The summed loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed."""
+
+    @staticmethod
+    def forward(ctx, Z, W, targets, block, needs_grad):
+        total, dZ, dW = 0.0, None, None
+        if needs_grad:
+            dZ, dW = torch.empty_like(Z), at_least_float32(torch.zeros_like(W))
+        for start in range(0, len(Z), block):
+            part = slice(start, start + block)
+            loss, dz, dw = block_cross_entropy(Z[part], W, targets[part, None], needs_grad)
+            total = total + loss
+            if needs_grad:
+                dZ[part] = dz
+                dW += dw
+        ctx.save_for_backward(dZ, dW)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        # the saved gradients have no history; a compiler refuses a second derivative by itself
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
+        dZ, dW = ctx.saved_tensors
+        dZ_scaled = (grad * dZ.to(grad.dtype)).to(dZ.dtype)     # bfloat16 would round grad
+        return dZ_scaled, (grad * dW).to(dZ.dtype), None, None, None
+
+
+def linear_cross_entropy(Z, W, targets, block=4096):
+    """Mean over targets >= 0 of -log softmax(Z W^*)_target.  [B] Eq. (7.4.1), (7.4.9).
+
+    Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
+    outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
+    a factor: logits live for `block` tokens at a time. Ten lines with torch.utils.checkpoint and a
+    fourth product take 1.35 to 1.7 times as long on a CPU core (4,096 tokens in one block, V 97 and
+    50,304), and in blocks of 1,024 (V 50,304) also 3.4 to 4.5 times the memory."""
+    if torch.is_autocast_enabled(Z.device.type):
+        dtype = torch.get_autocast_dtype(Z.device.type)
+        Z, W = Z.to(dtype), W.to(dtype)
+    needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
+    with torch.autocast(Z.device.type, enabled=False):
+        total = _CrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
+        # divided here: inside, a compiler would fuse the gradients into one kernel, which keeps
+        # the logits of all blocks at once
+        return total / (targets >= 0).sum().clamp_min(1)
+
+
+# Kernels for generation, without cuDNN's, the default on Hopper: it plans anew for each length
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class LanguageModel(Backbone):
     """Token and position embeddings, layers, a last LN, and the embedding as head.  [B] 7.4.
 
-    model(ids) takes (B, n) and returns logits (B, n, V); model(ids, targets) returns the mean
-    cross-entropy over targets >= 0."""
+    model(ids): (B, n) -> logits (B, n, V). model(ids, targets): mean loss over targets >= 0."""
 
     def __init__(self, config):
         super().__init__()
@@ -1173,9 +1186,9 @@ class LanguageModel(Backbone):
         self.init_weights()
 
     def init_weights(self):
-        """nanoGPT's: N(0, 0.02), and 0.02 / sqrt(2 L) for the maps that end a residual branch, so
-        that the sum over layers has the same size at any depth. With a tied head, 0.02 starts
-        the loss near ln V. D and D_hat keep the initialization of their modules."""
+        """nanoGPT's: N(0, 0.02), with which a tied head starts near a loss of ln V. Maps that end a
+        residual branch have 0.02 / sqrt(2 L), so that their sum over layers has the same size at
+        any depth. D and D_hat keep the initialization of their modules."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 ends_branch = name.endswith((".attention.W", ".sparsification.down"))
@@ -1202,8 +1215,6 @@ class LanguageModel(Backbone):
         """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 seem to."""
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
 
-    # ---- generation
-
     def advance(self, ids, caches):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
         a list that is empty at first, then holds a Cache for each layer."""
@@ -1223,8 +1234,7 @@ class LanguageModel(Backbone):
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
         probability; ids from `known` on, which mean no text, are never drawn. When the context is
-        full, the model reads its last half again and forgets the rest. A text ends with its first
-        `stop` and then repeats it."""
+        full, the model reads its last half anew. A text repeats its first `stop` to the end."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]

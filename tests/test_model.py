@@ -386,8 +386,8 @@ def test_saliency():
 
 
 def test_an_operator_that_lacks_a_method_is_refused():
-    with pytest.raises(TypeError, match="bases"):
-        type("Lacking", (MSSA,), dict(bases=Attention.bases))(config())
+    with pytest.raises(TypeError, match="map"):
+        type("Lacking", (MSSA,), dict(map=Attention.map))(config())
 
 
 # ---- Sparsification operators
