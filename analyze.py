@@ -1,15 +1,19 @@
 """
-Looks inside the layers of trained checkpoints.
+Pictures of trained checkpoints, and the numbers behind them.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
     tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
     saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
+    predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
+    neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
+    curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
 
-`python analyze.py COMMAND` draws a figure; the first three also print a table.
+`python analyze.py COMMAND` writes out/analyze-COMMAND.png, or --out.
 """
 import math
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +23,19 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import load_model
+from evaluate import (Flags, images_for, load, model_input, on_device, pooling, Probe, probe,
+                      statistics_of, tokens_for, with_bar)
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
-from run import Processes
+from run import derive_seed, Processes, read_metrics
 from data import augment, page
-from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from scores import images_for, model_input, on_device, pooling, tokens_for, with_bar, write_overlays
+from data.prepare import read_picture
+from model import (coding_rate, patchify, saliency, sparse_rate_reduction, subspace_coding_rate,
+                   unpatchify)
 
 
 @dataclass(kw_only=True)
 class OneModel:
-    """The flags of every command."""
+    """The flags of commands that look inside."""
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
@@ -60,21 +67,6 @@ def new_figure(rows, columns, width, height):
     from matplotlib.figure import Figure            # without pyplot: no window, no global state
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def draw_heat_maps(c, maps, title, xlabel, ylabel, scale):
-    """Matrices of one shape with entries in [0, 1], one per layer, four per row."""
-    rows, columns = -(-len(maps) // 4), min(4, len(maps))
-    height = max(1.2, min(3.2 * len(maps[0]) / len(maps[0].mT), 4.8)) + 0.4
-    figure, axes = new_figure(rows, columns, 3.2, height)
-    for ax in axes.flat[len(maps):]:
-        ax.axis("off")
-    for l, (ax, matrix) in enumerate(zip(axes.flat, maps), 1):
-        shown = ax.imshow(matrix.cpu().numpy(), cmap="Greys", vmin=0, vmax=1)
-        ax.set(title=f"layer {l}", xlabel=xlabel, ylabel=ylabel)
-    figure.colorbar(shown, ax=axes, label=scale, aspect=40)
-    figure.suptitle(title)
-    figure.savefig(c.out, dpi=120)
 
 
 def open_model(path, c, untrained=False, tasks=None):
@@ -132,10 +124,7 @@ def batches(loaded, c):
             yield index, model_input(split.batch(index)[0], data, config.image_size)
 
 
-# -------------------------------------------------------------------------------------------------
-# layers: rates and sparsity
-# -------------------------------------------------------------------------------------------------
-
+# ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
@@ -240,43 +229,40 @@ def draw_layers(runs, c):
     figure.savefig(c.out, dpi=120)
 
 
-# -------------------------------------------------------------------------------------------------
-# subspaces, tokens, saliency
-# -------------------------------------------------------------------------------------------------
+# ---- subspaces, tokens --------------------------------------------------------------------------
+def draw_matrices(c, matrices, title):
+    """Matrices (L, rows, columns) with entries in [0, 1], one per layer, four in a row."""
+    figure, axes = new_figure(-(-len(matrices) // 4), min(4, len(matrices)), 3.2, 3.2)
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for l, (ax, matrix) in enumerate(zip(axes.flat, matrices.cpu().numpy()), 1):
+        ax.imshow(matrix, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+        ax.set_title(f"layer {l}")
+    figure.suptitle(title)
+    figure.savefig(c.out, dpi=120)
+
 
 @dataclass(kw_only=True)
 class Subspaces(OneModel):
-    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, within one subspace and across two,
-    layer by layer ([N] Figure 7)."""
-
-
-def coherence(U):
-    """|<u, v>| of the columns of U (K, d, p), each scaled to norm 1: the matrix (K p, K p), and its
-    mean (NaN where there is no pair) and maximum within and across subspaces."""
-    columns = F.normalize(torch.cat([*U], 1), dim=0)
-    gram = (columns.mT @ columns).abs()
-    owner = torch.arange(len(U), device=U.device).repeat_interleave(U.shape[2])
-    same = owner[:, None] == owner
-    itself = torch.eye(len(gram), dtype=torch.bool, device=U.device)
-    found = {}
-    for name, pairs in (("within", same & ~itself), ("across", ~same)):
-        found[f"{name}_mean"] = gram[pairs].mean().item()
-        found[f"{name}_max"] = (gram * pairs).max().item()
-    return gram, found
+    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7)."""
 
 
 @torch.no_grad()
 def subspaces(c):
-    """{"layers": coherence of each, "random": the mean of |<u, v>| for random directions}."""
+    """{"layers": its mean within a subspace (NaN where p = 1) and across two, "random": the mean
+    for random directions}."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
-    found = [coherence(layer.attention.bases()) for layer in backbone_of(loaded).layers]
-    rows = [dict(layer=l) | numbers for l, (_, numbers) in enumerate(found, 1)]
-    d = loaded.model.config.width
+    U = torch.stack([layer.attention.bases() for layer in backbone_of(loaded).layers])
+    L, K, d, p = U.shape
+    columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
+    gram = (columns.mT @ columns).abs()
+    same = torch.block_diag(*torch.ones(K, p, p, device=U.device)).bool()
+    pairs = dict(within=same ^ torch.eye(K * p, device=U.device).bool(), across=~same)
+    rows = [dict(layer=l) | {name: gram[l - 1][of].mean().item() for name, of in pairs.items()}
+            for l in range(1, L + 1)]
     random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
     print_table(rows)
-    print(f"random directions in R^{d} have a mean of {random:.4f}")
-    draw_heat_maps(c, [gram for gram, _ in found], "|<u, v>| of the columns of [U_1 .. U_K]",
-                   "column u", "column v", "|<u, v>|")
+    draw_matrices(c, gram, f"|<u, v>| of the columns of [U_1 .. U_K]; at random {random:.3f}")
     return dict(layers=rows, random=random)
 
 
@@ -293,20 +279,19 @@ class Tokens(OneModel):
 def tokens(c):
     """{"layers": nonzeros and effective rank of each Z^{l+1}}."""
     loaded, (name,), _, x = open_pictures(c, 1)
-    rows, maps = [], []
-    for l, step in enumerate(loaded.encoder.trace(x), 1):
-        Z = in_float64(step.out[0])
-        share = torch.linalg.svdvals(Z).square()
-        entropy = torch.special.entr(share / share.sum()).sum()
-        rows.append(dict(layer=l, nonzeros=(Z != 0).double().mean().item(),
-                         effective_rank=entropy.exp().item()))
-        maps.append(Z.abs() / Z.abs().quantile(0.99).clamp_min(1e-12))
+    Z = in_float64(torch.cat([step.out for step in loaded.encoder.trace(x)]))   # (L, 1 + n, d)
+    share = torch.linalg.svdvals(Z).square()
+    rank = torch.special.entr(share / share.sum(1, keepdim=True)).sum(1).exp()
+    nonzeros = (Z != 0).double().mean((1, 2))
+    rows = [dict(layer=l, nonzeros=a, effective_rank=b)
+            for l, (a, b) in enumerate(zip(nonzeros.tolist(), rank.tolist()), 1)]
     print_table(rows)
-    draw_heat_maps(c, maps, f"|Z^(l+1)| of image {name}", "feature", "token",
-                   "share of the layer's 99th percentile")
+    most = Z.abs().flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)
+    draw_matrices(c, Z.abs() / most[:, None, None], f"|Z^(l+1)| of image {name}")
     return dict(layers=rows)
 
 
+# ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
 class Saliency(OneModel):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
@@ -339,6 +324,181 @@ def saliency_maps(c):
 
 
 @dataclass(kw_only=True)
+class Predict(Flags):
+    """The likeliest classes of each picture's centre square, and a PNG: the square beside the mean
+    of the last layer's saliency maps; of a masked autoencoder its reconstruction."""
+    files: tuple = option((), "pictures", positional=True)
+    top: int = option(3, "classes to print", low=1)
+    out: str | None = option(None, "the PNG, a row for each picture")
+
+
+@torch.no_grad()
+def predict(c):
+    """{file: {class: probability}}; of a masked autoencoder {file: {"error"}}, the mean squared
+    error on a picture's masked patches. Prints one line a file."""
+    if not c.files:
+        raise UserError("which pictures? analyze.py predict --ckpt=CHECKPOINT PICTURE ...")
+    loaded, processes = load(c, "vit", "mae", "simdino")
+    model, size, pictures = loaded.model, loaded.encoder.config.image_size, []
+    for file in c.files:
+        picture, problem = read_picture(file, size)
+        if problem:
+            raise UserError(f"cannot read {file}: {problem}")
+        pictures.append(picture)
+    pixels = torch.from_numpy(np.stack(pictures)).to(processes.device)
+    x = augment.normalize(augment.to_float(pixels), *statistics_of(loaded.meta))
+
+    found = [{} for _ in c.files]
+    if loaded.task == "vit":
+        names = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
+        best = model(x).softmax(-1).topk(min(c.top, len(names)))
+        found = [{names[i]: p for p, i in zip(*row)}
+                 for row in zip(best.values.tolist(), best.indices.tolist())]
+    elif loaded.task == "mae":
+        noise = validation_noise(model, 0, len(x), x.device)
+        found = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
+    labels = []
+    for file, row in zip(c.files, found):
+        shown = "".join(char if char.isprintable() else " " for char in Path(file).name)
+        words = [shown, *(f"{name} {p:.3f}" for name, p in row.items())]
+        print("  ".join(words))
+        labels.append("\n".join(words))
+
+    if loaded.task == "mae":
+        write_sheet(c.out, *reconstructions(model, x, *statistics_of(loaded.meta)), labels)
+    else:
+        attention = loaded.encoder.trace(x)[-1].attention
+        maps = saliency(attention, pooling(loaded)).mean(1, keepdim=True)
+        write_overlays(c.out, augment.to_float(pixels), maps, ["saliency"], labels)
+    return dict(zip(c.files, found))
+
+
+@dataclass(kw_only=True)
+class Neighbours(Probe):
+    """The first validation picture of each of eight classes, beside the training pictures whose
+    features are the nearest by cosine, of another class in a red frame."""
+    k: int = option(8, "how many are shown", low=1)
+    out: str | None = option(None, "the PNG")
+
+
+def neighbours(c):
+    """The numbers of the training pictures shown (rows, k)."""
+    _, (x, _, x_test, _), _, data = probe(c)
+    classes, first = (found[:8] for found in np.unique(data.val_labels, return_index=True))
+    cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
+    nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
+    pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
+    shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
+    edge = -(-shown.shape[-1] // 16)
+    frame = F.pad(torch.zeros_like(shown[0, 0])[:, edge:-edge, edge:-edge], [edge] * 4, value=1.0)
+    wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
+    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    shown[:, 1:][wrong] = torch.where(frame > 0, red, shown[:, 1:][wrong])
+    columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
+    write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
+    return nearest
+
+
+# ---- sheets of pictures -------------------------------------------------------------------------
+def write_sheet(path, pictures, columns, rows=None):
+    """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
+    names of the n rows, whose long lines lose their middle."""
+    from matplotlib.figure import Figure
+    n, m, _, height, width = pictures.shape
+    gap = width // 16
+    sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
+    sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
+    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels per side
+    axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
+    axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
+    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row)
+            for row in rows or (f"image {i}" for i in range(1, n + 1))]
+    axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
+    axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
+    axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
+
+
+def stretched(maps):
+    """Maps (..., P), each from its least value at 0 to its largest at 1."""
+    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+    return (maps - low) / (high - low).clamp_min(1e-12)
+
+
+def write_overlays(path, x, maps, columns, rows=None):
+    """A PNG with an image x (n, 3, H, H) per row, then each of its maps (n, m, patches), stretched,
+    in red over its greys. `columns` names the maps."""
+    side = math.isqrt(maps.shape[-1])
+    heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
+    red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
+    overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
+    write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
+
+
+def validation_noise(model, first, n, device):
+    """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
+    rng = augment.BatchRandom(derive_seed("validation", first), n)
+    return rng.uniform(model.config.patches()).to(device)
+
+
+@torch.no_grad()
+def reconstructions(model, x, mean, std):
+    """(pictures (n, 4, 3, H, H), their titles) of images x, normalized with mean and std: input,
+    masked, reconstruction, and the reconstruction with the visible patches pasted in."""
+    c = model.eval().config
+    mask = model.draw_mask(validation_noise(model, 0, len(x), x.device))
+    target = patchify(x, c.patch_size)
+    masked, guess = mask[..., None], model.predicted(x, mask).float()
+    # back to pixels with the patch's own statistics, which the model does not know
+    if c.normalize_targets:
+        guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
+    columns = {"input": target, "masked": torch.where(masked, 0.0, target),
+               "reconstruction": guess, "pasted": torch.where(masked, guess, target)}
+    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
+    pictures = [unpatchify(patches, c.patch_size) * std + mean for patches in columns.values()]
+    return torch.stack(pictures, 1), list(columns)
+
+
+def write_reconstructions(path, model, pixels, data):
+    """A PNG with a row of `reconstructions` for each of uint8 images (n, H, H, 3)."""
+    x = model_input(pixels, data, model.config.image_size)
+    write_sheet(path, *reconstructions(model, x, data.mean, data.std))
+
+
+# ---- curves, page -------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class Curves:
+    """Loss and any accuracy over the steps of runs: training as a line, validation as points."""
+    folders: tuple = option((), "folders of runs", positional=True)
+    out: str | None = option(None, "the PNG")
+
+
+def curves(c):
+    """{"runs": how many}."""
+    runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
+    if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
+        raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
+    if not runs:
+        raise UserError("which runs? analyze.py curves FOLDER ...")
+    accuracy = any("acc" in line for _, lines in runs for line in lines)
+    names = ["loss", "acc"] if accuracy else ["loss"]
+    figure, (axes,) = new_figure(1, len(names), 4.5, 3.5)
+    for ax, name in zip(axes, names):
+        for i, (run, lines) in enumerate(runs):
+            for split, style in (("train", "-"), ("val", "o--")):
+                points = [(line["step"], line[name]) for line in lines
+                          if line.get("split") == split and line.get(name) is not None]
+                if points:
+                    label = f"{run} {split}"
+                    ax.plot(*zip(*points), style, color=f"C{i}", markersize=3, label=label)
+                    ax.legend()
+        ax.set(xlabel="step", ylabel=name)
+    figure.savefig(c.out)
+    return dict(runs=len(runs))
+
+
+@dataclass(kw_only=True)
 class Page(OneModel):
     """One HTML file that runs the model itself in a browser: CRATE, -C, -N, -T, CRATE-alpha."""
     out: str | None = option(None, "the file; auto is out/analyze-page.html")
@@ -358,7 +518,9 @@ def write_page(c):
 
 
 COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),
-                saliency=(Saliency, saliency_maps), page=(Page, write_page))
+                saliency=(Saliency, saliency_maps), predict=(Predict, predict),
+                neighbours=(Neighbours, neighbours), curves=(Curves, curves),
+                page=(Page, write_page))
 
 
 def main(argv):

@@ -19,7 +19,7 @@ from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserEr
 from optim import make_optimizers, set_lr, warmup_cosine
 from run import derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import text
-from scores import language_scores
+from evaluate import language_scores
 from model import LanguageModel, TextConfig, text_config, train_flops
 
 

@@ -19,7 +19,8 @@ from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
-from scores import model_input, on_device, validation_noise, with_bar, write_reconstructions
+from analyze import validation_noise, write_reconstructions
+from evaluate import model_input, on_device, with_bar
 from model import MAEConfig, MaskedAutoencoder, mae_config, train_flops
 
 

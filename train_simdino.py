@@ -23,7 +23,7 @@ from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserEr
 from optim import ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, Processes, Run, wants_compile
 from data import augment, images
-from scores import features, nearest_neighbours, on_device
+from evaluate import features, nearest_neighbours, on_device
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
 
 

@@ -19,7 +19,7 @@ from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserEr
 from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
 from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
 from data import augment, images
-from scores import classify, images_for, pooling
+from evaluate import classify, images_for, pooling
 from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate, train_flops
 
 
@@ -286,7 +286,7 @@ def main(argv):
             run.save(content, best)
         run.end_step(content)
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
-                    "python evaluate.py predict --ckpt={ckpt} PICTURE ...")
+                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from data import images
 from flags import cli, DeviceFlags, option, parse, UserError
 from model import sparse_rate_reduction
 from run import count, derive_seed, Processes
-from scores import classify, images_for, model_input, on_device
+from evaluate import classify, images_for, model_input, on_device
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "

@@ -30,7 +30,7 @@ from checkpoint import load_model
 from data.page import passages
 from data.tokenizer import tokenizer_from_meta
 from flags import cli, needed, option, parse, UserError
-from scores import logistic_regression, pooling
+from evaluate import logistic_regression, pooling
 
 
 @dataclass(kw_only=True)

@@ -32,7 +32,7 @@ from flags import cli, option, parse, UserError
 from model import MHSA, LanguageModel, TextConfig
 from optim import make_optimizers, set_lr
 from run import derive_seed
-from scores import with_bar
+from evaluate import with_bar
 
 
 @dataclass(kw_only=True)

@@ -4,6 +4,7 @@ Do a supervised CRATE's features separate objects from background better than a 
 [B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
 ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
 from the background by about as much as their texture varies, so that pixels do not give it away.
+Two measures: the IoU of the object with saliency maps ([B] Eq. (7.2.41)), and MaskCut's AP.
 
     python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3 \
         --weight_decay=0.05
@@ -22,17 +23,21 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from evaluate import open_objects, Segment
-from flags import cli, option, parse
-from model import MHSA, patchify
-from scores import model_input, with_bar
+from analyze import print_table, stretched
+from data import augment
+from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar
+from flags import cli, option, parse, UserError
+from model import MHSA, patchify, saliency
 
 
 @dataclass(kw_only=True)
-class Config(Segment):
-    data: str = option("camouflage", "which set", choices=("shapes", "camouflage"))
+class Config(Flags):
+    data: str = option("camouflage", "which drawn set", choices=("shapes", "camouflage"))
+    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
     features: str = option("keys", "what MaskCut compares: the keys U^* LN(Z), or pixels",
                            choices=("keys", "pixels"))
+    batch_size: int = option(100, "images at once", low=1)
+    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -128,36 +133,80 @@ def detection_ap(overlap, confidence, thresholds):
     return F.pad(precision, (0, 1)).gather(1, reached).mean(1)
 
 
+def overlap_at_thresholds(maps, truth):
+    """IoU (100, B, m) with the objects (B, 1, H, W) of maps (B, m, h, w), resized to H x W and
+    stretched to [0, 1], cut at each of 0, 0.01 .. 0.99."""
+    maps = F.interpolate(maps, size=truth.shape[2:], mode="bilinear", antialias=True)
+    maps = stretched(maps.flatten(2)).view_as(maps)
+    return torch.stack([iou(maps >= level / 100, truth) for level in range(100)])
+
+
+def open_objects(c):
+    """(`Loaded`, Processes, the number of the layer, the drawn set, its validation split, the
+    objects' masks (N, 1, H, W) as the model sees them)."""
+    loaded, processes = load(c, "vit", "mae", "simdino")
+    last, size = len(loaded.encoder.layers), loaded.encoder.config.image_size
+    number = c.layer or last
+    if number > last:
+        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {last}")
+    data = images_for(c.data, loaded.meta, c.data_dir)
+    masks = torch.tensor(data.val_masks)[:, None]
+    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    return loaded, processes, number, data, on_device(data, "val", processes.device), masks
+
+
 @torch.no_grad()
-def main(argv):
-    """Prints and returns {"box_ap50", "box_ap75", "box_ap", "mask_ap50", ...}.
+def segment(c):
+    """{"iou", "iou_heads", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50"
+    ...} of pictures with one object each. Prints the IoU of each map.
+
+    A score of IoU is the mean over images at one threshold for all, the best on this very split:
+    "iou" of the mean over heads of the saliency maps, "iou_heads" of each. "iou_prior" takes the
+    split's mean mask as the map of every image, which knows where objects lie on average. A
+    constant map scores "foreground", the objects' share of the pixels.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
-    c, _ = parse(Config, {}, argv, __doc__)
-    loaded, processes, data, split, masks = open_objects(c)
+    loaded, processes, number, data, split, masks = open_objects(c)
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
-    side = size // encoder.config.patch_size
-
-    overlaps, confidences = {"box": [], "mask": []}, []
-    print(*argv, "...", file=sys.stderr, flush=True)
+    side, prior = size // encoder.config.patch_size, masks.float().mean(0, keepdim=True)
+    of_maps, of_boxes, of_masks, confidences = [], [], [], []
     for index in with_bar(torch.arange(len(masks)).split(c.batch_size), "images"):
+        x, truth = model_input(split.batch(index)[0], data, size), masks[index]
         with processes.autocast():
-            x = model_input(split.batch(index)[0], data, size)
-            X = patch_features(encoder, x, c.layer, c.features).float().cpu()
+            maps = saliency(encoder.trace(x)[number - 1].attention, pooling(loaded)).float().cpu()
+            X = patch_features(encoder, x, number, c.features).float().cpu()
+        maps = torch.cat([maps.mean(1, keepdim=True), maps], 1).unflatten(-1, (side, side))
+        of_maps.append(overlap_at_thresholds(maps, truth))
+
         cut, confidence = maskcut(X, side)
-        truth, cut = masks[index], cut[:, None].float()
-        cut = F.interpolate(cut, size=truth.shape[2:], mode="nearest-exact").bool()
-        overlaps["box"].append(iou(box(cut), box(truth))[:, 0])
-        overlaps["mask"].append(iou(cut, truth)[:, 0])
+        cut = F.interpolate(cut[:, None].float(), size=truth.shape[2:], mode="nearest-exact").bool()
+        of_boxes.append(iou(box(cut), box(truth))[:, 0])
+        of_masks.append(iou(cut, truth)[:, 0])
         confidences.append(confidence)
+    mean, *heads = torch.cat(of_maps, 1).mean(1).amax(0).tolist()
+    prior = overlap_at_thresholds(prior, masks).mean(1).amax().item()
+    foreground = masks.double().mean().item()
+    table = {"mean of heads": mean, **{f"head {k}": value for k, value in enumerate(heads, 1)},
+             "prior: mean mask": prior, "a constant map": foreground}
+    print_table([dict(map=name, IoU=value) for name, value in table.items()])
+
+    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+                  features=c.features, n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
+                  foreground=foreground)
     thresholds = torch.arange(50, 100, 5).double() / 100
-    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=c.layer,
-                  features=c.features, n=len(masks))
-    for name, parts in overlaps.items():
+    for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)
         result |= {f"{name}_ap50": ap[0].item(), f"{name}_ap75": ap[5].item(),
                    f"{name}_ap": ap.mean().item()}
+    return result
+
+
+def main(argv):
+    """Prints and returns the scores of `segment`."""
+    c, _ = parse(Config, {}, argv, __doc__)
+    print(*argv, "...", file=sys.stderr, flush=True)
+    result = segment(c)
     print(json.dumps(result))
     return result
 

@@ -1,20 +1,26 @@
-"""What analyze.py reports, against the definitions."""
+"""What analyze.py reports and draws, against the definitions."""
+import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional as F
 
 import analyze
 from checkpoint import TASKS
-from data import images
+from data import augment, images
+from data.prepare import read_picture
+from evaluate import model_input
+from flags import UserError
 from helpers import write_model
-from model import (ImageClassifier, ImageConfig, LayerTrace, MAEConfig, MaskedAutoencoder,
-                   coding_rate, sparse_rate_reduction)
-from scores import model_input
+from model import (ImageClassifier, ImageConfig, ImageEncoder, LayerTrace, MAEConfig,
+                   MaskedAutoencoder, coding_rate, saliency, sparse_rate_reduction)
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
+META = dict(name="pets", classes=["cat", "dog", "emu"], mean=[0.5, 0.4, 0.3], std=[0.2, 0.25, 0.3])
 
 
 @pytest.fixture
@@ -36,6 +42,15 @@ def call(tmp_path, cache):
         assert out.stat().st_size > 1000
         return numbers
     return run
+
+
+@pytest.fixture
+def sheets(monkeypatch):
+    """What write_sheet is given, (pictures, columns, rows), in place of PNGs."""
+    found = []
+    monkeypatch.setattr(analyze, "write_sheet",
+                        lambda path, *sheet: found.append((*sheet, None)[:3]))
+    return found
 
 
 def validation(cache, index):
@@ -109,18 +124,18 @@ def test_layers(save, call, cache, arch):
 
 
 def test_subspaces(save, call):
-    """Orthogonal bases have coherence 0, whatever their norm; else it is that of each pair."""
-    U = torch.linalg.qr(torch.randn(12, 12).double())[0].view(12, 3, 4).transpose(0, 1)
-    gram, found = analyze.coherence(5 * U)
-    assert torch.allclose(gram, torch.eye(12).double()) and max(found.values()) < 1e-12
-    U = torch.randn(3, 7, 2)
-    columns = [U[k, :, j] / U[k, :, j].norm() for k in range(3) for j in range(2)]
-    same, other = ([abs(float(columns[i] @ columns[j])) for i in range(6) for j in range(6)
-                    if i != j and (i // 2 == j // 2) == within] for within in (True, False))
-    assert analyze.coherence(U)[1] == pytest.approx(dict(
-        within_mean=np.mean(same), within_max=max(same),
-        across_mean=np.mean(other), across_max=max(other)))
-    found = call("subspaces", f"--ckpt={save(ImageClassifier(ImageConfig(**TINY)))}")
+    """|<u, v>| of each pair of columns; orthogonal ones have 0, whatever their norm."""
+    model = ImageClassifier(ImageConfig(**TINY))
+    for layer in model.encoder.layers[:2]:
+        torch.nn.init.orthogonal_(layer.attention.U.weight.data).mul_(5)
+    found = call("subspaces", f"--ckpt={save(model)}")
+    *orthogonal, row = found["layers"]
+    assert all(max(numbers["within"], numbers["across"]) < 1e-6 for numbers in orthogonal)
+    U = model.encoder.layers[-1].attention.bases().detach()
+    columns = [(k, U[k, :, j] / U[k, :, j].norm()) for k in range(2) for j in range(8)]
+    pairs = [(k == m, abs(float(u @ v))) for k, u in columns for m, v in columns if u is not v]
+    for name, within in (("within", True), ("across", False)):
+        assert row[name] == pytest.approx(np.mean([y for same, y in pairs if same == within]))
     directions = F.normalize(torch.randn(20_000, 16), dim=1)
     assert found["random"] == pytest.approx(directions[:, 0].abs().mean().item(), rel=4e-2)
 
@@ -152,3 +167,104 @@ def test_saliency(arch, task, save, call, cache):
     torch.testing.assert_close(found["maps"], maps)
     only = call("saliency", *flags, "--head=2")
     assert only["heads"] == ["head 2"] and torch.equal(only["maps"], found["maps"][:, 2:])
+
+
+def test_overlays_are_red_where_a_map_is_large(sheets):
+    x, maps = torch.rand(2, 3, 32, 32), torch.rand(2, 3, 16)
+    analyze.write_overlays("a.png", x, 5 * maps - 1, ["a", "b", "c"])
+    (pictures, columns, _), = sheets
+    assert columns == ["image", "a", "b", "c"] and torch.equal(pictures[:, 0], x)
+    heat = F.avg_pool2d(pictures[:, 1:, 0] - pictures[:, 1:, 1], 8).flatten(2)
+    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+    torch.testing.assert_close(heat, 0.7 * 0.9 * (maps - low) / (high - low))
+
+
+def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
+    """White above and beside them is room for titles; a $ in a file's name is no formula."""
+    pictures = torch.zeros(2, 3, 3, 16, 16)
+    pictures[1, 2, 2] = 1.0
+    rows = ["a $x^.png", "b" * 400 + ".png"]                # cut, or it would fill the sheet
+    analyze.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
+    sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
+    blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)
+    assert blue.sum() / (blue | black).sum() == pytest.approx(1 / 6, abs=0.02)
+    assert np.nonzero(blue)[1].min() > sheet.shape[1] / 2 and sheet.shape[1] < 1100
+
+
+def test_neighbours_are_shown_in_order(sheets, monkeypatch):
+    """One validation picture a class, the nearest by angle first, wrong ones in a red frame;
+    picture i is of grey i."""
+    train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
+                  for n in (20, 4))
+    data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
+                           train_labels=np.arange(20) % 3,
+                           val_labels=np.array([2, 2, 1, 1]))          # no ant
+    x, x_test = torch.randn(20, 3), torch.randn(4, 3)
+    monkeypatch.setattr(analyze, "probe", lambda c: ({}, [x, None, x_test, None], None, data))
+    analyze.neighbours(analyze.Neighbours(k=5))
+    (shown, columns, rows), = sheets
+    for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
+        nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:5].tolist()
+        assert row[:, 1, 1, 1].tolist() == [i, *nearest]
+        framed = [k for k in range(6) if row[k, :, 0, 0].tolist() == [255, 0, 0]]
+        assert framed == [k for k, j in enumerate(nearest, 1) if j % 3 != label]
+    assert columns == ["image", "1.", "2.", "3.", "4.", "5."] and rows == ["cat", "dog"]
+
+
+@torch.no_grad()
+def test_predict(tmp_path, sheets, capsys):
+    """One line a picture, without what a terminal would obey; the sheet names the same."""
+    paths = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")]
+    for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
+        Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
+    pixels = [read_picture(path, 16)[0] for path in paths]
+    pixels = augment.to_float(torch.from_numpy(np.stack(pixels)))
+    size = dict(width=16, heads=2, layers=2, image_size=16, patch_size=8)
+
+    def predict(model, task):
+        for p in model.parameters():
+            p.data.normal_(std=0.3)
+        write_model(tmp_path / "ckpt.pt", model, task, META)
+        found = analyze.main(["predict", f"--ckpt={tmp_path / 'ckpt.pt'}", *paths, "--top=2",
+                              "--device=cpu", f"--out={tmp_path / 'a.png'}"])
+        return list(found.values()), *sheets[-1]
+
+    model = ImageClassifier(ImageConfig(classes=3, **size)).eval()
+    shares, shown, columns, rows = predict(model, "vit")
+    x = augment.normalize(pixels, META["mean"], META["std"])
+    for share, wanted in zip(shares, model(x).softmax(-1).tolist()):
+        wanted = sorted(zip(META["classes"], wanted), key=lambda pair: -pair[1])[:2]
+        assert list(share) == [name for name, _ in wanted]
+        assert share == pytest.approx(dict(wanted), abs=1e-4)
+    assert columns == ["image", "saliency"] and torch.equal(shown[:, 0], pixels)
+    maps = saliency(model.encoder.trace(x)[-1].attention).mean(1)
+    red = F.avg_pool2d(shown[:, 1, 0] - shown[:, 1, 1], 8).flatten(1)
+    assert torch.equal(red.argmax(1), maps.argmax(1))
+    lines = capsys.readouterr().out.splitlines()
+    assert [row.splitlines() for row in rows] == [line.split("  ") for line in lines[:2]]
+    assert lines[0].startswith("a [2J.png  ")
+
+    encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**size))))
+    encoder.config = encoder["encoder"].config
+    assert predict(encoder, "simdino")[0] == [{}, {}]                   # it has no classes
+    shares, shown, columns, _ = predict(MaskedAutoencoder(MAEConfig(**size)), "mae")
+    assert columns == ["input", "masked", "reconstruction", "pasted"]
+    std = torch.tensor(META["std"]).view(3, 1, 1)
+    for (seen, masked, guess, _), share in zip(shown, shares, strict=True):
+        error = ((guess - seen) / std)[:, (masked != seen).any(0)].square().mean().item()
+        assert share == dict(error=pytest.approx(error, abs=1e-3))
+    torch.testing.assert_close(shown[:, 0], pixels)
+
+
+def test_curves_of_recorded_runs(tmp_path):
+    """A metrics.jsonl alone is enough."""
+    lines = dict(step=1, split="train", loss=2.0), dict(step=1, split="val", acc=0.5)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    out = f"--out={tmp_path}/curves.png"
+    analyze.main(["curves", f"{tmp_path}/a", f"{tmp_path}/a", out])
+    assert Image.open(tmp_path / "curves.png").size == (900, 350)
+    for folders, says in (([f"{tmp_path}/a", f"{tmp_path}/b"], "no metrics.jsonl of a run in .*b"),
+                          ([], "which runs")):
+        with pytest.raises(UserError, match=says):
+            analyze.main(["curves", *folders, out])

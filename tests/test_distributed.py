@@ -34,8 +34,8 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import flags, run, scores
-run.draw_curves = scores.write_sheet = lambda *picture: None
+import analyze, flags, run
+run.draw_curves = analyze.write_sheet = lambda *picture: None
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -85,7 +85,7 @@ def runs(odd, tmp_path_factory):
     with started(folder, *todo_both, RANK="0", WORLD_SIZE="2", **place) as first, \
             started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second, \
             pytest.MonkeyPatch.context() as patch:
-        for picture in ("run.draw_curves", "scores.write_sheet"):
+        for picture in ("run.draw_curves", "analyze.write_sheet"):
             patch.setattr(picture, lambda *picture: None)
         for name in RUNS:
             script, *flags = todo[name]

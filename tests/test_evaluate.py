@@ -1,30 +1,27 @@
-"""The commands of evaluate.py, against images and passages read one at a time."""
+"""The scores and commands of evaluate.py, against images and passages read one at a time."""
+import io
 import json
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tiktoken
 import torch
-from PIL import Image
 from torch.nn import functional as F
 
 import evaluate
 import train_gpt
 import train_vit
-from data import augment, images, text
-from data.prepare import read_picture
+from data import images, text
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from flags import UserError
+from flags import DeviceFlags, UserError
 from helpers import metrics, write_model
-from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
-                   MaskedAutoencoder, saliency, TextConfig)
-from scores import stretched
+from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
+from run import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
-SIZE = dict(width=16, heads=2, layers=2, image_size=16, patch_size=8)
-META = dict(name="pets", classes=["cat", "dog", "emu"], mean=[0.5, 0.4, 0.3], std=[0.2, 0.25, 0.3])
 
 
 @pytest.fixture
@@ -75,7 +72,65 @@ def letters(monkeypatch):
     return torch.from_numpy(ids)
 
 
-# ---- Images
+# ---- Scores
+
+def test_nearest_neighbours_by_hand():
+    x, y = F.normalize(torch.randn(60, 5), dim=1), torch.randint(3, (60,))
+    tests, labels = torch.randn(23, 5), torch.randint(3, (23,))
+    right = 0
+    for t, label in zip(tests, labels.tolist()):
+        cosine = (x @ (t / t.norm())).tolist()
+        nearest = sorted(range(60), key=lambda i: -cosine[i])[:7]
+        votes = [sum(np.exp(cosine[i] / 0.1) for i in nearest if y[i] == k) for k in range(3)]
+        right += votes.index(max(votes)) == label
+    result = evaluate.nearest_neighbours(3 * x, y, tests, labels, 3, Processes("cpu"), 7, 0.1)
+    assert result == dict(acc=pytest.approx(right / 23), k=7)
+
+
+def test_logistic_regression_is_at_its_minimum():
+    x, y = torch.randn(200, 4), torch.randint(3, (200,))
+    W, b = evaluate.logistic_regression(x, y, 3, decay=0.1)
+    slope = (x @ W + b).softmax(1) - F.one_hot(y, 3)
+    assert (x.T @ slope / 200 + 0.1 * W).abs().max() < 1e-4 and slope.mean(0).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_features(cache):
+    """In the split's order: those of two processes, in batches, add up to all."""
+    data = images.load("shapes", cache)
+    encoder = ImageEncoder(ImageConfig(width=16, heads=2, layers=1, image_size=32, patch_size=8))
+    split = images.Images(data.train_images[:9], data.train_labels[:9], "cpu")
+    Z = encoder(evaluate.model_input(split.images, data, 32))
+    processes, parts = Processes("cpu"), []
+    processes.world, processes.sum = 2, parts.append
+    for kind, expected in (("class", Z[:, 0]), ("mean", Z[:, 1:].mean(1))):
+        for processes.rank in range(2):
+            evaluate.features(encoder, split, data, DeviceFlags(), processes, kind, 2)
+        torch.testing.assert_close(parts.pop() + parts.pop(), expected)
+
+
+@pytest.mark.parametrize("n", [10, 22])
+def test_a_masked_model_sees_no_padding(monkeypatch, n):
+    """Neither behind a text shorter than the context, 16, nor in a last window that it does not
+    fill."""
+    model = LanguageModel(TextConfig(width=16, heads=2, layers=1, context=16, vocab_size=12,
+                                     causal=False))
+    seen, tokens = [], 1 + np.arange(n) % 9
+    monkeypatch.setattr(text, "mask_tokens", lambda x, *_: (seen.append(x[0].clone()) or x, x))
+    evaluate.language_scores(model, tokens, Processes("cpu"), 1, 11, 0.15)
+    assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
+
+
+def test_a_bar_is_for_the_terminal_of_rank_0(monkeypatch):
+    for terminal, rank, says in ((True, "0", True), (False, "0", False), (True, "1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr("sys.stderr", io.StringIO())
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        assert [*evaluate.with_bar(range(3), "things")] == [0, 1, 2]
+        assert ("things" in sys.stderr.getvalue()) == says
+
+
+# ---- Commands
 
 def test_accuracy_and_probes(train, tmp_path, run):
     train(train_vit, "run")
@@ -90,93 +145,6 @@ def test_accuracy_and_probes(train, tmp_path, run):
     with pytest.raises(UserError, match="--data is needed"):
         run("knn", "--features=pixels")
 
-
-def test_neighbours_are_shown_in_order(monkeypatch, tmp_path):
-    """One validation picture a class, the nearest by angle first, wrong ones in a red frame;
-    picture i is of grey i."""
-    train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
-                  for n in (20, 4))
-    data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
-                           train_labels=np.arange(20) % 3,
-                           val_labels=np.array([2, 2, 1, 1]))          # no ant
-    x, x_test, sheets = torch.randn(20, 3), torch.randn(4, 3), []
-    monkeypatch.setattr(evaluate, "write_sheet", lambda *sheet: sheets.append(sheet[1:]))
-    evaluate.write_neighbours(tmp_path / "a.png", data, x, x_test)
-    (shown, columns, rows), = sheets
-    for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
-        nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:8].tolist()
-        assert row[:, 1, 1, 1].tolist() == [i, *nearest]
-        framed = [k for k in range(9) if row[k, :, 0, 0].tolist() == [255, 0, 0]]
-        assert framed == [k for k, j in enumerate(nearest, 1) if j % 3 != label]
-    assert columns == ["image", "1.", "2.", "3.", "4.", "5.", "6.", "7.", "8."]
-    assert rows == ["cat", "dog"]
-
-
-@pytest.mark.parametrize("arch", ["crate", "tost"])
-def test_segment(tmp_path, run, cache, arch):
-    """Every threshold, map and image alone; the prior is the mean mask as the map of each image."""
-    fields = dict(arch=arch, classes=10, **SIZE | dict(image_size=32))
-    model, data = scrambled(ImageClassifier(ImageConfig(**fields))), images.load("shapes", cache)
-    write_model(tmp_path / "ckpt.pt", model, "vit", data.meta())
-    x = augment.to_float(torch.from_numpy(np.array(data.val_images)))
-    truth = torch.from_numpy(np.array(data.val_masks)) == 1
-    attention = model.encoder.trace(augment.normalize(x, data.mean, data.std))[0].attention
-    heads = saliency(attention, "class").unflatten(-1, (4, 4)).detach()
-    heads = F.interpolate(heads, size=(32, 32), mode="bilinear", antialias=True)
-    result = run("segment", "--layer=1", "--batch_size=30")
-    prior = truth.float().mean(0).expand(100, -1, -1)
-    for maps, found in zip((heads.mean(1), *heads.unbind(1), prior),
-                           (result["iou"], *result["iou_heads"], result["iou_prior"]), strict=True):
-        maps = stretched(maps.flatten(1)).view_as(truth)
-        ious = [[float((a & b).sum() / (a | b).sum()) for a, b in zip(maps >= i / 100, truth)]
-                for i in range(100)]
-        assert found == pytest.approx(max(np.mean(ious, 1)), abs=1e-3)
-    assert run.lines[-1] == f"a constant map    {truth.float().mean().item():.3f}"
-
-
-@torch.no_grad()
-def test_predict(tmp_path, run, monkeypatch):
-    """One line a picture, without what a terminal would obey; the sheet names the same."""
-    paths, sheets = [str(tmp_path / name) for name in ("a\x1b[2J.png", "b.png")], []
-    for path, shape in zip(paths, ((40, 30, 3), (20, 20, 3))):
-        Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, np.uint8)).save(path)
-    pixels = [read_picture(path, 16)[0] for path in paths]
-    pixels = augment.to_float(torch.from_numpy(np.stack(pixels)))
-    monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet[1:]))
-
-    def predict(model, task):
-        write_model(tmp_path / "ckpt.pt", scrambled(model), task, META)
-        result = run("predict", paths[0], "--top=2", paths[1], f"--out={tmp_path / 'a.png'}")
-        return list(result["pictures"].values()), *sheets[-1]
-
-    model = ImageClassifier(ImageConfig(classes=3, **SIZE))
-    shares, shown, columns, rows = predict(model, "vit")
-    x = augment.normalize(pixels, META["mean"], META["std"])
-    for share, wanted in zip(shares, model(x).softmax(-1).tolist()):
-        wanted = sorted(zip(META["classes"], wanted), key=lambda pair: -pair[1])[:2]
-        assert list(share) == [name for name, _ in wanted]
-        assert share == pytest.approx(dict(wanted), abs=1e-4)
-    assert columns == ["image", "saliency"] and torch.equal(shown[:, 0], pixels)
-    maps = saliency(model.encoder.trace(x)[-1].attention).mean(1)
-    red = F.avg_pool2d(shown[:, 1, 0] - shown[:, 1, 1], 8).flatten(1)
-    assert torch.equal(red.argmax(1), maps.argmax(1))
-    assert [row.splitlines() for row in rows] == [line.split("  ") for line in run.lines[:2]]
-    assert run.lines[0].startswith("a [2J.png  ")
-
-    encoder = torch.nn.ModuleDict(dict(encoder=ImageEncoder(ImageConfig(**SIZE))))
-    encoder.config = encoder["encoder"].config
-    assert predict(encoder, "simdino")[0] == [{}, {}]                   # it has no classes
-    model = MaskedAutoencoder(MAEConfig(**SIZE))
-    shares, shown, columns, _ = predict(model, "mae")
-    assert columns == ["input", "masked", "reconstruction", "pasted"]
-    std = torch.tensor(META["std"]).view(3, 1, 1)
-    for (seen, masked, guess, _), share in zip(shown, shares, strict=True):
-        error = ((guess - seen) / std)[:, (masked != seen).any(0)].square().mean().item()
-        assert share == dict(error=pytest.approx(error, abs=1e-3))
-    torch.testing.assert_close(shown[:, 0], pixels)
-
-
-# ---- Text
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
 def test_lm_agrees_with_the_run(train, tmp_path, text_cache, run, objective):
@@ -226,7 +194,7 @@ def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
         written = few.decode(ids[-10:])
         right += written.startswith(" " + word) if strict else word.lower() in written.lower()
-    result = run("lambada", f"--strict={strict}", "--batch_size=7")
+    result = run("lambada", f"--strict={strict}")
     assert result["acc"] == right / 80 and 0 < right < result["n"] == 80
 
 

@@ -18,7 +18,7 @@ from checkpoint import Loaded, TASKS
 from data import images, page, text
 from flags import UserError
 from helpers import write_model
-from scores import model_input
+from evaluate import model_input
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
 # task, fields of the config; all with weights that are not at their initial values

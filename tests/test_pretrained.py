@@ -8,7 +8,7 @@ import torch
 import checkpoint
 from data import images, shapes, text
 from run import Processes
-from scores import classify, features, language_scores, nearest_neighbours, statistics_of
+from evaluate import classify, features, language_scores, nearest_neighbours
 from train_mae import validate
 
 PROCESSES = Processes("cpu")
@@ -41,7 +41,7 @@ def test_scores(name, val, text_cache):
     """On the validation parts of shapes and pydoc (Python's versions differ a little). CIFAR-10 is
     not here: its models mostly agree on a picture with itself mirrored, and tell classes apart."""
     loaded, score = checkpoint.load_model(f"pretrained:{name}"), SCORES[name]
-    data = statistics_of(loaded.meta)
+    data = loaded.task != "gpt" and images.ImageData(**loaded.meta)
     if loaded.task == "gpt":
         tokens = text.load("pydoc", text_cache).val
         loss = language_scores(loaded.model, tokens, PROCESSES, 32)["loss"]

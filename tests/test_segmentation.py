@@ -2,11 +2,13 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
-from data import images
+from analyze import stretched
+from data import augment, images
 from experiments import segmentation
 from helpers import write_model
-from model import ImageClassifier, ImageConfig
+from model import ImageClassifier, ImageConfig, saliency
 
 TINY = dict(width=16, heads=2, layers=2, image_size=32, patch_size=4, classes=10)
 
@@ -96,3 +98,30 @@ def test_perfect_masks(tmp_path, monkeypatch):
     result = segmentation.main([*flags, "--features=pixels"])
     assert result["box_ap"] == result["mask_ap"] == result["box_ap50"] == 1
     assert segmentation.main([*flags, "--random"])["box_ap"] < 1
+
+
+@pytest.mark.parametrize("arch", ["crate", "tost"])
+@torch.no_grad()
+def test_maps(arch, tmp_path, cache, capsys):
+    """Every threshold, map and image alone; the prior is the mean mask as the map of each image."""
+    model, data = ImageClassifier(ImageConfig(arch=arch, **TINY)), images.load("shapes", cache)
+    for p in model.parameters():
+        p.normal_(std=0.3)
+    write_model(tmp_path / "m.pt", model, "vit", data.meta())
+    x = augment.to_float(torch.tensor(data.val_images))
+    truth = torch.tensor(data.val_masks) == 1
+    attention = model.encoder.trace(augment.normalize(x, data.mean, data.std))[0].attention
+    heads = saliency(attention, "class").unflatten(-1, (8, 8))
+    heads = F.interpolate(heads, size=(32, 32), mode="bilinear", antialias=True)
+    result = segmentation.main([f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--data=shapes",
+                                f"--data_dir={cache}", "--layer=1", "--batch_size=30"])
+    prior = truth.float().mean(0).expand(100, -1, -1)
+    for maps, found in zip((heads.mean(1), *heads.unbind(1), prior),
+                           (result["iou"], *result["iou_heads"], result["iou_prior"]), strict=True):
+        maps = stretched(maps.flatten(1)).view_as(truth)
+        ious = [[float((a & b).sum() / (a | b).sum()) for a, b in zip(maps >= i / 100, truth)]
+                for i in range(100)]
+        assert found == pytest.approx(max(np.mean(ious, 1)), abs=1e-3)
+    assert capsys.readouterr().out.splitlines()[-2].split() == [
+        "a", "constant", "map", f"{result['foreground']:.4g}"]
+    assert result["foreground"] == pytest.approx(truth.float().mean().item())

@@ -48,11 +48,11 @@ def test_validation_is_the_loss_of_every_image_once(setup):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, normalize):
     sheets = []
-    monkeypatch.setattr("scores.write_sheet", lambda *sheet: sheets.append(sheet))
+    monkeypatch.setattr("analyze.write_sheet", lambda *sheet: sheets.append(sheet))
     model, val, data, _ = setup(f"--normalize_targets={normalize}")
     pixels, _ = val.batch(torch.arange(3))
     train_mae.write_reconstructions("a.png", model, pixels, data)
-    (_, sheet, columns, _), = sheets
+    (_, sheet, columns), = sheets
     assert columns == ["input", "masked", "reconstruction", "pasted"]
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
     pixels = torch.from_numpy(data.val_images[:3].astype(np.float32))
