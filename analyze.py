@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import load_model
-from evaluate import (Flags, images_for, load, model_input, on_device, pooling, Probe, probe,
-                      statistics_of, tokens_for, with_bar)
+from evaluate import (images_for, model_input, on_device, pooling, Probe, probe, statistics_of,
+                      tokens_for, with_bar)
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from run import derive_seed, Processes, read_metrics
 from data import augment, page
@@ -90,21 +90,6 @@ def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
     data = images_for(c.data, loaded.meta, c.data_dir)
     return data, on_device(data, c.split, next(loaded.model.parameters()).device)
-
-
-def open_pictures(c, count):
-    """(c.ckpt as `Loaded`, names of `count` images or fewer from c.index on, the images
-    (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
-    data, split = split_for(loaded, c)
-    index = torch.arange(len(split))[c.index:c.index + count]
-    if len(index) == 0:
-        raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
-    batch, labels = split.batch(index)
-    names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
-    size = loaded.encoder.config.image_size
-    pixels = augment.at_size(augment.to_float(batch), size)
-    return loaded, names, pixels, model_input(batch, data, size)
 
 
 def batches(loaded, c):
@@ -180,12 +165,10 @@ def layer_table(loaded, c):
 
     table = []
     for l, parts in enumerate(found, 1):
-        row = dict(layer=l)
+        table.append(dict(layer=l))
         for key in parts[0]:
             values = torch.cat([part[key] for part in parts])
-            row[key] = values.mean().item()
-            row[f"{key}_std"] = values.std(correction=0).item()
-        table.append(row)
+            table[-1] |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
     return table
 
 
@@ -249,58 +232,76 @@ class Subspaces(OneModel):
 
 @torch.no_grad()
 def subspaces(c):
-    """{"layers": its mean within a subspace (NaN where p = 1) and across two, "random": the mean
-    for random directions}."""
+    """The mean of each layer for two columns of one subspace (NaN where p = 1) and of two."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
     U = torch.stack([layer.attention.bases() for layer in backbone_of(loaded).layers])
-    L, K, d, p = U.shape
+    _, K, d, p = U.shape
     columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
     gram = (columns.mT @ columns).abs()
-    same = torch.block_diag(*torch.ones(K, p, p, device=U.device)).bool()
-    pairs = dict(within=same ^ torch.eye(K * p, device=U.device).bool(), across=~same)
-    rows = [dict(layer=l) | {name: gram[l - 1][of].mean().item() for name, of in pairs.items()}
-            for l in range(1, L + 1)]
-    random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
+    same, itself = torch.block_diag(*torch.ones(K, p, p)) > 0, torch.eye(K * p) > 0
+    rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
+            for l, G in enumerate(gram.cpu(), 1)]
     print_table(rows)
+    random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
     draw_matrices(c, gram, f"|<u, v>| of the columns of [U_1 .. U_K]; at random {random:.3f}")
-    return dict(layers=rows, random=random)
+    return rows
 
 
 @dataclass(kw_only=True)
-class Tokens(OneModel):
-    """|Z^{l+1}| of one image, tokens by features, layer by layer ([N] Figure 6).
+class Pictures(OneModel):
+    files: tuple = option((), "your own pictures in place of the data set's", positional=True)
+    index: int = option(0, "the first image's number in the split", low=0)
 
-    The effective rank is exp of the entropy of the squared singular values. Black is the 99th
+
+def open_pictures(c, count):
+    """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
+    the images (B, 3, H, H) in [0, 1], the same normalized)."""
+    loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
+    size, device = loaded.encoder.config.image_size, loaded.encoder.class_token.device
+    if c.files:
+        found = [read_picture(file, size) for file in c.files]
+        for file, (_, problem) in zip(c.files, found):
+            if problem:
+                raise UserError(f"cannot read {file}: {problem}")
+        batch = torch.from_numpy(np.stack([picture for picture, _ in found])).to(device)
+        names = ["".join(char if char.isprintable() else " " for char in Path(file).name)
+                 for file in c.files]
+    else:
+        data, split = split_for(loaded, c)
+        index = torch.arange(len(split))[c.index:c.index + count]
+        if len(index) == 0:
+            raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
+        batch, labels = split.batch(index)
+        names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
+    pixels = augment.at_size(augment.to_float(batch), size)
+    return loaded, names, pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
+
+
+@dataclass(kw_only=True)
+class Tokens(Pictures):
+    """|Z^{l+1}| of one image, tokens by features, layer by layer ([N] Figure 6). Black is the 99th
     percentile of a layer and more."""
-    index: int = option(0, "the image's number in the split", low=0)
 
 
 @torch.no_grad()
 def tokens(c):
-    """{"layers": nonzeros and effective rank of each Z^{l+1}}."""
-    loaded, (name,), _, x = open_pictures(c, 1)
-    Z = in_float64(torch.cat([step.out for step in loaded.encoder.trace(x)]))   # (L, 1 + n, d)
-    share = torch.linalg.svdvals(Z).square()
-    rank = torch.special.entr(share / share.sum(1, keepdim=True)).sum(1).exp()
-    nonzeros = (Z != 0).double().mean((1, 2))
-    rows = [dict(layer=l, nonzeros=a, effective_rank=b)
-            for l, (a, b) in enumerate(zip(nonzeros.tolist(), rank.tolist()), 1)]
-    print_table(rows)
-    most = Z.abs().flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)
-    draw_matrices(c, Z.abs() / most[:, None, None], f"|Z^(l+1)| of image {name}")
-    return dict(layers=rows)
+    """|Z^{l+1}| (L, 1 + n, d), the 99th percentile of each being 1."""
+    loaded, (name, *_), _, x = open_pictures(c, 1)
+    Z = torch.stack([step.out[0].abs() for step in loaded.encoder.trace(x)])
+    Z = Z / Z.flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)[:, None, None]
+    draw_matrices(c, Z, f"|Z^(l+1)| of image {name}")
+    return Z
 
 
 # ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
-class Saliency(OneModel):
+class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
     ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
     on average. For TSSA, which has no attention map: each patch's membership Pi. --head shows only
     that head ([B] Figure 7.11)."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
-    index: int = option(0, "the first image's number in the split", low=0)
     pictures: int = option(8, "how many images, one per row", low=1)
 
 
@@ -318,59 +319,44 @@ def saliency_maps(c):
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
-        maps, heads = maps[:, c.head:c.head + 1], heads[c.head:c.head + 1]
+        maps, heads = maps[:, [c.head]], [heads[c.head]]
     write_overlays(c.out, pixels, maps, heads, names)
     return dict(heads=heads, maps=maps)
 
 
 @dataclass(kw_only=True)
-class Predict(Flags):
-    """The likeliest classes of each picture's centre square, and a PNG: the square beside the mean
-    of the last layer's saliency maps; of a masked autoencoder its reconstruction."""
-    files: tuple = option((), "pictures", positional=True)
+class Predict(Pictures):
+    """The likeliest classes of pictures, printed and beside the mean of the last layer's saliency
+    maps; of a masked autoencoder the error on the masked patches and its reconstruction. Of your
+    own pictures it sees the centre square."""
+    pictures: int = option(8, "how many images of the data set", low=1)
     top: int = option(3, "classes to print", low=1)
-    out: str | None = option(None, "the PNG, a row for each picture")
 
 
 @torch.no_grad()
 def predict(c):
-    """{file: {class: probability}}; of a masked autoencoder {file: {"error"}}, the mean squared
-    error on a picture's masked patches. Prints one line a file."""
-    if not c.files:
-        raise UserError("which pictures? analyze.py predict --ckpt=CHECKPOINT PICTURE ...")
-    loaded, processes = load(c, "vit", "mae", "simdino")
-    model, size, pictures = loaded.model, loaded.encoder.config.image_size, []
-    for file in c.files:
-        picture, problem = read_picture(file, size)
-        if problem:
-            raise UserError(f"cannot read {file}: {problem}")
-        pictures.append(picture)
-    pixels = torch.from_numpy(np.stack(pictures)).to(processes.device)
-    x = augment.normalize(augment.to_float(pixels), *statistics_of(loaded.meta))
-
-    found = [{} for _ in c.files]
+    """[{class: probability}] of each picture; of a masked autoencoder [{"error"}], mean squared."""
+    loaded, names, pixels, x = open_pictures(c, c.pictures)
+    model, found = loaded.model, [{} for _ in names]
     if loaded.task == "vit":
-        names = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
-        best = model(x).softmax(-1).topk(min(c.top, len(names)))
-        found = [{names[i]: p for p, i in zip(*row)}
+        classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
+        best = model(x).softmax(-1).topk(min(c.top, len(classes)))
+        found = [{classes[i]: p for p, i in zip(*row)}
                  for row in zip(best.values.tolist(), best.indices.tolist())]
     elif loaded.task == "mae":
         noise = validation_noise(model, 0, len(x), x.device)
         found = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
-    labels = []
-    for file, row in zip(c.files, found):
-        shown = "".join(char if char.isprintable() else " " for char in Path(file).name)
-        words = [shown, *(f"{name} {p:.3f}" for name, p in row.items())]
-        print("  ".join(words))
-        labels.append("\n".join(words))
+    words = [[name, *(f"{key} {y:.3f}" for key, y in row.items())]
+             for name, row in zip(names, found)]
+    print("\n".join(map("  ".join, words)))
 
+    rows = ["\n".join(lines) for lines in words]
     if loaded.task == "mae":
-        write_sheet(c.out, *reconstructions(model, x, *statistics_of(loaded.meta)), labels)
+        write_sheet(c.out, *reconstructions(model, x, *statistics_of(loaded.meta)), rows)
     else:
-        attention = loaded.encoder.trace(x)[-1].attention
-        maps = saliency(attention, pooling(loaded)).mean(1, keepdim=True)
-        write_overlays(c.out, augment.to_float(pixels), maps, ["saliency"], labels)
-    return dict(zip(c.files, found))
+        maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
+        write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
+    return found
 
 
 @dataclass(kw_only=True)
@@ -476,11 +462,11 @@ class Curves:
 
 def curves(c):
     """{"runs": how many}."""
+    if not c.folders:
+        raise UserError("which runs? analyze.py curves FOLDER ...")
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
         raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
-    if not runs:
-        raise UserError("which runs? analyze.py curves FOLDER ...")
     accuracy = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if accuracy else ["loss"]
     figure, (axes,) = new_figure(1, len(names), 4.5, 3.5)

@@ -20,8 +20,9 @@ ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
 SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")     # beside their equations
 
 
-def base64_of(tensor):
-    return base64.b64encode(tensor.numpy().tobytes()).decode()
+def base64_of(*tensors):
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    return base64.b64encode(flat.numpy().tobytes()).decode()
 
 
 def passages(values, count):
@@ -58,7 +59,7 @@ def image_examples(model, task, data):
     `masked`), and of the first: logits, the token that an encoder pools, or predicted patches."""
     c, labels = model.config, data.val_labels
     first = np.unique(labels, return_index=True)[1]
-    index = np.concatenate([first, np.setdiff1d(np.arange(len(labels)), first)])[:8]
+    index = [*dict.fromkeys([*first, *range(8)])][:8]
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
     pixels = (255 * x).round().byte()                       # the page has no more
     x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
@@ -66,8 +67,8 @@ def image_examples(model, task, data):
                  classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
         mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # well spread
-        masked = mask[0].nonzero()[:, 0].tolist()
-        return found | dict(masked=masked), model.predicted(x, mask)
+        found["masked"] = mask[0].nonzero()[:, 0].tolist()
+        return found, model.predicted(x, mask)
     return found, model(x) if task == "vit" else source.ImageClassifier.pool(model, model(x))
 
 
@@ -81,12 +82,10 @@ def html(name, loaded, untrained, data, tokens=None):
         raise UserError(f"{name}: of text the page runs causal models of characters")
     if loaded.task == "mae" and (c.mask_tokens == "after" or c.normalize_targets):
         raise UserError(f"{name}: the page knows no mask_tokens=after and no normalize_targets")
-    for tensor in model.state_dict().values():
-        tensor.copy_(tensor.half())                         # what the page computes with
+    model = model.half().float()                            # what the page computes with
     state = {key.removeprefix("encoder."): t for key, t in model.state_dict().items()}
     other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
-    flat = lambda tensors: base64_of(torch.cat([t.flatten() for t in tensors]))
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     content = examples | dict(
@@ -96,8 +95,8 @@ def html(name, loaded, untrained, data, tokens=None):
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
         eps={key.removeprefix("encoder."): part.eps for key, part in model.named_modules()
              if isinstance(part, torch.nn.LayerNorm)},
-        trained=dict(at=flat(t.half() for t in state.values())), untrained=dict(scales=scales,
-            at=flat((t / s).round().char() for t, s in zip(other, scales))))
+        trained=dict(at=base64_of(*(t.half() for t in state.values()))), untrained=dict(
+            scales=scales, at=base64_of(*((t / s).round().char() for t, s in zip(other, scales)))))
     page, script = (Path(__file__).with_name(file).read_text("utf-8")
                     for file in ("page.html", "crate.js"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
