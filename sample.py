@@ -30,16 +30,14 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 class Sample(DeviceFlags):
     """Flags of this script."""
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
-    prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, empty is a new "
-                         "document")
+    prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, none is a new text")
     fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")
     steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
     top_k: int | None = option(200, "draw from the likeliest k tokens only; none: all", low=1)
-    top_p: float | None = option(None, "draw from the likeliest tokens of this total probability",
-                                 above=0, high=1)
+    top_p: float | None = option(None, "the likeliest of this probability only", above=0, high=1)
     stop: bool = option(True, "end at end-of-text, where the tokenizer has one")
     seed: int = option(0, "the same seed gives the same text", low=0)
 
@@ -51,12 +49,10 @@ def steer(model, words):
         raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:148:5")
     layer, entry, value = int(found[1]), int(found[2]), float(found[3])
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= len(model.layers) else None
-    if operator is None:
-        raise UserError(f"--steer={words}: no layer {layer} of {len(model.layers)} has a code")
-    code, entries = operator.code, operator.code(model.positions[None, :1]).shape[-1]
+    entries = 0 if operator is None else operator.code(model.positions[None, :1]).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: the entries of layer {layer} are 0 to {entries - 1}")
-    column = torch.arange(entries, device=model.positions.device) == entry
+        raise UserError(f"--steer={words}: layer {layer} has {entries} entries, from 0 on")
+    code, column = operator.code, torch.arange(entries, device=model.positions.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 
@@ -68,39 +64,14 @@ def fill(model, tokenizer, sentence, device):
     *pieces, last = re.split("_{3,}", sentence)
     if not pieces:
         raise UserError("--fill needs a gap, written ___")
-    ids, gaps = [], []
+    ids, mask = [], tokenizer.n_vocab
     for piece in pieces:
         # the words of GPT-2's tokenizer include the space before them, so a gap takes that space
         ids += tokenizer.encode(piece if tokenizer.eot is None else piece.rstrip(" ")).tolist()
-        gaps.append(len(ids))
-        ids.append(tokenizer.n_vocab)       # [MASK]
+        ids += [mask]
     ids += tokenizer.encode(last).tolist()
-    logits = model(torch.tensor([ids], device=device))[0, :, :tokenizer.known]
-    for gap in gaps:
-        ids[gap] = int(logits[gap].argmax())
-    return tokenizer.decode(ids)
-
-
-def write(model, tokenizer, ids, c, processes):
-    """The tokens that follow `ids` in each of c.samples texts; prints a single text as it comes."""
-    stop = tokenizer.eot if c.stop else None
-    generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
-    start = torch.tensor([ids] * c.samples, device=processes.device)
-    written, pending = [], []
-    with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
-        stream = model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
-                              tokenizer.known)
-        for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
-            written.append(new)
-            if c.samples == 1 and (token := int(new)) != stop:
-                pending.append(token)
-                piece = tokenizer.decode(pending)
-                if not piece.endswith(UNKNOWN):     # a character may take several tokens
-                    print(piece, end="", flush=True)
-                    pending = []
-    if c.samples == 1:
-        print(tokenizer.decode(pending))
-    return torch.stack(written, 1).tolist()
+    best = model(torch.tensor([ids], device=device))[0, :, :tokenizer.known].argmax(-1).tolist()
+    return tokenizer.decode([new if token == mask else token for token, new in zip(ids, best)])
 
 
 def main(argv):
@@ -116,27 +87,36 @@ def main(argv):
         print(filled)
         return filled
     if not model.config.causal:
-        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill) and does not continue "
-                        "a text")
+        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill), it adds nothing")
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
-    ids = tokenizer.encode(prompt).tolist()
-    if not ids:
-        ids = [tokenizer.eot] if tokenizer.eot is not None else tokenizer.encode("\n").tolist()
+    new_document = tokenizer.encode("\n").tolist() if tokenizer.eot is None else [tokenizer.eot]
+    ids = tokenizer.encode(prompt).tolist() or new_document
     opening = tokenizer.decode(ids) if prompt else ""      # the prompt as the model reads it
     if UNKNOWN in opening and UNKNOWN not in prompt:
         print(f"note: characters unknown to the model are read as {UNKNOWN}", file=sys.stderr)
     if c.samples == 1:
         print(opening, end="", flush=True)
 
-    began = time.perf_counter()
-    rows = write(model, tokenizer, ids, c, processes)
+    stop, began = tokenizer.eot if c.stop else None, time.perf_counter()
+    generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
+    start, written, pending = torch.tensor([ids] * c.samples, device=processes.device), [], []
+    with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
+        stream = model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
+                              tokenizer.known)
+        for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
+            written.append(new)
+            if c.samples == 1 and (token := int(new)) != stop:
+                pending.append(token)
+                piece = tokenizer.decode(pending)
+                if not piece.endswith(UNKNOWN):     # a character may take several tokens
+                    print(piece, end="", flush=True)
+                    pending = []
+    rows = torch.stack(written, 1).tolist()
     rate = len(rows) * len(rows[0]) / (time.perf_counter() - began)
-    if c.stop:
-        rows = [row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row for row in rows]
+    rows = [row[:row.index(stop)] if stop in row else row for row in rows]
     texts = [opening + tokenizer.decode(row) for row in rows]
-    if c.samples > 1:
-        print("\n---\n".join(texts))
+    print("\n---\n".join(texts) if c.samples > 1 else tokenizer.decode(pending))
     print(f"{rate:,.0f} tokens/s", file=sys.stderr)
     return texts
 
