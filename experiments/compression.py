@@ -8,8 +8,7 @@ in a toy. Here five updates are iterated on random tokens and subspaces, and R^c
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
     neumann, exact   Z - step / beta (approximate, exact gradient of R^c)   [J] Eq. (33), (31)
 
-Twice: on tokens small enough for the Neumann series, beta ||U_k^* Z||^2 < 1, and on larger ones,
-where its step diverges.
+Twice: where the Neumann series converges, beta ||U_k^* Z||^2 < 1, and on larger tokens.
 
     python -m experiments.compression
 
@@ -40,8 +39,7 @@ class Compression:
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(64, "n", low=1)
     eps: float = option(0.5, "distortion of the rates", low=1e-6)
-    step: float = option(0.1, "step size times beta; below 2 the exact gradient step lowers R^c",
-                         above=0)
+    step: float = option(0.1, "step size times beta; exact steps descend below 2", above=0)
     iterations: int = option(30, "how many steps", low=1)
     seed: int = option(0, "of all that is drawn", low=0)
     out: str = option("out/compression.png", "the figure")
@@ -75,8 +73,8 @@ def directions(Z, U, eps):
 
 
 def taylor_terms(Z, U, eps):
-    """(a, b) of [S]'s lower bound R^c >= a - b, a = beta / 2 sum_k ||U_k^* Z||_F^2,
-    b = beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2."""
+    """beta / 2 sum_k ||U_k^* Z||_F^2 and beta^2 / 4 sum_k ||(U_k^* Z)^* U_k^* Z||_F^2; [S]: their
+    difference is a lower bound of R^c."""
     w, beta = Z @ U, beta_of(Z, U, eps)
     gram = w.mT @ w
     return (beta / 2 * w.square().sum()).item(), (beta ** 2 / 4 * gram.square().sum()).item()
@@ -105,12 +103,11 @@ def draw(panels, c):
             ax.plot(curves[name], label=name)
         ax.set(title=f"beta ||U_k^* Z||^2 = {start:.3g} at the start", xlabel="iteration",
                ylabel="R^c(Z | U), nats", ylim=(0, 1.2 * max(curves["mssa"])))
-    a, b = (torch.tensor(panels[0][1][term]) for term in ("first term", "second term"))
-    for curve, label in ((panels[0][1]["mssa"], "R^c"), (a, "first term"), (b, "second term"),
-                         (a - b, "first - second")):
-        axes[2].plot(curve, label=label)
-    axes[2].set(title="R^c and its Taylor terms along mssa (left panel)", xlabel="iteration",
-                ylabel="nats")
+    small = {name: torch.tensor(curve) for name, curve in panels[0][1].items()}
+    small["first - second"] = small["first term"] - small["second term"]
+    for name in ("mssa", "first term", "second term", "first - second"):
+        axes[2].plot(small[name], label=name.replace("mssa", "R^c"))
+    axes[2].set(title="R^c and Taylor terms along mssa (left)", xlabel="iteration", ylabel="nats")
     for ax in axes:
         ax.legend(fontsize="small")
         ax.grid(alpha=0.3)
@@ -130,8 +127,7 @@ def main(argv):
     for target in (0.5, 2.0):           # the series converges, and does not
         start = Z * (target / behind_norm) ** 0.5
         panels.append((target, iterate(start, U, c)))
-        print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c (nats) by iteration, and "
-              "its two Taylor terms along the path of mssa")
+        print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c, nats; terms along mssa's path")
         print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][1].items()}
                      for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])
     print(f"after a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")

@@ -57,7 +57,6 @@ class Correlation(DeviceFlags):
 
 
 # ---- Measures -----------------------------------------------------------------------------------
-
 def margin_of(logits, y):
     """The 10th percentile of f(x)_y - max_{j != y} f(x)_j: logits (m, classes), y (m,)."""
     right = logits.gather(1, y[:, None])
@@ -76,8 +75,7 @@ def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
 
 @torch.no_grad()
 def noisy_accuracy(model, x, y, sigma, draws):
-    """Mean accuracy with noise N(0, sigma^2) on every matrix, in the same directions for each
-    sigma, so that bisection can work."""
+    """Mean accuracy with noise N(0, sigma^2) on the matrices, of equal directions for any sigma."""
     right = 0
     for draw in range(draws):
         generator = torch.Generator().manual_seed(draw)
@@ -121,15 +119,13 @@ def complexities(model, initial, x, y, m, c):
 
 
 # ---- Kendall's tau ------------------------------------------------------------------------------
-
 def tau_b(x, y, counts):
     """Kendall's tau-b of x, y (n,) where run i occurs counts[b, i] times, counts (B, n): (B,).
 
         sum_{i<j} sign(x_i - x_j) sign(y_i - y_j) / sqrt(pairs that differ in x * in y)
 
     A run and its copies are no pair. 0 where all runs tie in x or y, NaN where there is no pair.
-    [S] writes tau-a, with all pairs in the denominator, but its Table 1 holds tau-b (# params:
-    -0.572, where three of four pairs tie)."""
+    [S] writes tau-a, over all pairs, but its Table 1 has tau-b: many pairs tie in "# params"."""
     sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
     pairs, both, in_x, in_y = (((counts @ signs) * counts).sum(1)
                                for signs in (1.0 - np.eye(len(x)), sx * sy, abs(sx), abs(sy)))
@@ -143,8 +139,7 @@ def nanmean(parts, n):
 
 
 def granulated_tau(x, y, thetas, axis, counts):
-    """psi_i of [G] Section 2.2.2: the mean of tau over groups of runs that differ in `axis` alone;
-    NaN where there is none."""
+    """psi_i of [G] Section 2.2.2: mean tau of the groups of runs that differ in `axis` alone."""
     groups = {}
     for i, theta in enumerate(thetas):
         groups.setdefault(repr(theta | {axis: None}), []).append(i)
@@ -155,8 +150,7 @@ def granulated_tau(x, y, thetas, axis, counts):
 def correlations(rows, draws=2000, seed=0):
     """{measure: {axis, "overall" or "psi": [tau, low, high]}} of rows dict(theta, gap, measures).
 
-    psi is the mean over axes; low and high are the 2.5 and 97.5 percentiles over bootstrap samples
-    of the runs."""
+    psi is the mean over axes; low and high, 2.5 and 97.5 percentiles of bootstrapped runs."""
     n, table = len(rows), {}
     thetas, y = [row["theta"] for row in rows], np.array([row["gap"] for row in rows])
     samples = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), draws)
@@ -171,12 +165,11 @@ def correlations(rows, draws=2000, seed=0):
 
 
 # ---- The runs -----------------------------------------------------------------------------------
-
 def fit(theta, folder, c, processes):
     """Trains a run of the grid, or what is left of it, until its training loss is at most c.fitted:
     (`Loaded`, the image set, its part that is trained on, training loss)."""
-    flags = theta | dict(min_lr=theta["lr"], out_dir=folder, device=c.device, dtype=c.dtype,
-                         data_dir=c.data_dir)
+    flags = theta | {name: getattr(c, name) for name in ("device", "dtype", "data_dir")}
+    flags |= dict(min_lr=theta["lr"], out_dir=folder)
     for epochs in range(3, 100, 3):         # at a constant rate, so that a run can be made longer
         there = (folder / "ckpt.pt").exists()
         flags |= dict(epochs=epochs, resume=there, overwrite=not there)
@@ -217,8 +210,7 @@ def main(argv):
         print(f"{number}/{len(GRID)} {theta}: training loss {row['train_loss']:.4f}, gap "
               f"{row['gap']:.4f}{', left out' * (not fits)}", file=sys.stderr, flush=True)
     if len(rows) < 3:
-        raise UserError(f"{len(rows)} runs have a training loss of at most --fitted={c.fitted:g}, "
-                        "3 are needed")
+        raise UserError(f"--fitted={c.fitted:g} is reached by {len(rows)} runs, 3 are needed")
     table = correlations(rows)
     print(f"Kendall's tau of {len(rows)} runs, and its 95 % interval")
     print_table([dict(measure=name) | {

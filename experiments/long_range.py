@@ -39,8 +39,7 @@ SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2)
 
 @dataclass(kw_only=True)
 class LongRange(DeviceFlags):
-    side: int = option(16, "pixels per side, a divisor of 32; a sequence has its square", low=1,
-                       high=32)
+    side: int = option(16, "pixels per side of a picture, a divisor of 32", low=1, high=32)
     held_out: int = option(5000, "pictures to test on", low=1)
     seeds: int = option(3, "runs of each arch", low=1)
     steps: int = option(1000, "of each run; the first is not timed", low=2)
@@ -62,10 +61,7 @@ class SequenceClassifier(LanguageModel):
         self.head = nn.Linear(config.width, 10)
 
     def forward(self, ids):
-        Z = self.tokens(ids)
-        for layer in self.layers:
-            Z = layer(Z)
-        return self.head(self.norm(Z).mean(1))
+        return self.head(self.norm(self.layers(self.tokens(ids))).mean(1))
 
 
 def train(c, arch, seed, x, y, processes):

@@ -123,9 +123,8 @@ def purity(codes, columns):
 
 
 def examples(loaded, c):
-    """For each of the five properties that correlate most with one neuron, a line that says so and
-    the ten windows of text that excite this neuron most, a line each: the tokens around the one
-    where it is highest, in «» where it is at least half as high."""
+    """Lines on the five properties that correlate most with one neuron: which, then the ten windows
+    of text that excite it most, around its highest token, in «» where it is half as high."""
     if loaded.task != "gpt":
         raise UserError("--examples prints passages of text; this checkpoint is of images")
     codes, decode, lines = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode, []
@@ -176,10 +175,9 @@ def main(argv):
     paths = needed(c.ckpt, "ckpt").split(",")
     print(*argv, "...", file=sys.stderr, flush=True)
     if c.examples:
-        found = "\n".join(line for path in paths
-                          for line in [path, *examples(open_model(path, c, c.untrained), c)])
-        print(found)
-        return found
+        for path in paths:
+            print(path, *examples(open_model(path, c, c.untrained), c), sep="\n")
+        return
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):

@@ -29,7 +29,7 @@ sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run wit
 from analyze import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
-from model import MHSA, LanguageModel, TextConfig
+from model import LanguageModel, MHSA, TextConfig
 from optim import make_optimizers, set_lr
 from run import derive_seed
 from evaluate import with_bar
@@ -57,7 +57,7 @@ class Recall:
             raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
-class Tied(nn.Module):
+class _Tied(nn.Module):
     """QKV (3 K p, d) with the key's rows in the place of the query's or of the value's."""
 
     def __init__(self, tie):
@@ -77,7 +77,7 @@ def build(c, arch):
         if not isinstance(model.layers[0].attention, MHSA):
             raise UserError(f"--tie={c.tie}: {arch} has one matrix as query, key and value")
         for layer in model.layers:
-            parametrize.register_parametrization(layer.attention.QKV, "weight", Tied(c.tie))
+            parametrize.register_parametrization(layer.attention.QKV, "weight", _Tied(c.tie))
     return model
 
 
@@ -128,7 +128,6 @@ def main(argv):
         learnt = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=count, learnt=f"{learnt}/{c.seeds}")
                     | averages(runs))
-        print(f"{arch}: {rows[-1]['learnt']}", file=sys.stderr, flush=True)
     print_table(rows)
     return rows
 
