@@ -7,6 +7,7 @@ import torch
 from experiments import compression
 from experiments.compression import Compression, directions
 from model import mssa, subspace_coding_rate
+from test_model import assert_near
 
 
 def start(seed, norm):
@@ -19,7 +20,7 @@ def start(seed, norm):
 def test_directions_are_the_gradients_they_claim(norm):
     Z, U = start(1, norm)
     bases = torch.cat([*U], 1)                                      # orthonormal, all of them
-    assert torch.allclose(bases.mT @ bases, torch.eye(24).double(), atol=1e-12)
+    assert_near(bases.mT @ bases, torch.eye(24).double())
     beta = 6 / (20 * 0.5 ** 2)
     Z.requires_grad_()
     w = Z @ U
@@ -28,10 +29,10 @@ def test_directions_are_the_gradients_they_claim(norm):
     found = directions(Z.detach(), U, 0.5)
     for name, function in {"neumann": first + second, "exact": rate}.items():
         gradient, = torch.autograd.grad(function, Z, retain_graph=True)
-        assert torch.allclose(found[name], -gradient / beta, atol=1e-10), name
+        assert_near(found[name], -gradient / beta)
     attention = beta * mssa(Z, U)
-    assert torch.allclose(found["mssa"], attention)
-    assert torch.allclose(Z + 0.1 * found["shrunk"], 0.9 * Z + 0.1 * attention)         # (34)
+    assert_near(found["mssa"], attention)
+    assert_near(Z + 0.1 * found["shrunk"], 0.9 * Z + 0.1 * attention)       # [J] Eq. (34)
     assert first + second <= rate                                   # [S]'s lower bound
     terms = compression.taylor_terms(Z, U, 0.5)
     assert terms == pytest.approx((first.item(), -second.item()))

@@ -76,34 +76,29 @@ def test_tau():
 
 def test_a_grid(tmp_path, cache, monkeypatch):
     """Each run ends once it fits. One that had to be made longer is the run that was as long from
-    the start; a second command trains nothing."""
-    monkeypatch.setattr(correlation, "RECIPE", [
-        "shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--train_images=200",
-        "--weight_decay=0", "--warmup_epochs=1", "--crop=none", "--flip=false"])
-    monkeypatch.setattr(correlation, "GRID", [
-        dict(arch=arch, lr=lr, batch_size=20, dropout=0.1, seed=3)
-        for arch in ("crate", "crate-n") for lr in (1e-30, 1e-2)])
-    flags = [f"--out_dir={tmp_path}", f"--data_dir={cache}", "--device=cpu", "--samples=20",
-             "--draws=1", "--fitted=9"]
-    table, rows = correlation.main(flags)
-    assert list(table["SRR"]) == ["arch", "lr", "overall", "psi"] and len(rows) == 4
-    for row in rows:
-        folder = tmp_path / "-".join(map(str, row["theta"].values()))
+    the start; the same run again trains nothing."""
+    recipe = ["shapes", "--width=16", "--heads=2", "--layers=2", "--patch_size=8", "--crop=none",
+              "--train_images=200", "--weight_decay=0", "--warmup_epochs=1", "--flip=false"]
+    grid = [dict(arch=arch, lr=lr, batch_size=20, dropout=0.1, seed=3)
+            for arch, lr in (("crate", 1e-30), ("crate", 1e-2), ("crate-n", 1e-30))]
+    monkeypatch.setattr(correlation, "RECIPE", recipe)
+    monkeypatch.setattr(correlation, "GRID", grid)
+    places = [f"--data_dir={cache}", "--device=cpu"]
+    flags = [*places, f"--out_dir={tmp_path}", "--samples=20", "--draws=1"]
+    table, rows = correlation.main([*flags, "--fitted=9"])
+    assert list(table["SRR"]) == ["arch", "lr", "overall", "psi"]
+    for row, theta in zip(rows, grid, strict=True):
+        folder = tmp_path / "-".join(map(str, theta.values()))
         assert row["gap"] + row["train_loss"] == pytest.approx(
             metrics(folder, "val")[-1]["loss"], abs=1e-5)
         # lr 1e-30 changes nothing: the initial model is made anew from the seed
-        assert (row["measures"]["l2-norm-init"] == 0) == (row["theta"]["lr"] == 1e-30)
+        assert (row["measures"]["l2-norm-init"] == 0) == (theta["lr"] == 1e-30)
 
-    theta = correlation.GRID[1]
-    folder, first = tmp_path / "-".join(map(str, theta.values())), rows[1]["train_loss"]
-    monkeypatch.setattr(correlation, "GRID", [theta] * 3)
+    folder, first = tmp_path / "-".join(map(str, grid[1].values())), rows[1]["train_loss"]
+    monkeypatch.setattr(correlation, "GRID", [grid[1]] * 3)
     rows = correlation.main([*flags, f"--fitted={first - 1e-3}"])[1]
-    once = weights(folder)
     assert rows[0]["train_loss"] < first - 1e-3 and rows == [rows[0]] * 3
-    assert correlation.main([*flags, f"--fitted={first - 1e-3}"])[1] == rows
     epochs = json.loads((folder / "config.json").read_text())["epochs"]
-    assert epochs >= 6 and same(weights(folder), once)
-    train_vit.main([*correlation.RECIPE, *(f"--{k}={v}" for k, v in theta.items()), "--min_lr=0.01",
-                    f"--epochs={epochs}", f"--out_dir={tmp_path / 'long'}", "--dtype=float32",
-                    f"--data_dir={cache}", "--device=cpu"])
-    assert same(weights(tmp_path / "long"), once)
+    train_vit.main([*recipe, *places, *(f"--{k}={v}" for k, v in grid[1].items()), "--min_lr=0.01",
+                    f"--epochs={epochs}", f"--out_dir={tmp_path / 'long'}", "--dtype=float32"])
+    assert epochs >= 6 and same(weights(tmp_path / "long"), weights(folder))

@@ -141,15 +141,6 @@ def test_compiled_equals_eager(fields):
     assert_compiles(randomize(net), torch.randn(2, 3, 16, 16), torch.rand(2, 16), tol=1e-6)
 
 
-def test_train_flops():
-    """6 x 3 d^2 and 12 n d a token and layer; an encoder of visible patches has fewer tokens."""
-    def layers(number, n):
-        return n * number * (6 * 3 * 16 ** 2 + 12 * n * 16)
-    assert model.train_flops(MaskedAutoencoder(config(decoder_layers=3))) == layers(5, 17)
-    after = MaskedAutoencoder(config(mask_tokens="after"))
-    assert model.train_flops(after) == layers(2, 5) + layers(2, 17)
-
-
 @pytest.mark.parametrize("image_size, patch_size, ratio, masked", [
     (224, 16, 0.75, 147), (12, 4, 0.75, 7), (20, 4, 0.8, 20), (40, 4, 0.9, 90)])
 def test_masked_patches(image_size, patch_size, ratio, masked):
