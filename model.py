@@ -5,7 +5,7 @@ A layer is one step of an optimizer for the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
-                                          derived from a gradient step on R^c, it can raise it [S]
+                                          derived from a descent step on R^c; it can raise R^c [S]
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D:
                                           a proximal gradient step on a LASSO
 
@@ -137,10 +137,10 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). A Cache (causal only) holds the tokens before Z, and adds Z."""
+        """Z (B, n, d) -> (B, n, d). With a Cache (causal), Z follows its tokens and joins them."""
 
     def products(self, n):
-        """Multiply-adds between tokens, without a weight, in a forward pass over n of them."""
+        """Multiply-adds of a forward pass over n tokens that involve no weight."""
         return 2 * n * n * self.heads * self.p              # q k^*, and the map times v
 
     def compared(self, q, k, v):
@@ -164,7 +164,7 @@ class Attention(nn.Module, ABC):
         causal, mask = self.causal and not start, None
         if self.causal and start and n > 1:
             mask = torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
-        # a CPU is faster with the whole map up to about 512 tokens in bfloat16
+        # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
         else:
@@ -223,9 +223,9 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 
 class Sparsification(nn.Module, ABC):
-    """The interface of the operator that replaces the MLP. The output depends on Z through `code`
-    only, so the model can be steered by replacing `code` on an instance."""
-    uses = ("eta", "lambd")     # the config's fields that it reads, of those not for every arch
+    """The interface of the operator that replaces the MLP. Its output is the code or depends on the
+    code alone, so the model can be steered by replacing `code` on an instance."""
+    uses = ("eta", "lambd")     # fields of the config that it reads and others do not
 
     @abstractmethod
     def code(self, Z):
@@ -240,7 +240,7 @@ class ISTA(Sparsification):
 
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z; for rows it is Z + Z G with G = eta (D - D^*D),
     built once per forward pass. The identity stays outside: in bfloat16, I + G would round G away.
-    eta = lambda = 0.1 as released; in [N] Table 2 neither 0.02 nor 0.5 is better, for either."""
+    eta = lambda = 0.1 as released; no run with 0.02 or 0.5 is better in [N] Table 2."""
 
     def __init__(self, config):
         super().__init__()
@@ -433,8 +433,8 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 def gaussian_mixture_denoise(z, U, sigma):
     """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
-    [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on orthonormal subspaces U (K, d,
-    p), plus noise of deviation sigma. As sigma -> 0 it is projected onto the nearest subspace."""
+    [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
+    (K, d, p), plus noise of deviation sigma. As sigma -> 0 it goes to the nearest subspace."""
     w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
     weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
@@ -476,7 +476,7 @@ class TSSA(Attention):
     Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                             shrinks where energy is low
+        out_ik  = - Pi_ik w_i / (1 + s_k)                             directions of low energy shrink
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
 
@@ -1067,7 +1067,7 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
     def draw_mask(self, noise):
-        """bool (B, n): those patches are masked that have the largest noise (B, n)."""
+        """Which patches are masked, bool (B, n): those with the largest noise (B, n)."""
         visible = self.config.patches() - self.config.masked_patches()
         return noise.argsort(1).argsort(1) >= visible
 
