@@ -87,7 +87,7 @@ def main(argv):
         print(filled)
         return filled
     if not model.config.causal:
-        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill), it adds nothing")
+        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill) and continues no text")
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     new_document = tokenizer.encode("\n").tolist() if tokenizer.eot is None else [tokenizer.eot]

@@ -1,7 +1,5 @@
 """The scores and commands of evaluate.py, against images and passages read one at a time."""
-import io
 import json
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -50,26 +48,14 @@ def language_model(path, tokenizer=CHARACTERS, **fields):
 
 @pytest.fixture
 def run(tmp_path, capsys, cache):
-    """run(command, *words) on tmp_path/ckpt.pt: the result, which is also the last line printed,
-    and in run.lines what is printed before."""
+    """run(command, *words) on tmp_path/ckpt.pt: the result, which is also the last line printed."""
     def run(command, *words):
         base = [f"--ckpt={tmp_path / 'ckpt.pt'}", f"--data_dir={cache}", "--device=cpu"]
         result = evaluate.main([command, *base, *words])
         out, err = capsys.readouterr()
-        *run.lines, last = out.splitlines()
-        assert f"{command} --ckpt=" in err              # before anything slow
-        assert json.loads(last) == result
+        assert f"{command} --ckpt=" in err and json.loads(out.splitlines()[-1]) == result
         return result
     return run
-
-
-@pytest.fixture
-def letters(monkeypatch):
-    """`letters`, 300 characters to test on, is the only text set; these."""
-    ids = np.random.default_rng(0).integers(0, 11, 300)
-    data = SimpleNamespace(name="letters", tokenizer=CHARACTERS, train=None, test=ids, val=None)
-    monkeypatch.setattr(text, "load", lambda name, cache: data)
-    return torch.from_numpy(ids)
 
 
 # ---- Scores
@@ -121,15 +107,6 @@ def test_a_masked_model_sees_no_padding(monkeypatch, n):
     assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
 
 
-def test_a_bar_is_for_the_terminal_of_rank_0(monkeypatch):
-    for terminal, rank, says in ((True, "0", True), (False, "0", False), (True, "1", False)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr("sys.stderr", io.StringIO())
-        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-        assert [*evaluate.with_bar(range(3), "things")] == [0, 1, 2]
-        assert ("things" in sys.stderr.getvalue()) == says
-
-
 # ---- Commands
 
 def test_accuracy_and_probes(train, tmp_path, run):
@@ -160,8 +137,12 @@ def test_lm_agrees_with_the_run(train, tmp_path, text_cache, run, objective):
 
 @pytest.mark.parametrize("stride", [5, CONTEXT])
 @torch.no_grad()
-def test_sliding_windows(tmp_path, run, letters, stride):
+def test_sliding_windows(tmp_path, run, monkeypatch, stride):
     """Each token is predicted from what the first window that reaches it holds before it."""
+    letters = torch.randint(11, (300,))
+    data = SimpleNamespace(name="letters", tokenizer=CHARACTERS, train=None, val=None,
+                           test=letters.numpy())
+    monkeypatch.setattr(text, "load", lambda name, cache: data)
     model, losses = language_model(tmp_path / "ckpt.pt", arch="tost"), []
     for target in range(1, len(letters)):
         start = max(0, -(-(target - CONTEXT) // stride)) * stride
@@ -182,8 +163,8 @@ def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
     in ten tokens, in any case."""
     few = CharTokenizer('\n "aAb“')
     model, rng = language_model(tmp_path / "ckpt.pt", few, context=24), np.random.default_rng(0)
-    texts = [" ".join("".join(rng.choice(list("aAb“"), rng.integers(1, 3)))
-                      for _ in range(rng.integers(2, 20))) for _ in range(80)]
+    word = lambda: "".join(rng.choice(list("aAb“"), rng.integers(1, 3)))
+    texts = [" ".join(word() for _ in range(rng.integers(2, 20))) for _ in range(80)]
     data = SimpleNamespace(passages=[dict(text=passage) for passage in texts])
     monkeypatch.setattr(text, "load", lambda name, cache: data)
     right = 0

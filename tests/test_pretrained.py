@@ -41,13 +41,13 @@ def test_scores(name, val, text_cache):
     """On the validation parts of shapes and pydoc (Python's versions differ a little). CIFAR-10 is
     not here: its models mostly agree on a picture with itself mirrored, and tell classes apart."""
     loaded, score = checkpoint.load_model(f"pretrained:{name}"), SCORES[name]
-    data = loaded.task != "gpt" and images.ImageData(**loaded.meta)
     if loaded.task == "gpt":
         tokens = text.load("pydoc", text_cache).val
         loss = language_scores(loaded.model, tokens, PROCESSES, 32)["loss"]
         assert loss == pytest.approx(score, abs=0.1)
         return
-    if loaded.meta["name"] == "cifar10":
+    data = images.ImageData(**loaded.meta)
+    if data.name == "cifar10":
         side = loaded.model.config.image_size
         x = torch.randn(64, 3, side, side).cumsum(2).cumsum(3) / 16     # smooth, as pictures are
         with torch.no_grad():
