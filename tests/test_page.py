@@ -23,22 +23,18 @@ from evaluate import model_input
 TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
 # task, fields of the config; all with weights that are not at their initial values
 KINDS = {
-    "class token": ("vit", dict(pool="class")),
+    "class token": ("vit", dict(pool="class", stem="plain")),
     "mean": ("vit", dict(pool="mean", eta=0.3, lambd=0.02)),
-    "crate-c": ("vit", dict(arch="crate-c", step_size=0.7)),
+    "crate-c": ("vit", dict(arch="crate-c", step_size=0.7, heads=1, head_dim=16)),
     "crate-n": ("vit", dict(arch="crate-n", final_norm=True, pool="mean")),
     "crate-t": ("vit", dict(arch="crate-t", head_dim=8, positions="sincos")),
     "crate-alpha": ("vit", dict(arch="crate-alpha", layer_scale=0.5, expansion=3)),
-    "one head": ("vit", dict(heads=1, head_dim=16, stem="plain")),
     "autoencoder": ("mae", dict(decoder_layers=3, decoder_heads=4)),
     "autoencoder, crate-alpha": ("mae", dict(arch="crate-alpha", decoder_layers=1)),
     "encoder": ("simdino", dict(final_norm=True)),
-    "text": ("gpt", dict()),
-    "text, crate-t": ("gpt", dict(arch="crate-t", head_dim=8)),
-    "text, crate-alpha": ("gpt", dict(arch="crate-alpha")),
-    "text, rotary": ("gpt", dict(rotary=True)),
-    "text, shift": ("gpt", dict(shift=True)),
-    "text, rotary and shift": ("gpt", dict(arch="crate-alpha", rotary=True, shift=True)),
+    "text": ("gpt", dict(rotary=True)),
+    "text, crate-t": ("gpt", dict(arch="crate-t", head_dim=8, shift=True)),
+    "text, crate-alpha": ("gpt", dict(arch="crate-alpha", rotary=True, shift=True)),
 }
 
 
