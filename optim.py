@@ -1,6 +1,7 @@
 """
 Schedules, and the optimizers: AdamW, Lion, Muon beside AdamW.
 """
+import contextlib
 import math
 
 import torch
@@ -13,6 +14,21 @@ def steps_per_epoch(samples, batch_size):
     if batch_size > samples:
         raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
     return samples // batch_size
+
+
+def micro_batches(model, size, *batch):
+    """The tensors of a batch, `size` rows at a time; all if None. DDP exchanges gradients only
+    after the last part, when they are the sum of all parts."""
+    *before, last = zip(*(t.split(size or len(t)) for t in batch))
+    unshared = getattr(model, "no_sync", contextlib.nullcontext)
+    for part in before:
+        with unshared():
+            yield part
+    yield last
+
+
+def count(model):
+    return sum(p.numel() for p in model.parameters())
 
 
 def warmup_cosine(base, total, warmup=0, final=0.0):

@@ -16,8 +16,8 @@ import torch
 
 import checkpoint
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import make_optimizers, set_lr, warmup_cosine
-from run import derive_seed, device_name, micro_batches, Processes, Run, wants_compile
+from optim import make_optimizers, micro_batches, set_lr, warmup_cosine
+from run import derive_seed, Processes, Run, wants_compile
 from data import text
 from evaluate import language_scores
 from model import LanguageModel, TextConfig, text_config, train_flops
@@ -145,12 +145,11 @@ def main(argv):
     run = Run(c, "gpt", name, processes)
     run.restore(model.config, optimizers, model)
     ddp = processes.wrap(model)
-    if wants_compile(c, processes, c.steps * c.batch_size * train_flops(model)):
+    if wants_compile(c, device):
         model.compile()
-    run.begin(c.steps, 1000, "tokens", c.batch_size * c.context, train_flops(model) / c.context)
-    run.describe(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
-                 f"({len(data.train):,} tokens), {c.steps} steps of {c.batch_size} x {c.context} "
-                 f"tokens on {processes.world} x {device_name(device)}")
+    run.begin(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
+              f"({len(data.train):,} tokens), batches of {c.batch_size} x {c.context} tokens",
+              c.steps, 1000, "tokens", c.batch_size * c.context, train_flops(model) / c.context)
 
     def content():
         meta = dict(name=c.data, tokenizer=tokenizer.meta())
@@ -193,20 +192,16 @@ def main(argv):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        run.log_step(loss, schedule[step])
 
         # evaluate on --eval_windows, which choose best.pt; the scores of the end are of every token
-        if run.evaluation_due():
-            run.check_finite()
-            with run.untimed():
-                scores = validate(model, windows)
-                chosen_by = scores["loss"]
-                if run.step == run.total and len(windows) < len(data.val):
-                    scores = validate(model, data.val)
-                if c.sample and not masked and run.is_main:
-                    scores["sample"] = write_sample(model, tokenizer, c, run, device)
-                best = run.record_scores("loss", chosen_by, **scores)
-            run.save(content, best)
+        if run.log_step(loss, schedule[step]):
+            scores = validate(model, windows)
+            chosen_by = scores["loss"]
+            if run.step == run.total and len(windows) < len(data.val):
+                scores = validate(model, data.val)
+            if c.sample and not masked and run.is_main:
+                scores["sample"] = write_sample(model, tokenizer, c, run, device)
+            run.record(content, scores, chosen_by)
         run.end_step(content)
     if masked:
         return run.done("python sample.py --ckpt={best} --fill='The ___ is red.'")

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
-from optim import make_optimizers, set_lr, steps_per_epoch, warmup_cosine
-from run import count, derive_seed, device_name, micro_batches, Processes, Run, wants_compile
+from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
+from run import derive_seed, Processes, Run, wants_compile
 from data import augment, images
 from analyze import validation_noise, write_reconstructions
 from evaluate import model_input, on_device, with_bar
@@ -68,7 +68,7 @@ PRESETS = {
     "cifar10-small": dict(  # a quarter of an hour on two CPU cores
         data="cifar10", width=128, heads=4, layers=4, patch_size=4,
         optimizer="muon", lr=4e-3,      # loss 0.312; AdamW with lr=2e-3 0.365
-        batch_size=128, epochs=6, warmup_epochs=1),
+        batch_size=128, epochs=6, warmup_epochs=1, compile=True),
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4,
         optimizer="muon", lr=6.25e-3,   # loss 0.232; AdamW with lr=3.125e-3 0.325
@@ -139,13 +139,12 @@ def main(argv):
     run.restore(model.config, optimizers, model)
     train, val = (on_device(data, split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
-    if wants_compile(c, processes, total * c.batch_size * train_flops(model)):
+    if wants_compile(c, device):
         model.compile()
-    run.begin(total, epoch, "images", c.batch_size, train_flops(model))
-    run.describe(f"{model.config.arch}, {count(model):,} parameters, {c.data} of "
-                 f"{data.image_size} px at {c.image_size} px, {model.config.masked_patches()} of "
-                 f"{model.config.patches()} patches hidden, {total} steps of {c.batch_size} on "
-                 f"{processes.world} x {device_name(device)}")
+    run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
+              f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} "
+              f"patches hidden, batches of {c.batch_size}", total, epoch, "images", c.batch_size,
+              train_flops(model))
 
     def content():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
@@ -178,17 +177,14 @@ def main(argv):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        run.log_step(loss, schedule[step])
 
         # evaluate
-        if run.evaluation_due():
-            run.check_finite()
-            with run.untimed():
-                best = run.record_scores("loss", **validate(model, val, data, c, processes))
-                if run.is_main:
-                    pixels, _ = val.batch(torch.arange(min(8, len(val))))
-                    write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
-            run.save(content, best)
+        if run.log_step(loss, schedule[step]):
+            scores = validate(model, val, data, c, processes)
+            if run.is_main:
+                pixels, _ = val.batch(torch.arange(min(8, len(val))))
+                write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
+            run.record(content, scores)
         run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",
                     f"python train_vit.py finetune-shapes --data={c.data} "

@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch, warmup_cosine
-from run import count, derive_seed, device_name, Processes, Run, wants_compile
+from optim import (count, ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch,
+                   warmup_cosine)
+from run import derive_seed, Processes, Run, wants_compile
 from data import augment, images
 from evaluate import features, nearest_neighbours, on_device
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
@@ -283,19 +284,17 @@ def main(argv):
         center.copy_(resumed["extra"]["center"])
     train, val = (on_device(data, split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
+    if wants_compile(c, device):
+        for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
+            module.compile()
     # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
     cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
     config = student.encoder.config
-    flops = cost * train_flops(student.encoder)
-    if wants_compile(c, processes, total * c.batch_size * flops):
-        for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
-            module.compile()
-    run.begin(total, epoch, "images", c.batch_size, flops)
-    run.describe(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
-                 f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
-                 f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
-                 f"{c.local_size}, {total} steps of {c.batch_size} on {processes.world} x "
-                 f"{device_name(device)}")
+    run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
+              f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
+              f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
+              f"{c.local_size}, batches of {c.batch_size}", total, epoch, "images", c.batch_size,
+              cost * train_flops(student.encoder))
 
     def content():
         extra = dict(student=student.state_dict(), center=center)
@@ -306,7 +305,7 @@ def main(argv):
         run.say(f"{c.k}-NN accuracy before training ...")
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
-    warned = False
+    warned = []
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.step, total):
@@ -349,26 +348,22 @@ def main(argv):
             optimizer.zero_grad()
         ema_update(averages, params, schedule["momentum"][step])
 
-        # log; no warning during warm-up, when random features look collapsed
-        seen = {}
-        if run.log_due(step + 1):
+        def statistics():
+            """Of the step's first view, for its line of metrics.jsonl."""
             seen = feature_statistics(s[0].detach(), c.eps, processes)
-            collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
-            if collapsed and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
-                warned = True
-                run.say(f"step {step + 1}: the features have collapsed (effective rank "
-                        f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
             for name, term in terms.items():
                 seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
-        run.log_step(loss, schedule["lr"][step], **seen)
+            # not during warm-up, when random features look collapsed
+            collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
+            if collapsed and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
+                warned.append(step)
+                run.say(f"step {step + 1}: the features have collapsed (effective rank "
+                        f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
+            return seen
 
         # evaluate
-        if run.evaluation_due():
-            run.check_finite()
-            with run.untimed():
-                scores = score_neighbours(teacher, train, val, data, c, processes)
-                best = run.record_scores("acc", **scores)
-            run.save(content, best)
+        if run.log_step(loss, schedule["lr"][step], statistics):
+            run.record(content, score_neighbours(teacher, train, val, data, c, processes))
         run.end_step(content)
     return run.done("python evaluate.py knn --ckpt={ckpt}",
                     "python analyze.py saliency --ckpt={ckpt}")

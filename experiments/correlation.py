@@ -31,7 +31,8 @@ from checkpoint import load_model
 from data import images
 from flags import cli, DeviceFlags, option, parse, UserError
 from model import sparse_rate_reduction
-from run import count, derive_seed, Processes
+from optim import count
+from run import derive_seed, Processes
 from evaluate import classify, images_for, model_input, on_device
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "

@@ -35,7 +35,6 @@ def weights(path):
     ckpt.pt."""
     content = checkpoint.read_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
     extra, optimizer = content["extra"], content["optimizer"]
-    extra.pop("losses", None)                   # of a line to come
     found = dict(content["model"])
     for part, state in extra.items():
         state = state if isinstance(state, dict) else {"": state}

@@ -52,9 +52,10 @@ def test_presets_build(script, preset):
 
 def after_each_step(monkeypatch, call):
     """Calls call(run) after every step."""
-    def log_and_call(run, *args, log_step=Run.log_step, **values):
-        log_step(run, *args, **values)
+    def log_and_call(run, *args, log_step=Run.log_step):
+        due = log_step(run, *args)
         call(run)
+        return due
     monkeypatch.setattr(Run, "log_step", log_and_call)
 
 
@@ -111,7 +112,7 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, nam
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert checkpoint.read_checkpoint(cut / "ckpt.pt")["step"] == 8
     train(script, "cut", "--resume", *flags)
-    for file in ("ckpt.pt", "best.pt"):
+    for file in ("ckpt.pt", "best.pt") if script is train_gpt else ("ckpt.pt",):
         assert same(weights(whole / file), weights(cut / file)), file
     assert metrics(whole) == metrics(cut) and metrics(whole, "val") == metrics(cut, "val")
 

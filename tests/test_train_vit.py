@@ -66,7 +66,7 @@ def test_a_fine_tuned_encoder_sees_images_as_before(train, tmp_path, cache, monk
     found = evaluate.main(["accuracy", f"--ckpt={tuned}", "--device=cpu", f"--data_dir={cache}"])
     assert seen == {(mean, std)} and found["loss"] == pytest.approx(line["loss"], abs=1e-6)
     kept = checkpoint.read_checkpoint(tuned)["data_meta"]
-    assert (kept["name"], kept["mean"], kept["std"]) == ("shapes", list(mean), list(std))
+    assert (kept["name"], tuple(kept["mean"]), tuple(kept["std"])) == ("shapes", mean, std)
 
 
 def test_layer_decay(train, tmp_path):
