@@ -310,14 +310,13 @@ class CBT(Flags):
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
-    context, run_config = loaded.model.config.context, loaded.content["run_config"]
+    context, mask_rate = loaded.model.config.context, loaded.content["run_config"].get("mask_rate")
     if c.stride > context:
         raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     stride = c.stride or context
     return dict(data=data.name, split=split, stride=stride) | language_scores(
-        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab,
-        run_config.get("mask_rate"), stride)
+        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, stride)
 
 
 @torch.no_grad()
@@ -363,9 +362,8 @@ def likeliest(model, candidates, processes):
 
 @torch.no_grad()
 def cbt(c):
-    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often a passage is likeliest with the right
-    candidate in its gap, for common nouns and for named entities. As in ToST's released code,
-    end-of-text stands before the passage."""
+    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often a passage, behind end-of-text as ToST has it,
+    is likeliest with the right candidate in its gap, a common noun or a named entity."""
     loaded, processes = load(c, "gpt", causal=True)
     model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
     start = [] if tokenizer.eot is None else [tokenizer.eot]
