@@ -7,7 +7,6 @@ Numbers of a trained checkpoint, and the scores that the training scripts share.
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
-    python evaluate.py cbt --ckpt=out/gpt-openwebtext/best.pt       which of ten words fits a gap
 
 The last line of each is one JSON object. Losses are in nats. Baselines of linear and knn: --random
 (an untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
@@ -171,7 +170,7 @@ def tokens_for(name, split, meta, cache):
     if data.tokenizer.meta() != meta["tokenizer"]:
         raise UserError(f"--data={data.name} has another tokenizer than the checkpoint")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
-    split = split or next(iter(existing), "test")       # CBT has passages alone
+    split = split or next(iter(existing))
     if split not in existing:
         raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
     return data, split, getattr(data, split)
@@ -302,11 +301,6 @@ class Lambada(Flags):
     strict: bool = option(False, "the passage as it is; the word must come at once, in its case")
 
 
-@dataclass(kw_only=True)
-class CBT(Flags):
-    """Accuracy on the Children's Book Test: which of ten words makes the passage likeliest."""
-
-
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
@@ -345,42 +339,8 @@ def lambada(c):
     return dict(data="lambada", strict=c.strict, acc=sum(hits) / len(hits), n=len(hits))
 
 
-def likeliest(model, candidates, processes):
-    """The index of the likeliest of token lists that begin alike, by what follows the beginning.
-
-    If the longest exceeds the context, every list drops the same number of tokens on its left."""
-    longest, shared = max(map(len, candidates)), len(os.path.commonprefix(candidates))
-    y = torch.tensor([ids + [-1] * (longest - len(ids)) for ids in candidates])
-    lost = max(longest - model.config.context - 1, 0)
-    y, shared = y[:, lost:].to(processes.device), max(shared - lost, 1)
-    with processes.autocast():
-        Z = model.layers(model.tokens(y[:, :-1].clamp_min(0)))
-        logits = model.norm(Z[:, shared - 1:]) @ model.embed.weight.mT
-    losses = F.cross_entropy(logits.float().mT, y[:, shared:], ignore_index=-1, reduction="none")
-    return int(losses.sum(1).argmin())
-
-
-@torch.no_grad()
-def cbt(c):
-    """{"acc_CN", "n_CN", "acc_NE", "n_NE"}: how often a passage, behind end-of-text as ToST has it,
-    is likeliest with the right candidate in its gap, a common noun or a named entity."""
-    loaded, processes = load(c, "gpt", causal=True)
-    model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
-    start = [] if tokenizer.eot is None else [tokenizer.eot]
-    right, result = {}, dict(data="cbt")
-    for passage in with_bar(text.load("cbt", cache=c.data_dir).passages, "passages"):
-        before = start + tokenizer.encode(" ".join(passage["sentences"])).tolist()
-        filled = [" " + passage["question"].replace("XXXXX", one) for one in passage["options"]]
-        candidates = [before + tokenizer.encode(words).tolist() for words in filled]
-        chosen = passage["options"][likeliest(model, candidates, processes)]
-        right.setdefault(passage["task"], []).append(chosen == passage["answer"])
-    for task, hits in sorted(right.items()):
-        result |= {f"acc_{task}": sum(hits) / len(hits), f"n_{task}": len(hits)}
-    return result
-
-
 COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Probe, knn),
-                lm=(LM, lm), lambada=(Lambada, lambada), cbt=(CBT, cbt))
+                lm=(LM, lm), lambada=(Lambada, lambada))
 
 
 def main(argv):

@@ -53,9 +53,8 @@ class ImageSet(NamedTuple):
 
 class TextSet(NamedTuple):
     hub: dict | None = None
-    files: dict | None = None       # {split: pattern}, where the names of files do not tell it
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
-    documents: object = itemgetter("text")     # of a split's rows; None: passages alone
+    documents: object = itemgetter("text")     # of a split's rows
     passages: bool = False          # whether evaluation scores the rows one by one
     one_text: bool = False          # all rows are one text, whose last tenth validates
     held_out: float = 0.01          # of the documents, where none are for validation
@@ -94,15 +93,12 @@ TEXTS = {
                    documents=itemgetter("sentence")),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
-    # common nouns and named entities
-    "cbt": TextSet(dict(path="cam-cst/cbt"), dict(CN="CN/validation*", NE="NE/validation*"),
-                   documents=None, passages=True),
 }
 SPLITS = dict(train="train", validation="val", val="val", test="test")      # {theirs: ours}
 
 
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
-def read_rows(hub, source, draft, files=None, streaming=False):
+def read_rows(hub, source, draft, streaming=False):
     """The rows of a set on the Hub, or of the files in a folder: the Hub's or a user's own text."""
     from datasets import config, load_dataset
     from huggingface_hub import constants, utils
@@ -112,7 +108,7 @@ def read_rows(hub, source, draft, files=None, streaming=False):
             utils.get_session().head(constants.ENDPOINT, timeout=10)
         except Exception:       # no network; `datasets` would ask six times, in half a minute
             config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
-        return load_dataset(**dict(data_files=files) | hub, streaming=streaming)
+        return load_dataset(**hub, streaming=streaming)
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
         there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
@@ -121,7 +117,7 @@ def read_rows(hub, source, draft, files=None, streaming=False):
     kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
     suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
     how = dict(sample_by="document", encoding_errors="replace") if suffix == ".txt" else {}
-    how["data_files"] = files if hub else own_files(source, f"**/*{suffix}")
+    how["data_files"] = None if hub else own_files(source, f"**/*{suffix}")
     sets = load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
                         cache_dir=str(draft / "scratch"), **how)
     if suffix != ".txt":
@@ -249,13 +245,13 @@ def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
     if name != "pydoc":
-        sets = read_rows(row.hub, source, draft, row.files)
+        sets = read_rows(row.hub, source, draft)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
         (draft / f"{name}.jsonl").write_text("".join(lines))
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
-    parts = {SPLITS[split]: row.documents(sets[split]) for split in sets if row.documents}
+    parts = {SPLITS[split]: row.documents(sets[split]) for split in sets}
     one_text = row.one_text or [*parts] == ["train"]        # a single document
     if one_text:
         whole = "".join(document for part in parts.values() for document in part)

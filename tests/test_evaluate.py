@@ -177,30 +177,3 @@ def test_lambada_passage_by_passage(tmp_path, run, monkeypatch, strict):
         right += written.startswith(" " + word) if strict else word.lower() in written.lower()
     result = run("lambada", f"--strict={strict}")
     assert result["acc"] == right / 80 and 0 < right < result["n"] == 80
-
-
-@pytest.mark.parametrize("context", [64, 24])
-@torch.no_grad()
-def test_cbt_passage_by_passage(tmp_path, run, monkeypatch, bpe, context):
-    """The likelihood of whole passages behind end-of-text; beyond the context, all candidates lose
-    the same tokens."""
-    model = language_model(tmp_path / "ckpt.pt", bpe, arch="crate-alpha", context=context)
-    rng, passages, right = np.random.default_rng(1), [], []
-    word = lambda: "".join(rng.choice(list("the"), rng.integers(1, 5)))
-    for i in range(40):
-        options = [word() for _ in range(4)]
-        before, question = " ".join(word() for _ in range(8)), f"{word()} XXXXX {word()} ."
-        passages.append(dict(task=("CN", "NE")[i % 2], sentences=before.split(), question=question,
-                             options=options, answer=options[rng.integers(4)]))
-        ids = [[bpe.eot, *bpe.encode(before), *bpe.encode(" " + question.replace("XXXXX", option))]
-               for option in options]
-        lost, logp = max(0, max(map(len, ids)) - context - 1), []
-        for one in ids:
-            one = torch.tensor([int(i) for i in one[lost:]])
-            steps = model(one[None, :-1])[0].log_softmax(-1)
-            logp.append(float(steps.gather(-1, one[1:, None]).sum()))
-        right.append(options[int(np.argmax(logp))] == passages[-1]["answer"])
-    monkeypatch.setattr(text, "load", lambda name, cache: SimpleNamespace(passages=passages))
-    assert run("cbt") == dict(data="cbt", acc_CN=np.mean(right[::2]), n_CN=20,
-                              acc_NE=np.mean(right[1::2]), n_NE=20)
-    assert 0 < sum(right) < 40

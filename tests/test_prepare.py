@@ -213,14 +213,6 @@ def test_passages(tmp_path, bpe):
     prepare.prepare("lambada", tmp_path / "a", tmp_path)
     data = text.load("lambada", tmp_path)
     assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
-    row = dict(sentences=["One .", "Two ."], question="a XXXXX ran", answer="cat",
-               options=["cat", "dog"])
-    for task in ("CN", "NE", "V"):
-        for split in ("validation", "test"):
-            parquet(tmp_path / f"b/{task}/{split}-00000-of-00001.parquet",
-                    **{column: [value] for column, value in row.items()})
-    prepare.prepare("cbt", tmp_path / "b", tmp_path)
-    assert text.load("cbt", tmp_path).passages == [dict(row, task=task) for task in ("CN", "NE")]
 
 
 # ---- whole or not at all
