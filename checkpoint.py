@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flags import UserError
+from flags import not_one_of, UserError
 from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
-                   MaskedAutoencoder, TextConfig, make_config, not_one_of, sizes_of)
+                   MaskedAutoencoder, TextConfig, make_config, sizes_of)
 
 FORMAT = "crate-3"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"

@@ -641,19 +641,14 @@ class MLP(Sparsification):
 # ---- The archs, their sizes, and a model's config -----------------------------------------------
 class ConfigError(ValueError):
     """A model that cannot be built; the message is one line."""
-
-
-def not_one_of(word, words):
-    """"X is not one of a, b, c, did you mean b?", for messages about names."""
-    words = [str(w) for w in words]
-    close = difflib.get_close_matches(str(word), words, 1)
-    hint = f", did you mean {close[0]}?" if close else ""
-    return f"{word} is not one of {', '.join(words)}{hint}"
+    exit_status = 2
 
 
 def check_word(name, word, words):
     if word not in words:
-        raise ConfigError(f"{name}={not_one_of(word, words)}")
+        near = difflib.get_close_matches(str(word), words, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}{hint}")
 
 
 class Family(NamedTuple):

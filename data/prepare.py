@@ -40,8 +40,7 @@ from tqdm import tqdm
 
 from data import shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
-from flags import CACHE, Parser, UserError, cli
-from model import not_one_of
+from flags import CACHE, cli, not_one_of, Parser, UserError
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
 class ImageSet(NamedTuple):

@@ -170,7 +170,7 @@ MISTAKES = {
     train_gpt: {"--context=50000": "too few for --context=50000", "--data=exam": "no training or",
                 "--data=openwebtext": "python data/prepare.py openwebtext",
                 "--data=openwebtext --init_from=nowhere.pt": "nowhere.pt"},
-    sample: {"--start=a": "did you mean --prompt", "": "--ckpt is needed"},
+    sample: {"--promt=a": "did you mean --prompt", "": "--ckpt is needed"},
     evaluate: {"acuracy": "did you mean accuracy",
                "accuracy --ckpt=pretrained:shapes": "did you mean shapes-"},
     analyze: {"layers x": "unknown argument", "layers --eps=1e-300": "at least 1e-06"},
