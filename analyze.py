@@ -9,11 +9,8 @@ Pictures of trained checkpoints, and the numbers behind them.
     neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
-
-`python analyze.py COMMAND` writes out/analyze-COMMAND.png, or --out.
 """
 import math
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +20,15 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import load_model
-from evaluate import (images_for, model_input, on_device, pooling, Probe, probe, statistics_of,
-                      tokens_for, with_bar)
+from evaluate import (images_for, layer_numbers, model_input, on_device, pooling, Probe, probe,
+                      statistics_of, tokens_for, validation_noise, with_bar)
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
-from run import derive_seed, Processes, read_metrics
+from run import Processes, read_metrics
 from data import augment, page
 from data.prepare import read_picture
-from model import (coding_rate, patchify, saliency, sparse_rate_reduction, subspace_coding_rate,
-                   unpatchify)
+from data.show import (framed, new_figure, print_table, reconstructions, write_overlays,
+                       write_sheet)
+from model import saliency
 
 
 @dataclass(kw_only=True)
@@ -45,28 +43,7 @@ class OneModel:
     device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
                          choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
-    out: str | None = option(None, "the figure; auto is out/analyze-COMMAND.png")
-
-
-def print_table(rows):
-    """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
-    def cell(row, key):
-        value, extra = row[key], row.get(key + "_std", row.get(key + "_error"))
-        shown = f"{value:.4g}" if isinstance(value, float) else str(value).replace("None", "-")
-        return f"{shown} +- {extra:.2g}" if extra else shown
-
-    keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
-    lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
-
-
-def new_figure(rows, columns, width, height):
-    """A matplotlib figure and its axes (rows, columns), each panel `width` x `height` inches."""
-    from matplotlib.figure import Figure            # without pyplot: no window, no global state
-    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
+    out: str | None = option(None, "the file; auto is out/analyze-COMMAND.png, of page .html")
 
 
 def open_model(path, c, untrained=False, tasks=None):
@@ -82,7 +59,7 @@ def backbone_of(loaded):
 
 
 def spread(total, n):
-    """n indices spread evenly over 0 .. total - 1, because some sets are sorted by class."""
+    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
     return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
 
 
@@ -93,8 +70,8 @@ def split_for(loaded, c):
 
 
 def batches(loaded, c):
-    """c.samples images, or windows of text as long as the context, spread over the split: (the
-    images' numbers (B,) or the tokens (B, n), the backbone's input). Nothing is masked."""
+    """c.samples images or windows of text, spread over the split: (the images' numbers (B,) or the
+    tokens (B, n), the backbone's input). Nothing is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
         tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
@@ -129,29 +106,6 @@ class Layers(OneModel):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-def in_float64(Z):
-    return Z.cpu().double() if Z.device.type == "mps" else Z.double()       # mps has none
-
-
-def layer_numbers(layer, Z, trace, c):
-    """The numbers of one layer, each (B,), from Z^l (B, n, d) and its LayerTrace."""
-    U, out = in_float64(layer.attention.bases()), in_float64(trace.out)
-    if c.unit_bases:
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
-    Z, half = in_float64(Z), in_float64(trace.half)
-    scaled = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, scaled))
-    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
-                 scaled=scaled - before, rate=coding_rate(out, c.eps),
-                 nonzeros=(out != 0).double().mean((-2, -1)))
-    if layer.sparsification is not None:
-        code = layer.sparsification.code(layer.norm2(trace.half))
-        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
-            found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
-
-
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
@@ -163,12 +117,11 @@ def layer_table(loaded, c):
             parts.append(layer_numbers(layer, Z, trace, c))
             Z = trace.out
 
-    table = []
-    for l, parts in enumerate(found, 1):
-        table.append(dict(layer=l))
+    table = [dict(layer=l) for l in range(1, len(found) + 1)]
+    for row, parts in zip(table, found):
         for key in parts[0]:
             values = torch.cat([part[key] for part in parts])
-            table[-1] |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
+            row |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
     return table
 
 
@@ -191,12 +144,11 @@ def layers(c):
 
 def draw_layers(runs, c):
     """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
-    bases = ", U at unit size" * c.unit_bases
     panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
-                      f"R - R^c - {c.lambd:g} |Z|_0, nats{bases}")}
+                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
     figure, axes = new_figure(2, 2, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
@@ -207,7 +159,6 @@ def draw_layers(runs, c):
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
         ax.set(title=title, xlabel="layer l", ylabel=ylabel)
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(alpha=0.3)
     axes[1, 0].legend(fontsize="small")
     figure.savefig(c.out, dpi=120)
 
@@ -314,8 +265,8 @@ def saliency_maps(c):
         if value and value > most:
             raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
 
-    trace = loaded.encoder.trace(x)[(c.layer or L) - 1]
-    maps = saliency(trace.attention.float(), pooling(loaded))
+    attention = loaded.encoder.trace(x)[(c.layer or L) - 1].attention
+    maps = saliency(attention, pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
@@ -326,9 +277,8 @@ def saliency_maps(c):
 
 @dataclass(kw_only=True)
 class Predict(Pictures):
-    """The likeliest classes of pictures, printed and beside the mean of the last layer's saliency
-    maps; of a masked autoencoder the error on the masked patches and its reconstruction. Of your
-    own pictures it sees the centre square."""
+    """The likeliest classes of pictures (of your own: of the centre square) beside the last layer's
+    mean saliency; of a masked autoencoder the error on masked patches and the reconstruction."""
     pictures: int = option(8, "how many images of the data set", low=1)
     top: int = option(3, "classes to print", low=1)
 
@@ -346,13 +296,11 @@ def predict(c):
     elif loaded.task == "mae":
         noise = validation_noise(model, 0, len(x), x.device)
         found = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
-    words = [[name, *(f"{key} {y:.3f}" for key, y in row.items())]
-             for name, row in zip(names, found)]
-    print("\n".join(map("  ".join, words)))
-
-    rows = ["\n".join(lines) for lines in words]
+    rows = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in row.items())])
+            for name, row in zip(names, found)]
+    print("\n".join(row.replace("\n", "  ") for row in rows))
     if loaded.task == "mae":
-        write_sheet(c.out, *reconstructions(model, x, *statistics_of(loaded.meta)), rows)
+        write_sheet(c.out, *reconstructions(model, x, noise, *statistics_of(loaded.meta)), rows)
     else:
         maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
         write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
@@ -375,81 +323,11 @@ def neighbours(c):
     nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
-    edge = -(-shown.shape[-1] // 16)
-    frame = F.pad(torch.zeros_like(shown[0, 0])[:, edge:-edge, edge:-edge], [edge] * 4, value=1.0)
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
-    shown[:, 1:][wrong] = torch.where(frame > 0, red, shown[:, 1:][wrong])
+    shown[:, 1:][wrong] = framed(shown[:, 1:][wrong])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest
-
-
-# ---- sheets of pictures -------------------------------------------------------------------------
-def write_sheet(path, pictures, columns, rows=None):
-    """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
-    names of the n rows, whose long lines lose their middle."""
-    from matplotlib.figure import Figure
-    n, m, _, height, width = pictures.shape
-    gap = width // 16
-    sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
-    sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
-    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels per side
-    axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
-    axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
-    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row)
-            for row in rows or (f"image {i}" for i in range(1, n + 1))]
-    axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
-    axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
-    axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
-    axes.spines[:].set_visible(False)
-    axes.figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
-
-
-def stretched(maps):
-    """Maps (..., P), each from its least value at 0 to its largest at 1."""
-    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
-    return (maps - low) / (high - low).clamp_min(1e-12)
-
-
-def write_overlays(path, x, maps, columns, rows=None):
-    """A PNG with an image x (n, 3, H, H) per row, then each of its maps (n, m, patches), stretched,
-    in red over its greys. `columns` names the maps."""
-    side = math.isqrt(maps.shape[-1])
-    heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
-    red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
-    overlays = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
-    write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
-
-
-def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
-    rng = augment.BatchRandom(derive_seed("validation", first), n)
-    return rng.uniform(model.config.patches()).to(device)
-
-
-@torch.no_grad()
-def reconstructions(model, x, mean, std):
-    """(pictures (n, 4, 3, H, H), their titles) of images x, normalized with mean and std: input,
-    masked, reconstruction, and the reconstruction with the visible patches pasted in."""
-    c = model.eval().config
-    mask = model.draw_mask(validation_noise(model, 0, len(x), x.device))
-    target = patchify(x, c.patch_size)
-    masked, guess = mask[..., None], model.predicted(x, mask).float()
-    # back to pixels with the patch's own statistics, which the model does not know
-    if c.normalize_targets:
-        guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
-    columns = {"input": target, "masked": torch.where(masked, 0.0, target),
-               "reconstruction": guess, "pasted": torch.where(masked, guess, target)}
-    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
-    pictures = [unpatchify(patches, c.patch_size) * std + mean for patches in columns.values()]
-    return torch.stack(pictures, 1), list(columns)
-
-
-def write_reconstructions(path, model, pixels, data):
-    """A PNG with a row of `reconstructions` for each of uint8 images (n, H, H, 3)."""
-    x = model_input(pixels, data, model.config.image_size)
-    write_sheet(path, *reconstructions(model, x, data.mean, data.std))
 
 
 # ---- curves, page -------------------------------------------------------------------------------
@@ -467,8 +345,7 @@ def curves(c):
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
         raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
-    accuracy = any("acc" in line for _, lines in runs for line in lines)
-    names = ["loss", "acc"] if accuracy else ["loss"]
+    names = ["loss"] + ["acc"] * any("acc" in line for _, lines in runs for line in lines)
     figure, (axes,) = new_figure(1, len(names), 4.5, 3.5)
     for ax, name in zip(axes, names):
         for i, (run, lines) in enumerate(runs):
@@ -476,8 +353,7 @@ def curves(c):
                 points = [(line["step"], line[name]) for line in lines
                           if line.get("split") == split and line.get(name) is not None]
                 if points:
-                    label = f"{run} {split}"
-                    ax.plot(*zip(*points), style, color=f"C{i}", markersize=3, label=label)
+                    ax.plot(*zip(*points), style, color=f"C{i}", ms=3, label=f"{run} {split}")
                     ax.legend()
         ax.set(xlabel="step", ylabel=name)
     figure.savefig(c.out)
@@ -487,7 +363,6 @@ def curves(c):
 @dataclass(kw_only=True)
 class Page(OneModel):
     """One HTML file that runs the model itself in a browser: CRATE, -C, -N, -T, CRATE-alpha."""
-    out: str | None = option(None, "the file; auto is out/analyze-page.html")
 
 
 def write_page(c):

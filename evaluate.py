@@ -30,6 +30,7 @@ from flags import cli, DeviceFlags, needed, option, parse_command, UserError
 from run import derive_seed, Processes
 from data import augment, images, text
 from data.tokenizer import tokenizer_from_meta
+from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -160,6 +161,36 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
     decays = with_bar([10.0 ** e for e in range(-5, 1)], "decays")
     best = max(decays, key=lambda decay: score(decay, kept, x[held], y[held]))
     return dict(acc=score(best, order, x_test, y_test), decay=best)
+
+
+def validation_noise(model, first, n, device):
+    """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
+    rng = augment.BatchRandom(derive_seed("validation", first), n)
+    return rng.uniform(model.config.patches()).to(device)
+
+
+def in_float64(Z):
+    return Z.cpu().double() if Z.device.type == "mps" else Z.double()       # mps has none
+
+
+def layer_numbers(layer, Z, trace, c):
+    """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
+    LayerTrace; c has eps, lambd, unit_bases. In float64, because float32 has NaNs."""
+    U, out = in_float64(layer.attention.bases()), in_float64(trace.out)
+    if c.unit_bases:
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+    w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
+    Z, half = in_float64(Z), in_float64(trace.half)
+    scaled = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, scaled))
+    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
+                 scaled=scaled - before, rate=coding_rate(out, c.eps),
+                 nonzeros=(out != 0).double().mean((-2, -1)))
+    if layer.sparsification is not None:
+        code = layer.sparsification.code(layer.norm2(trace.half))
+        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
+            found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
+    return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
 
 
 # ---- Scores of text -----------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class RunFlags(DeviceFlags):
 @dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
-    arch: str | None = option(None, "a row of ARCHS in model.py; auto is crate, or the checkpoint's")
+    arch: str | None = option(None, "a row of model.py's ARCHS; auto: crate, or the checkpoint's")
     size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
                               displaces=("width", "heads", "head_dim", "layers"))
     width: int | None = option(None, "d", low=1)

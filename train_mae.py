@@ -18,9 +18,8 @@ import torch
 from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
 from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
 from run import derive_seed, Processes, Run, wants_compile
-from data import augment, images
-from analyze import validation_noise, write_reconstructions
-from evaluate import model_input, on_device, with_bar
+from data import augment, images, show
+from evaluate import model_input, on_device, validation_noise, with_bar
 from model import MAEConfig, MaskedAutoencoder, mae_config, train_flops
 
 
@@ -183,7 +182,10 @@ def main(argv):
             scores = validate(model, val, data, c, processes)
             if run.is_main:
                 pixels, _ = val.batch(torch.arange(min(8, len(val))))
-                write_reconstructions(run.dir / f"step{run.step}.png", model, pixels, data)
+                x = model_input(pixels, data, c.image_size)
+                noise = validation_noise(model, 0, len(x), device)
+                show.write_sheet(run.dir / f"step{run.step}.png",
+                                 *show.reconstructions(model, x, noise, data.mean, data.std))
             run.record(content, scores)
         run.end_step(content)
     return run.done("python evaluate.py linear --ckpt={ckpt}",

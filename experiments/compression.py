@@ -26,7 +26,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import new_figure, print_table
+from data.show import new_figure, print_table
 from flags import cli, option, parse, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 

@@ -26,9 +26,10 @@ import torch
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 import train_vit
-from analyze import print_table, spread
+from analyze import spread
 from checkpoint import load_model
 from data import images
+from data.show import print_table
 from flags import cli, DeviceFlags, option, parse, UserError
 from model import sparse_rate_reduction
 from optim import count

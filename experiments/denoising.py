@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import print_table
+from data.show import print_table
 from experiments.compression import random_subspaces
 from flags import cli, option, parse
 from model import gaussian_mixture_denoise

@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import backbone_of, batches, OneModel, open_model, print_table, split_for
+from analyze import backbone_of, batches, OneModel, open_model, split_for
+from data.show import print_table
 from checkpoint import load_model
 from data.page import passages
 from data.tokenizer import tokenizer_from_meta

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import print_table
+from data.show import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, TextConfig

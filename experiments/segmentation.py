@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import print_table, stretched
+from data.show import print_table, stretched
 from data import augment
 from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar
 from flags import cli, option, parse, UserError

@@ -9,6 +9,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 import analyze
+import evaluate
 from checkpoint import TASKS
 from data import augment, images
 from data.prepare import read_picture
@@ -47,8 +48,9 @@ def call(tmp_path, cache):
 def sheets(monkeypatch):
     """What write_sheet is given, (pictures, columns, rows), in place of PNGs."""
     found = []
-    monkeypatch.setattr(analyze, "write_sheet",
-                        lambda path, *sheet: found.append((*sheet, None)[:3]))
+    for module in ("analyze", "data.show"):
+        monkeypatch.setattr(f"{module}.write_sheet",
+                            lambda path, *sheet: found.append((*sheet, None)[:3]))
     return found
 
 
@@ -87,7 +89,7 @@ def test_unit_bases_do_not_depend_on_the_size_of_U():
     for size, unit_bases in ((1, False), (1, True), (3, True), (3, False)):
         U /= size
         c, step = analyze.Layers(unit_bases=unit_bases), LayerTrace(out, out, None)
-        found.append(analyze.layer_numbers(layer, out, step, c)["srr"])
+        found.append(evaluate.layer_numbers(layer, out, step, c)["srr"])
     torch.testing.assert_close(found[1:3], [found[0]] * 2)
     assert (found[3] > found[0]).all()
 
@@ -98,7 +100,7 @@ def test_rates_are_computed_in_float64():
     Z = 1e4 * torch.randn(1, 1, 32) + torch.randn(5, 64, 32)
     assert coding_rate(Z, 0.1).isnan().any()
     with torch.no_grad():
-        found = analyze.layer_numbers(layer, Z, LayerTrace(Z, Z, None), analyze.Layers())
+        found = evaluate.layer_numbers(layer, Z, LayerTrace(Z, Z, None), analyze.Layers())
     assert all(values.isfinite().all() for values in found.values())
     assert torch.allclose(found["rate"], coding_rate(Z.double(), 0.1))
 

@@ -31,8 +31,9 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import analyze, flags
-analyze.write_sheet = lambda *picture: None
+import flags
+from data import show
+show.write_sheet = lambda *picture: None
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -82,7 +83,7 @@ def runs(odd, tmp_path_factory):
     with started(folder, *todo_both, RANK="0", WORLD_SIZE="2", **place) as first, \
             started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second, \
             pytest.MonkeyPatch.context() as patch:
-        patch.setattr("analyze.write_sheet", lambda *picture: None)
+        patch.setattr("data.show.write_sheet", lambda *picture: None)
         for name in RUNS:
             script, *flags = todo[name]
             importlib.import_module(script).main([*flags, f"--out_dir={folder / 'one' / name}"])

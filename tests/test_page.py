@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import analyze
+import evaluate
 import sample
 from checkpoint import Loaded, TASKS
 from data import images, page, text
@@ -180,7 +181,7 @@ def test_javascript_is_pytorch(kind, computed):
     run()
     for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
         step = layer.trace(Z)
-        wanted = analyze.layer_numbers(layer, Z, step, analyze.Layers(unit_bases=True))
+        wanted = evaluate.layer_numbers(layer, Z, step, analyze.Layers(unit_bases=True))
         code = layer.sparsification.code(layer.norm2(step.half))
         assert rates == pytest.approx(dict(
             rate=wanted["rate_of_subspaces"].item(), change=wanted["scaled"].item(),

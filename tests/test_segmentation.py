@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from analyze import stretched
+from data.show import stretched
 from data import augment, images
 from experiments import segmentation
 from helpers import write_model

@@ -6,7 +6,7 @@ import torch
 from flags import parse
 from run import derive_seed, Processes
 import train_mae
-from data import augment, images
+from data import augment, images, show
 from helpers import losses, metrics
 
 
@@ -46,18 +46,15 @@ def test_validation_is_the_loss_of_every_image_once(setup):
 
 
 @pytest.mark.parametrize("normalize", [False, True])
-def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, monkeypatch, normalize):
-    sheets = []
-    monkeypatch.setattr("analyze.write_sheet", lambda *sheet: sheets.append(sheet))
+def test_the_sheet_shows_input_mask_reconstruction_and_both(setup, normalize):
     model, val, data, _ = setup(f"--normalize_targets={normalize}")
-    pixels, _ = val.batch(torch.arange(3))
-    train_mae.write_reconstructions("a.png", model, pixels, data)
-    (_, sheet, columns), = sheets
+    x = augment.normalize(augment.to_float(val.batch(torch.arange(3))[0]), data.mean, data.std)
+    noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
+    sheet, columns = show.reconstructions(model, x, noise, data.mean, data.std)
     assert columns == ["input", "masked", "reconstruction", "pasted"]
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
     pixels = torch.from_numpy(data.val_images[:3].astype(np.float32))
     torch.testing.assert_close(255 * given, pixels)
-    noise = augment.BatchRandom(derive_seed("validation", 0), 3).uniform(16)
     hidden = model.draw_mask(noise).view(3, 4, 4)
     hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)
     assert hidden.float().mean() == 0.75
