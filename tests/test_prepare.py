@@ -7,19 +7,18 @@ import pytest
 from huggingface_hub import constants
 from PIL import Image
 
-from data import images, prepare, shapes, text
+from data import images, prepare, text
+from data.shapes import CAMOUFLAGE, draw_shapes
 from flags import UserError
 from test_text import sentences
 
 
 def noise(width, height, seed, mode="RGB"):
-    channels = {"L": (), "RGB": (3,), "RGBA": (4,)}[mode]
-    rng = np.random.default_rng(seed)
-    return Image.fromarray(rng.integers(0, 256, (height, width, *channels), np.uint8))
+    shape = height, width, len(mode)
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, shape, np.uint8).squeeze())
 
 
 def parquet(path, classes=None, **columns):
-    """A file as on the Hub."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = datasets.Dataset.from_dict(columns)
     if classes:
@@ -37,8 +36,8 @@ def assert_fails(message, function, *arguments, **more):
 # ---- images
 
 def test_pictures_stand_upright(tmp_path):
-    """The camera's orientation tag is applied (6: a quarter turn clockwise). What has more than 8
-    bits a channel is refused, which would be clipped."""
+    """By the camera's tag (6: a quarter turn clockwise). 16 bits, which would be clipped, are
+    refused."""
     left = np.zeros((32, 32, 3), np.uint8)
     left[:, :16] = 255
     tag = Image.Exif()
@@ -46,10 +45,9 @@ def test_pictures_stand_upright(tmp_path):
     Image.fromarray(left).save(tmp_path / "turned.jpg", exif=tag, quality=95)
     top, bottom = np.split(prepare.read_picture(tmp_path / "turned.jpg", 32)[0], 2)
     assert top.min() > 240 and bottom.max() < 15
-    for dtype, suffix in ((np.uint16, "png"), (np.float32, "tiff")):
-        Image.fromarray(left[..., 0].astype(dtype)).save(tmp_path / f"deep.{suffix}")
-        problem = prepare.read_picture(tmp_path / f"deep.{suffix}", 32)
-        assert problem == (None, "16 or 32 bits a pixel")
+    Image.fromarray(left[..., 0].astype(np.uint16)).save(tmp_path / "deep.png")
+    found = prepare.read_picture(tmp_path / "deep.png", 32)
+    assert found == (None, "16 or 32 bits a pixel")
 
 
 def test_small_images_are_stored_as_they_are(tmp_path):
@@ -62,17 +60,14 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     prepare.main(command)
     data, pixels = images.load("cifar10", tmp_path), np.stack([np.asarray(p) for p in pictures])
     assert (data.name, data.classes, data.image_size) == ("cifar10", names, 32)
-    assert np.array_equal(data.train_images, pixels[:40])
-    assert np.array_equal(data.val_images, pixels[40:])
+    assert np.array_equal([*data.train_images, *data.val_images], pixels)
     assert np.array_equal([*data.train_labels, *data.val_labels], labels)
-    assert data.train_labels.dtype == np.int64 and data.train_masks is None
-    pixels = pixels[:40] / 255
-    assert data.mean == pytest.approx(pixels.mean((0, 1, 2)))
-    assert data.std == pytest.approx(pixels.std((0, 1, 2)))
+    assert data.mean == pytest.approx(pixels[:40].mean((0, 1, 2)) / 255)
+    assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)) / 255)
     assert_fails("is there already", prepare.main, command)
     (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
     assert_fails("incomplete: there are 1 of 00003 .*", prepare.prepare, "cifar10",
-          tmp_path / "source", tmp_path / "other")
+                 tmp_path / "source", tmp_path / "other")
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
@@ -98,20 +93,18 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
 def test_own_pictures(tmp_path, capsys):
     """DIR/val validates, or a tenth. What is no picture is left out."""
     for i, suffix in enumerate((".png", ".gif", ".bmp", ".tiff", ".webp") * 4):
-        for root in ("split/train", "split/val", "flat", *["one"] * (i < 9)):
+        for root in ("split/train", "split/val", "flat"):
             file = tmp_path / root / ("cat" if i < 9 else "dog") / f"test {i}{suffix}"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40 + i % 3, 36), (12 * i,) * 3).save(file)
     (tmp_path / "flat/dog/zz.jpg").write_bytes(b"no picture")
-    (tmp_path / "flat/dog/notes.txt").write_text("no picture either")
     for root in ("split", "flat"):
         prepare.prepare(root, tmp_path / root, tmp_path / "cache", size=24)
         data = images.load(root, tmp_path / "cache")
-        assert data.classes == ["cat", "dog"] and data.train_images.shape[1:] == (24, 24, 3)
-        train, val = ((array.mean((1, 2, 3)) / 12).round()
-                      for array in (data.train_images, data.val_images))
-        assert np.array_equal(data.train_labels, train >= 9)
-        assert np.array_equal(data.val_labels, val >= 9)
+        assert data.classes == ["cat", "dog"] and data.image_size == 24
+        pictures = data.train_images, data.val_images
+        train, val = ((x.mean((1, 2, 3)) / 12).round() for x in pictures)
+        assert np.array_equal([*data.train_labels, *data.val_labels], np.r_[train, val] >= 9)
         assert 0 < data.train_labels[:9].sum() < 9      # not one class behind the other
         if root == "split":
             assert sorted(train) == sorted(val) == [*range(20)]
@@ -120,68 +113,54 @@ def test_own_pictures(tmp_path, capsys):
     assert "1 pictures left out: " in told and "zz.jpg (" in told and f"val {len(val)} i" in told
     for file in (tmp_path / "split/val").rglob("*.*"):
         file.write_bytes(b"no picture")
-    for root, says in (("one", "train .*CLASS"), ("split", r"val .*test \d+\.\w+ \(")):
-        assert_fails(f"no two classes of {says}", prepare.prepare, "none", tmp_path / root,
-                     tmp_path / "cache")
-
-
-def test_drawn_sets_are_prepared_on_first_use(tmp_path, monkeypatch):
-    draw = shapes.draw_shapes
-    monkeypatch.setattr(shapes, "draw_shapes", lambda n, seed, **more: draw(n // 100, seed, **more))
-    data = images.load("camouflage", tmp_path)
-    assert data.classes == list(shapes.SHAPES) and data.image_size == 32
-    assert data.train_images.shape == (100, 32, 32, 3) and data.val_masks.shape == (20, 32, 32)
-    assert np.array_equal(data.val_images, draw(20, 1, **shapes.CAMOUFLAGE["val"])[0])
+    assert_fails(r"no two classes of val .*test \d+\.\w+ \(", prepare.prepare, "none",
+                 tmp_path / "split", tmp_path / "cache")
 
 
 # ---- text
 
 def documents(tokens, tokenizer):
-    """The documents of a token file: what lies before each end-of-text. None after the last."""
-    ends = np.flatnonzero(tokens == tokenizer.eot)
-    assert ends[-1] == len(tokens) - 1
-    return [tokenizer.decode(part[:-1]) for part in np.split(tokens, ends + 1)[:-1]]
+    """What lies before each end-of-text, which is also the last token."""
+    *found, last = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot) + 1)
+    assert not len(last)
+    return [tokenizer.decode(part[:-1]) for part in found]
 
 
 def test_shakespeare_is_split_by_position(tmp_path, bpe, encoding):
     """One file, or the three of the Hub."""
     play = "".join(sentences(200))
-    left = int(0.9 * len(play))
+    parts = play[:int(0.9 * len(play))], play[int(0.9 * len(play)):]
     (tmp_path / "file").mkdir()
     (tmp_path / "file/input.txt").write_text(play)
     prepare.prepare("shakespeare", tmp_path / "file", tmp_path)
     data = text.load("shakespeare", tmp_path)
-    assert data.train.tolist() == encoding.encode_ordinary(play[:left])
-    assert data.val.tolist() == encoding.encode_ordinary(play[left:])
-    ends = dict(train=(0, 700), validation=(700, 1500), test=(1500, None))
-    for split, (start, end) in ends.items():
-        parquet(tmp_path / f"hub/{split}/0000.parquet", text=[play[start:end]])
+    assert [data.train.tolist(), data.val.tolist()] == [*map(encoding.encode_ordinary, parts)]
+    for split, part in dict(train=play[:700], validation=play[700:1500], test=play[1500:]).items():
+        parquet(tmp_path / f"hub/{split}/0000.parquet", text=[part])
     prepare.prepare("shakespeare_char", tmp_path / "hub", tmp_path)
     chars = text.load("shakespeare_char", tmp_path)
-    assert chars.tokenizer.characters == "".join(sorted(set(play[:left])))
-    assert chars.tokenizer.decode(chars.train) == play[:left]
-    assert chars.tokenizer.decode(chars.val) == play[left:]
+    assert chars.tokenizer.characters == "".join(sorted(set(parts[0])))
+    assert (*map(chars.tokenizer.decode, (chars.train, chars.val)),) == parts
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "txt"])
 def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
     """In order, whatever the batches; what is no UTF-8 is left out and counted."""
-    rows = sentences(90) + ["", "caf\ufffd"]
+    rows = sentences(90) + [""]
     for split, part in (("train", rows), ("validation", rows[:4])):
         folder = tmp_path / "a" / split
         folder.mkdir(parents=True)
         if kind == "txt":
             for i, row in enumerate(part):
-                words = row.encode().replace("\ufffd".encode(), b"\xe9")
-                (folder / f"{i:03}.txt").write_bytes(words)
+                (folder / f"{i:03}.txt").write_text(row)
         else:
             table = datasets.Dataset.from_dict({"text": part})
             (table.to_json if kind == "jsonl" else table.to_parquet)(folder / f"0.{kind}")
+    if kind == "txt":
+        (tmp_path / "a/train/099.txt").write_bytes(b"caf\xe9")
     prepare.prepare("books", tmp_path / "a", tmp_path, "gpt2")
     data = text.load("books", tmp_path)
-    if kind == "txt":
-        rows = rows[:-1]
-        assert "1 documents left out: no UTF-8" in capsys.readouterr().err
+    assert ("1 documents left out: no UTF-8" in capsys.readouterr().err) == (kind == "txt")
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     # of one part alone, a hundredth of the documents validates, whatever its files are called
     (tmp_path / "a/train/README.md").write_text("no document")
@@ -193,24 +172,21 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe, capsys):
     assert f"1 files left out: not DIR/**/*.{kind}" in capsys.readouterr().err
 
 
-def test_articles_and_sentences(tmp_path, bpe):
-    """The Hub's rows are lines, empty ones without their ` \\n`."""
+def test_articles_sentences_and_passages(tmp_path, bpe):
+    """Wikitext's rows are lines, empty ones without their ` \\n`."""
     lines = ["", " = One = \n", "", " first \n", " = = part = = \n", "", " formula \n",
              " = 1 / s = \n", "", " = Two ( film ) = \n", "", " the second \n"]
     parquet(tmp_path / "a/test-00000-of-00001.parquet", text=lines)
     prepare.prepare("wikitext", tmp_path / "a", tmp_path)
     data, lines = text.load("wikitext", tmp_path), [line or " \n" for line in lines]
     assert documents(data.test, bpe) == ["".join(lines[:9]), "".join(lines[9:])]
-    assert data.train is None and data.val is None
     parquet(tmp_path / "b/test.parquet", sentence=["the <unk> is N", "in an inn"])
     prepare.prepare("ptb", tmp_path / "b", tmp_path)
     assert documents(text.load("ptb", tmp_path).test, bpe) == ["the <unk> is N", "in an inn"]
 
-
-def test_passages(tmp_path, bpe):
     rows = sentences(5) + ["odd é"]
-    parquet(tmp_path / "a/test.parquet", text=rows)
-    prepare.prepare("lambada", tmp_path / "a", tmp_path)
+    parquet(tmp_path / "c/test.parquet", text=rows)
+    prepare.prepare("lambada", tmp_path / "c", tmp_path)
     data = text.load("lambada", tmp_path)
     assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
 
@@ -222,32 +198,32 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
         assert (draft / "val_masks.npy").exists() and not (draft / "half.npy").exists()
         raise KeyboardInterrupt
 
-    (tmp_path / ".shapes.draft").mkdir()                    # as a kill leaves it
-    (tmp_path / ".shapes.draft/half.npy").write_bytes(b"half")
+    (tmp_path / ".camouflage.draft").mkdir()                # as a kill leaves it
+    (tmp_path / ".camouflage.draft/half.npy").write_bytes(b"half")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "image_meta", stop)
-        prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
-    assert [path.name for path in tmp_path.iterdir()] == [".shapes.lock"]
-    prepare.prepare("shapes", cache=tmp_path, drawn=(30, 10))
-    assert len(images.load("shapes", tmp_path).train_labels) == 30
+        prepare.prepare("camouflage", cache=tmp_path, drawn=(20, 10))
+    assert [path.name for path in tmp_path.iterdir()] == [".camouflage.lock"]
+    prepare.prepare("camouflage", cache=tmp_path, drawn=(30, 10))
+    data, drawn = images.load("camouflage", tmp_path), draw_shapes(10, 1, **CAMOUFLAGE["val"])
+    assert len(data.train_labels) == 30 and np.array_equal(data.val_images, drawn[0])
 
 
-@pytest.mark.parametrize("file, damage", [
-    ("meta.json", b"\xff"), ("train_labels.npy", b""), ("val_images.npy", -1),
-    ("val_images.npy", None)])
-def test_damage_is_one_line(tmp_path, file, damage):
-    """Other bytes, the last one cut off, or no file."""
+def test_damage_is_one_line(tmp_path):
+    """A file that was cut off, or of other bytes, or none."""
     prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
-    path = tmp_path / "shapes" / file
-    whole = path.read_bytes()
+    for file in ("train_labels.npy", "val_images.npy", "meta.json"):
+        path = tmp_path / "shapes" / file
+        whole = path.read_bytes()
+        for damage in (whole[:-1], b"\xff"):
+            path.write_bytes(damage)
+            assert_fails("shapes: .* prepare it again", images.load, "shapes", tmp_path)
+        path.write_bytes(whole)
     path.unlink()
-    if damage is not None:
-        path.write_bytes(whole[:-1] if damage == -1 else damage)
     assert_fails("shapes: .* prepare it again", images.load, "shapes", tmp_path)
 
 
 def test_a_full_disk_is_named(tmp_path, monkeypatch):
-    """numpy and `datasets` have other words for it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
     try:
@@ -268,17 +244,13 @@ def test_without_a_network_nothing_is_asked_again(tmp_path, monkeypatch):
 
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
-    """Without a network (conftest.py sees to that); an image set is not answered with texts."""
-    assert_fails("did you mean cifar10", images.load, "cifra10", tmp_path)
+    """An image set is not answered with texts."""
     assert_fails("not one of (?!.*openwebtext)", images.load, "wikitext", tmp_path)
-    for name in ("imagenet", "cifar10"):
-        says = f"{name}.*prepare.py {name} .* with a network, or --source DIR"
-        assert_fails(says, images.load, name, tmp_path)
+    assert_fails("imagenet.*prepare.py imagenet .* with a network, or --source DIR", images.load,
+                 "imagenet", tmp_path)
     assert_fails("makes your own", text.load, "books", tmp_path)
-    assert_fails("No such file", prepare.prepare, "mine", tmp_path / "nowhere", tmp_path, "char")
     prepare.prepare("pydoc", cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
-    for row, says in (('{"words": "the"}', "text"), ('{"words": the"}', "JSON")):
-        (tmp_path / "rows").mkdir(exist_ok=True)
-        (tmp_path / "rows/a.jsonl").write_text(row)
-        assert_fails(says, prepare.prepare, "mine", tmp_path / "rows", tmp_path, "char")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").write_text('{"words": the"}')
+    assert_fails("JSON", prepare.prepare, "mine", tmp_path / "rows", tmp_path, "char")
