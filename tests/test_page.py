@@ -1,6 +1,4 @@
-"""
-The page: what is inside, and, where node is found, that its JavaScript computes what PyTorch does.
-"""
+"""What is inside the page, and, where node is found, that its JavaScript is PyTorch."""
 import base64
 import json
 import re
@@ -22,6 +20,7 @@ from helpers import write_model
 from evaluate import model_input
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
+EVIL = "</script><script>alert(1)</script>"
 # task, fields of the config; all with weights that are not at their initial values
 KINDS = {
     "class token": ("vit", dict(pool="class", stem="plain")),
@@ -50,22 +49,32 @@ def a_model(task, **fields):
     return model
 
 
-def a_page(task, model, cache, text_cache, **changes):
-    """Its text and the content that it has for the scripts. `changes` are of the data set."""
-    if task == "gpt":
-        data = text.load("verse", text_cache)
-        tokens = data.val
-    else:
-        data, tokens = images.load("shapes", cache), None
-        data = SimpleNamespace(**vars(data) | changes)
+def a_page(task, model, cache, text_cache):
+    """Its text, the content that it has for the scripts, and the untrained model in it."""
+    data = text.load("verse", text_cache) if task == "gpt" else images.load("shapes", cache)
+    data.classes = [EVIL] * 10
     loaded = Loaded(task, model, getattr(model, "encoder", model), {}, {})
     other = loaded._replace(model=TASKS[task][0](model.config))
-    written = page.html("a/b", loaded, other, data, tokens)
+    written = page.html(EVIL, loaded, other, data, data.val if task == "gpt" else None)
     return written, json.loads(re.search('json">(.*?)</script>', written)[1]), other.model
 
 
 def decoded(words, dtype):
     return np.frombuffer(base64.b64decode(words), dtype)
+
+
+def of_first_example(model, data):
+    """What PyTorch makes of the content's first picture or its text."""
+    if data["task"] == "gpt":
+        ids = text.CharTokenizer(data["characters"]).encode(data["text"]).astype(np.int64)
+        return model(torch.from_numpy(ids)[None])
+    pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)[:1].copy()
+    x = model_input(torch.from_numpy(pixels), SimpleNamespace(**data), 32)
+    if data["task"] != "mae":
+        return model(x)
+    masked = torch.zeros(1, 16, dtype=torch.bool)
+    masked[0, data["masked"]] = True
+    return model.predicted(x, masked)
 
 
 @pytest.mark.parametrize("kind", ["mean", "autoencoder", "text"])
@@ -74,8 +83,7 @@ def test_what_is_inside(kind, cache, text_cache):
     """Weights, the first example and what PyTorch makes of it, line numbers; no end of a script."""
     task, fields = KINDS[kind]
     model = a_model(task, **fields)
-    evil = "</script><script>alert(1)</script>"
-    written, data, other = a_page(task, model, cache, text_cache, classes=[evil] * 10)
+    written, data, other = a_page(task, model, cache, text_cache)
     assert written.count("<script") == written.count("</script>") == 3
     assert "://" not in written.replace("http://www.w3.org", "")
     start, numbers = 0, decoded(data["trained"]["at"], np.float16)
@@ -90,24 +98,9 @@ def test_what_is_inside(kind, cache, text_cache):
     for part, line in data["lines"].items():
         assert re.match(rf"(class|def) {part}\b", lines[line - 1])
 
+    assert task == "gpt" or len(set(data["labels"])) == 8 and data["classes"][0] == EVIL
     expected = torch.from_numpy(decoded(data["expected"], np.float32).copy())
-    if task == "gpt":
-        codes = text.CharTokenizer(data["characters"]).encode(data["text"])
-        wanted = model(torch.from_numpy(codes.astype(np.int64))[None])
-        for row in data["entries"]:
-            for words, place in (passage for entry in row for passage in entry["passages"]):
-                assert place < len(words) <= 64
-    else:
-        assert len(set(data["labels"])) == 8 and data["classes"][0] == evil
-        pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)
-        x = model_input(torch.from_numpy(pixels[:1].copy()), SimpleNamespace(**data), 32)
-        if task == "mae":
-            noise = torch.zeros(1, 16)
-            noise[0, data["masked"]] = 1
-            wanted = model.predicted(x, noise > 0)
-        else:
-            wanted = model(x)
-    torch.testing.assert_close(expected, wanted.flatten())
+    torch.testing.assert_close(expected, of_first_example(model, data).flatten())
 
 
 def test_passages():
@@ -166,19 +159,11 @@ def test_javascript_is_pytorch(kind, computed):
     text in pieces of which the second takes the end of the first back."""
     model, data, got = computed[kind]
     assert got["worst"] < 2e-5 < 1e-3 < got["untrained"]
-    encoder, masked = getattr(model, "encoder", model), torch.zeros(1, 16, dtype=torch.bool)
-    if data["task"] == "gpt":
-        ids = text.CharTokenizer(data["characters"]).encode(data["text"]).astype(np.int64)
-        x = torch.from_numpy(ids)[None]
-    else:
-        pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)[:1].copy()
-        x = model_input(torch.from_numpy(pixels), SimpleNamespace(**data), 32)
-        masked[0, data.get("masked", [])] = True
-    run = lambda: model.predicted(x, masked) if data["task"] == "mae" else model(x)
+    encoder = getattr(model, "encoder", model)
     entered, layers = [], [*encoder.layers]
     for layer in layers:
         layer.register_forward_pre_hook(lambda layer, args: entered.append(args[0]))
-    run()
+    of_first_example(model, data)
     for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
         step = layer.trace(Z)
         wanted = evaluate.layer_numbers(layer, Z, step, analyze.Layers(unit_bases=True))
@@ -197,16 +182,15 @@ def test_javascript_is_pytorch(kind, computed):
     attention = layers[0].attention
     attend, p = attention.attend, attention.p
     attention.attend = lambda *qkv: attend(*qkv) * (torch.arange(attention.heads * p) // p != 1)
-    out = torch.tensor(got["out"])
-    wanted = run() if data["task"] != "simdino" else run()[:, 0]
+    out, wanted = torch.tensor(got["out"]), of_first_example(model, data)
+    if data["task"] == "simdino":
+        wanted = wanted[:, 0]
     torch.testing.assert_close(out[-wanted.numel():], wanted.flatten(), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("task, fields, words", [
-    ("vit", dict(arch="tost"), "of arch tost"), ("vit", dict(arch="crate-mm"), "of arch crate-mm"),
-    ("mae", dict(mask_tokens="after"), "mask_tokens"),
-    ("mae", dict(normalize_targets=True), "normalize"), ("gpt", dict(causal=False), "causal"),
-    ("vit", dict(width=640, layers=4), "MB")])
+    ("vit", dict(arch="tost"), "of arch tost"), ("mae", dict(mask_tokens="after"), "mask_tokens"),
+    ("gpt", dict(causal=False), "causal"), ("vit", dict(width=640, layers=4), "MB")])
 def test_what_it_cannot_run(task, fields, words, cache, text_cache):
     with pytest.raises(UserError, match=words) as error:
         a_page(task, a_model(task, **fields), cache, text_cache)
@@ -214,10 +198,8 @@ def test_what_it_cannot_run(task, fields, words, cache, text_cache):
 
 
 def test_the_command(tmp_path, cache, capsys):
-    """It writes a file and prints its path; a name with markup is shown and not run."""
-    path = tmp_path / "<script>alert(1)<_script>.pt"
+    path = tmp_path / "a.pt"
     write_model(path, a_model("vit"), "vit", images.load("shapes", cache).meta())
     analyze.main(["page", f"--ckpt={path}", f"--data_dir={cache}", f"--out={tmp_path}/a.html"])
     assert capsys.readouterr().out == f"wrote {tmp_path}/a.html\n"
-    written = (tmp_path / "a.html").read_text(encoding="utf-8")
-    assert "<script>alert" not in written and r'"name": "\u003cscript>alert' in written
+    assert '"name": "a' in (tmp_path / "a.html").read_text(encoding="utf-8")
