@@ -21,11 +21,10 @@ from torch.nn import functional as F
 
 from checkpoint import load_model
 from evaluate import (images_for, layer_numbers, model_input, on_device, pooling, Probe, probe,
-                      statistics_of, tokens_for, validation_noise, with_bar)
+                      read_pictures, statistics_of, tokens_for, validation_noise, with_bar)
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from run import Processes, read_metrics
 from data import augment, page
-from data.prepare import read_picture
 from data.show import (framed, new_figure, print_table, reconstructions, write_overlays,
                        write_sheet)
 from model import saliency
@@ -208,24 +207,18 @@ def open_pictures(c, count):
     """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
-    size, device = loaded.encoder.config.image_size, loaded.encoder.class_token.device
     if c.files:
-        found = [read_picture(file, size) for file in c.files]
-        for file, (_, problem) in zip(c.files, found):
-            if problem:
-                raise UserError(f"cannot read {file}: {problem}")
-        batch = torch.from_numpy(np.stack([picture for picture, _ in found])).to(device)
         names = ["".join(char if char.isprintable() else " " for char in Path(file).name)
                  for file in c.files]
-    else:
-        data, split = split_for(loaded, c)
-        index = torch.arange(len(split))[c.index:c.index + count]
-        if len(index) == 0:
-            raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
-        batch, labels = split.batch(index)
-        names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
-    pixels = augment.at_size(augment.to_float(batch), size)
-    return loaded, names, pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
+        return loaded, names, *read_pictures(c.files, loaded)
+    data, split = split_for(loaded, c)
+    index = torch.arange(len(split))[c.index:c.index + count]
+    if len(index) == 0:
+        raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
+    batch, labels = split.batch(index)
+    names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
+    pixels = augment.at_size(augment.to_float(batch), loaded.encoder.config.image_size)
+    return loaded, names, pixels, augment.normalize(pixels, data.mean, data.std)
 
 
 @dataclass(kw_only=True)
