@@ -152,7 +152,8 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
                                for name in ("dino_loss", "set_decay", "ema_update"))
 
     def dino_loss(student, teacher, center, temperature):
-        steps.append(dict(mean=teacher.mean((0, 1)), center=center.clone(), temperature=temperature))
+        seen = dict(center=center.clone(), temperature=temperature)
+        steps.append(seen | dict(mean=teacher.mean((0, 1))))
         return loss(student, teacher, center, temperature)
 
     def before_step(optimizers, decay):
