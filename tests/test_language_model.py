@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import (ARCHS, MHSA, TSSA, ConfigError, LanguageModel, TextConfig, choose,
                    linear_cross_entropy, text_config)
 from helpers import same
-from test_model import assert_compiles, assert_near, float64, randomize     # noqa: F401
+from test_model import (assert_compiles, assert_near, assert_near_with_gradients,   # noqa: F401
+                        float64, randomize)
 
 V, CONTEXT = 23, 12
 
@@ -52,18 +53,17 @@ def test_published_parameter_counts(arch, size, millions, count):
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "aot-mhsa"])
 def test_rotary_and_shift_change_no_other_weight(arch):
-    """The same draws beside 2 K numbers a layer, which are vectors and so not decayed."""
+    """The same draws beside 2 K numbers a layer, which are vectors and so not decayed: a_k begin
+    from 0.12 to 0.88, and b_k the other way."""
     plain, own = {}, {}
     for state, more in ((plain, {}), (own, dict(rotary=True, shift=True))):
         torch.manual_seed(0)
-        config = TextConfig(arch=arch, width=16, heads=4, layers=2, **more)
+        config = TextConfig(arch=arch, width=18, heads=3, layers=2, **more)
         state |= LanguageModel(config).state_dict()
-    mixes = [own.pop(name).shape for name in [*own] if name.endswith("attention.mix")]
-    assert mixes == 2 * [(8,)] and same(own, plain)
-    for fields, message in ((dict(arch="tost", shift=True), "archs with MSSA or MHSA, not tost"),
-                            (dict(rotary=True, head_dim=3), "pairs of entries: head_dim=3 is odd")):
-        with pytest.raises(ConfigError, match=message):
-            TextConfig(**fields)
+    mixes = [own.pop(name).tolist() for name in [*own] if name.endswith("attention.mix")]
+    assert mixes == [[-2, 0, 2, 2, 0, -2]] * 2 and same(own, plain)
+    for fields in (dict(arch="tost", shift=True), dict(rotary=True, head_dim=3)):
+        pytest.raises(ConfigError, TextConfig, **fields)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
@@ -109,11 +109,8 @@ def test_causality(arch, causal):
         felt = (net(changed) - before).abs().amax(-1) > 1e-9
         assert felt[:, j:].all()
         assert not felt[:, :j].any() if causal else felt.all()
-    with pytest.raises(ConfigError, match="13 tokens exceed the context of 12"):
-        net(draw(1, 13))
     if not causal:
-        with pytest.raises(ConfigError, match="causal=False cannot generate"):
-            net.generate(ids, 1)
+        pytest.raises(ConfigError, net.generate, ids, 1)
 
 
 @pytest.mark.parametrize("arch", ["crate", "tost", *BOTH])
@@ -127,37 +124,27 @@ def tokens_and_head(n=37, d=6):
     return Z, W, torch.randint(-1, V, (n,))
 
 
-def with_gradients(loss, Z, W):
-    return loss.detach(), *torch.autograd.grad(loss, (Z, W))
-
-
 @pytest.mark.parametrize("block", [1, 8, 37, 100])
 def test_linear_cross_entropy(block):
+    """A second derivative would lack a term: the first one looks like a constant."""
     Z, W, targets = tokens_and_head()
-    expected = with_gradients(F.cross_entropy(Z @ W.T, targets, ignore_index=-1), Z, W)
-    assert_near(with_gradients(linear_cross_entropy(Z, W, targets, block), Z, W), expected)
+    expected = F.cross_entropy(Z @ W.T, targets, ignore_index=-1)
     batch = linear_cross_entropy(Z[None], W, targets[None], block)
-    assert_near(with_gradients(3 * batch, Z, W), tuple(3 * t for t in expected))
+    assert_near_with_gradients(batch, expected, (Z, W))
     # a share of a batch without targets
     nothing = linear_cross_entropy(Z, W, torch.full_like(targets, -1), block)
-    assert not any(t.any() for t in with_gradients(nothing, Z, W))
-
-
-@pytest.mark.parametrize("factor", [lambda Z: 1.0, lambda Z: Z.square().sum()])
-def test_linear_cross_entropy_has_no_second_derivative(factor):
-    """Its gradient would look like a constant: the derivative of loss + |g|^2 would lack a term."""
-    Z, W, targets = tokens_and_head()
-    loss = factor(Z) * linear_cross_entropy(Z, W, targets)
+    assert_near_with_gradients(nothing, 0 * (Z.sum() + W.sum()), (Z, W))
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, Z, create_graph=True)
+        torch.autograd.grad(linear_cross_entropy(Z, W, targets), Z, create_graph=True)
 
 
 def test_linear_cross_entropy_in_bf16():
     torch.set_default_dtype(torch.float32)
     Z, W, targets = tokens_and_head(200)
-    expected = with_gradients(F.cross_entropy(Z @ W.T, targets, ignore_index=-1) / 3, Z, W)
+    exact = F.cross_entropy(Z @ W.T, targets, ignore_index=-1) / 3
     with torch.autocast("cpu", torch.bfloat16):
-        found = with_gradients(linear_cross_entropy(Z, W, targets, 64) / 3, Z, W)
+        loss = linear_cross_entropy(Z, W, targets, 64) / 3
+    found, expected = ((out, *torch.autograd.grad(out, (Z, W))) for out in (loss, exact))
     for a, b in zip(found, expected):
         assert a.dtype == torch.float32 and (a - b).norm() < 0.01 * b.norm()
         assert abs((a * b).sum() / b.square().sum() - 1) < 1e-3     # 1/3 in bf16 is 0.2 % off
@@ -176,8 +163,7 @@ class Watch(TorchDispatchMode):
 
 
 def test_logits_are_never_whole():
-    Z, W = torch.randn(80, 4, requires_grad=True), torch.randn(100, 4, requires_grad=True)
-    targets = torch.randint(100, (80,))
+    Z, W, targets = tokens_and_head(80, d=2)
     with Watch() as training:
         loss = linear_cross_entropy(Z, W, targets, block=8)
         node = loss.grad_fn.next_functions[0][0]            # of the sum, before its division
@@ -185,7 +171,7 @@ def test_logits_are_never_whole():
         loss.backward()
     with Watch() as evaluation, torch.no_grad():
         linear_cross_entropy(Z, W, targets, block=8)
-    assert training.largest == evaluation.largest == 8 * 100
+    assert training.largest == evaluation.largest == 8 * V
     assert (training.matmuls, evaluation.matmuls) == (3 * 10, 10)       # no gradient in the second
 
 
@@ -231,14 +217,11 @@ def test_generation_past_the_context(arch, prompt):
 def test_a_stop_token_ends_a_row_and_then_the_batch():
     net, ids = build(), draw(4, 5)
     free = net.generate(ids, 200, generator=seeded(3))[:, 5:]
-    stop = int(free[0, 20])
+    stop = free[0, 20]
     found = net.generate(ids, 200, stop=stop, generator=seeded(3))[:, 5:]
-    ends = [row.index(stop) for row in free.tolist()]
-    assert len(set(ends)) > 1
-    for row, end in enumerate(ends):
-        assert torch.equal(found[row, :end + 1], free[row, :end + 1])
-        assert (found[row, end:] == stop).all()
-    assert found.shape[1] == max(ends) + 1
+    after = (free == stop).cumsum(1)[:, :found.shape[1]] > 0        # from a row's first one on
+    assert torch.equal(found, free[:, :found.shape[1]].where(~after, stop))
+    assert after[:, -1].all() and not after[:, -2].all()
 
 
 # the likeliest of six hold 0.565, 0.208, 0.126, 0.077, 0.023: top_p keeps the fewest that reach it
