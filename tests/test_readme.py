@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = {f: (ROOT / f).read_text() for f in ("README.md", "RESULTS.md", "records/README.md")}
@@ -64,6 +66,18 @@ def test_every_command_parses(name, monkeypatch):
                 module.main(shlex.split(words))
             seen += 1
     assert seen > 2
+
+
+def test_the_lines_of_python_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for file, size in (("a.png", (90, 60)), ("b.jpg", (50, 70))):
+        Image.new("RGB", size, "orange").save(file)
+    code, = re.findall(r"```python\n(from .*?)```", TEXTS["README.md"], re.S)
+    found = {}
+    exec(code, found)
+    assert found["x"].shape == (2, 3, 48, 48) and found["tokens"].shape == (2, 145, 256)
+    assert torch.equal(found["layers"][-1].out, found["tokens"])
+    assert len(found["layers"]) == 8 and found["U"].shape == (8, 256, 32)
 
 
 def test_the_diff_applies():
