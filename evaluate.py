@@ -9,7 +9,7 @@ Numbers of a trained checkpoint, and the scores that the training scripts share.
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. Baselines of linear and knn: --random
-(an untrained encoder), --features=pixels (none). lm --stride=512 reads sliding windows.
+(an untrained encoder), --features=pixels (none).
 
 A score counts every sample once, and the processes share the samples. Its `split` is images.Images,
 its `data` has the mean and std of the images, its `config` has workers.
@@ -222,17 +222,15 @@ def tokens_for(name, split, meta, cache):
 
 
 @torch.no_grad()
-def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
-                    stride=None):
+def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None):
     """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n). Of a
     masked model, the loss of the masked tokens and their top-1 accuracy "acc".
 
     The mask of a window is a function of its number: the same at every evaluation, on any number
-    of processes. `n_vocab` is the tokenizer's. `stride` as in text.eval_batches."""
+    of processes. `n_vocab` is the tokenizer's."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
-    batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, stride,
-                                not masked)
+    batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, not masked)
     total = zero_sums(processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
@@ -336,7 +334,6 @@ class LM(Flags):
     data: str | None = option(None, "which text; auto is what the checkpoint was trained on")
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=text.SPLITS)
-    stride: int = option(0, "tokens from one window to the next; 0: the context, no overlap", low=0)
     batch_size: int = option(16, "windows at once", low=1)
 
 
@@ -348,13 +345,10 @@ class Lambada(Flags):
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
-    context, mask_rate = loaded.model.config.context, loaded.content["run_config"].get("mask_rate")
-    if c.stride > context:
-        raise UserError(f"--stride={c.stride} exceeds the context, {context} tokens")
+    mask_rate = loaded.content["run_config"].get("mask_rate")
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
-    stride = c.stride or context
-    return dict(data=data.name, split=split, stride=stride) | language_scores(
-        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, stride)
+    return dict(data=data.name, split=split) | language_scores(
+        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate)
 
 
 @torch.no_grad()

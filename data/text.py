@@ -55,28 +55,23 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-def eval_batches(tokens, context, batch_size, rank=0, world=1, stride=None, causal=True):
+def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
     """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
 
-    n is `context`, or less if the text is. Window k reads tokens [k s, k s + context), s the
-    `stride` (by default the context), and counts the last s of its targets, which the window before
-    did not predict, each from at least context - s + 1 tokens; the first window counts all. y is -1
-    where nothing is counted: there, beyond the end, and in rows that fill up the last batch. A
-    causal model does not see the padding after a last, partly filled window; any other would,
-    so its last window ends with the text and overlaps the one before. All ranks get equally
-    many batches, all of one shape: one compiled graph, and no rank waits in vain."""
-    stride = stride or context
-    starts = np.arange(0, max(len(tokens) - 1 - context + stride, 1), stride)
-    n = min(context, len(tokens) - 1)
+    n is `context`, or less if the text is. Windows do not overlap. y is -1 where nothing is counted:
+    beyond the end, and in rows that fill up the last batch. A causal model does not see the padding
+    after a last, partly filled window; any other would, so its last window ends with the text and
+    overlaps the one before. All ranks get equally many batches, all of one shape: one compiled
+    graph, and no rank waits in vain."""
+    starts, n = np.arange(0, len(tokens) - 1, context), min(context, len(tokens) - 1)
     for first in range(0, len(starts), batch_size * world):
         x = np.zeros((batch_size, n), dtype=np.int64)
         y = np.full((batch_size, n), -1, dtype=np.int64)
         for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
-            counted = context - stride if start else 0
             back = 0 if causal else max(0, start + n + 1 - len(tokens))
             window = tokens[start - back:start - back + n + 1]
             x[row, :len(window[:n])] = window[:n]
-            y[row, counted + back:len(window) - 1] = window[counted + back + 1:]
+            y[row, back:len(window) - 1] = window[back + 1:]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
