@@ -16,28 +16,21 @@ def sentences(n, seed=0):
             for _ in range(n)]
 
 
-# ---- tokenizers
-
 def test_round_trips(bpe):
     for line in sentences(50):
         assert bpe.decode(bpe.encode(line)) == line
         assert bpe.encode(line).tolist() == bpe.encoding.encode_ordinary(line)
-        assert bpe.encode_batch([line]) == [bpe.encode(line).tolist()]
         chars = CharTokenizer("".join(sorted(set(line))))
-        assert chars.decode(chars.encode(line)) == line and chars.encode(line).dtype == np.uint16
+        assert chars.decode(chars.encode(line)) == line
     assert CharTokenizer("ba").encode("abc\U0010ffff\ud800").tolist() == [1, 0, 2, 2, 2]
     assert CharTokenizer("ba").decode([1, 0, 2, 9]) == "ab\ufffd"
     assert bpe.eot not in bpe.encode("<|endoftext|>")
     assert bpe.decode([*bpe.encode("in"), bpe.n_vocab, 50303]) == "in"
-    assert bpe.decode(bpe.encode("half \ud800 pair")) == "half \ufffd pair"
 
-
-# ---- batches
 
 def test_batches_depend_on_seed_and_step_only():
     tokens = np.arange(5000, dtype=np.uint16)
     x, y = text.batch(tokens, 3, 12, 32, seed=5)
-    assert x.shape == (12, 32) and x.dtype == y.dtype == torch.int64
     assert torch.equal(y, x + 1) and torch.equal(x, x[:, :1] + torch.arange(32))
     ranks = [text.batch(tokens, 3, 12, 32, seed=5, rows=rows) for rows in (slice(6), slice(6, 12))]
     assert all(map(torch.equal, (x, y), map(torch.cat, zip(*ranks))))
@@ -67,11 +60,9 @@ def test_each_target_is_counted_once(n, world, causal):
         batches = list(text.eval_batches(tokens, 8, 2, rank, world, causal))
         n_batches.add(len(batches))
         for x, y in batches:
-            assert x.shape == y.shape == (2, min(8, n - 1))
             for row, column in (y >= 0).nonzero().tolist():
-                target = y[row, column].item()
-                counted.append(target)
-                start = target - 1 - column
+                counted.append(y[row, column].item())
+                start = counted[-1] - 1 - column
                 seen = x[row, : column + 1] if causal else x[row]
                 assert seen.tolist() == list(range(start, start + len(seen)))
     assert sorted(counted) == list(range(1, n)) and len(n_batches) == 1
@@ -85,11 +76,10 @@ def test_masking_rates():
     assert torch.equal(targets[selected], x[selected])
     assert torch.equal(inputs[~selected], x[~selected])
     masked, kept = (inputs == vocab) & selected, (inputs == x) & selected
-    replaced = selected & ~masked & ~kept
     m = selected.sum().item()
     # a random token is the old one once in `vocab`; 4 standard deviations of a binomial
     for count, of, rate in ((m, n, p), (masked.sum(), m, 0.8), (kept.sum(), m, 0.1 + 0.1 / vocab)):
         assert abs(count - of * rate) < 4 * (of * rate * (1 - rate)) ** 0.5
-    drawn = inputs[replaced].double()
+    drawn = inputs[selected & ~masked & ~kept].double()
     deviation = vocab / 12 ** 0.5 / len(drawn) ** 0.5
     assert drawn.max() < vocab and abs(drawn.mean() - (vocab - 1) / 2) < 4 * deviation
