@@ -15,16 +15,13 @@ from helpers import metrics, same, weights
 from model import ImageClassifier, ImageConfig, sparse_rate_reduction
 
 
-def test_margin():
-    """Margins -1, 0, .. 18 of twenty samples: the second smallest is 0."""
+def test_margin_and_flatness():
+    """Margins -1, 0, .. 18 of twenty samples: the second smallest is 0. Accuracy falls by 0.1 at
+    sigma = 0.3. With weights (1, -1) and noise of deviation 1 a sample is right iff N(0, 2) > -2,
+    so with probability Phi(2^1/2) = 0.921."""
     logits = torch.tensor([-5.0, 2.0, 2.0]).repeat(20, 1)
     logits[:, 1] += torch.arange(-1.0, 19.0)[torch.randperm(20)]
     assert correlation.margin_of(logits, torch.ones(20).long()) == 0
-
-
-def test_flatness():
-    """Accuracy falls by 0.1 at sigma = 0.3. One sample with weights (1, -1) and noise sigma = 1 is
-    right iff N(0, 2) > -2, so with probability Phi(2^1/2) = 0.921."""
     found = correlation.largest_sigma(lambda s: 0.9 - s / 3, rounds=30)
     assert found == pytest.approx(0.3, rel=1e-4)
     network = nn.Linear(1, 2)
@@ -88,9 +85,8 @@ def test_a_grid(tmp_path, cache, monkeypatch):
     table, rows = correlation.main([*flags, "--fitted=9"])
     assert list(table["SRR"]) == ["arch", "lr", "overall", "psi"]
     for row, theta in zip(rows, grid, strict=True):
-        folder = tmp_path / "-".join(map(str, theta.values()))
-        assert row["gap"] + row["train_loss"] == pytest.approx(
-            metrics(folder, "val")[-1]["loss"], abs=1e-5)
+        val = metrics(tmp_path / "-".join(map(str, theta.values())), "val")[-1]["loss"]
+        assert row["gap"] + row["train_loss"] == pytest.approx(val, abs=1e-5)
         # lr 1e-30 changes nothing: the initial model is made anew from the seed
         assert (row["measures"]["l2-norm-init"] == 0) == (theta["lr"] == 1e-30)
 
