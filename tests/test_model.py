@@ -124,14 +124,13 @@ def test_gaussian_mixture_denoise():
     d, K, p, sigma = 9, 4, 2, 0.8
     z, U = torch.randn(5, d), orthonormal(K, d, p)
     basis = torch.cat(list(U), 1)                           # [U_1 .. U_K], d x K p
+    # the projection onto the nearest subspace, if there is no noise
+    nearest = [min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()) for zi in z]
+    assert_near(model.gaussian_mixture_denoise(z, U, 1e-3), torch.stack(nearest))
     for zi, found in zip(z, model.gaussian_mixture_denoise(z, U, sigma)):
         energy = torch.stack([(Uk.T @ zi).norm() ** 2 for Uk in U])
         weight = (energy / (2 * sigma ** 2)).softmax(0)
         assert_near(found, basis @ torch.kron(weight.diag(), torch.eye(p)) @ (basis.T @ zi))
-
-    # without noise: the projection onto the nearest subspace
-    for zi, found in zip(z, model.gaussian_mixture_denoise(z, U, 1e-3)):
-        assert_near(found, min((Uk @ Uk.T @ zi for Uk in U), key=lambda x: (x - zi).norm()))
 
 
 # ---- Compression operators
@@ -170,13 +169,10 @@ def test_mssa(arch, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_bfloat16_on_the_cpu(causal):
-    """With the map formed: as close to float64 as PyTorch's fused kernel is."""
+    """There the map is formed. A bfloat16 is rounded by up to 2^-9, a softmax's scores too."""
     op, w = build(MSSA, width=48, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
-    fused = F.scaled_dot_product_attention(w, w, w, is_causal=causal, scale=op.scale)
     exact, found = op.attend(*[w.double()] * 3), op.attend(w, w, w)
-    assert found.dtype == torch.bfloat16
-    error = (fused.transpose(1, 2).flatten(2) - exact).norm()
-    assert (found - exact).norm() < 1.5 * error + 2 ** -9 * exact.norm()
+    assert found.dtype == torch.bfloat16 and (found - exact).norm() < 2 ** -8 * exact.norm()
 
 
 def turned(x, t):
@@ -283,21 +279,6 @@ def test_cbsa(side):
     assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
     with pytest.raises(ConfigError, match="square grid of patches, not 6 tokens"):
         op(Z[:, :7])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@torch.no_grad()
-def test_tssa_drops_its_statistics(causal):
-    """1 / (1 + s), as the released code: for all tokens at once where they share s."""
-    op, Z, p = build(TSSA, causal=causal, context=200), torch.randn(4, 200, 12), 0.3
-    op.W = torch.nn.Identity()
-    whole, op.dropout = op(Z), p
-    damping = op(Z) * (1 - p) ** 2 / whole          # 0 or 1; the output is dropped as well
-    zero = damping.abs() < 0.5
-    assert_near(damping, torch.where(zero, 0.0, 1.0), 1e-6)
-    assert_near(op.eval()(Z), whole)
-    shared = zero.all(1).double().mean()            # by sample and feature
-    assert shared <= 0.01 if causal else abs(shared - p) <= 0.2
 
 
 def test_saliency():
