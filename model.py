@@ -703,9 +703,13 @@ ARCHS = {
     "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, "vit", residual=True)}           # [B] Eq. (7.2.13)-(7.2.22)
+    "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
+}
 
-_size = lambda width, heads, layers: dict(width=width, heads=heads, layers=layers)
+def _size(width, heads, layers):
+    return dict(width=width, heads=heads, layers=layers)
+
+
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
 CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
