@@ -47,19 +47,22 @@ def weights(path):
 
 
 class Launches(TorchDispatchMode):
-    """Around some code: `count` of the operators called; `waits` has now() of each among them that
-    would wait for a GPU."""
+    """Around some code: `count` and `names` of the operators called, the size of the `largest`
+    result, and `waits`, which has now() of each operator that would wait for a GPU."""
 
     def __init__(self, now=lambda: None):
         super().__init__()
-        self.count, self.waits, self.now = 0, set(), now
+        self.count, self.names, self.largest, self.waits, self.now = 0, [], 0, set(), now
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += 1
-        if function.overloadpacket.__name__ in (
+        self.names.append(function.overloadpacket.__name__)
+        if self.names[-1] in (
                 "_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "unique2"):
             self.waits.add(self.now())
-        return function(*args, **kwargs or {})
+        out = function(*args, **kwargs or {})
+        self.largest = max(self.largest, out.numel() if torch.is_tensor(out) else 0)
+        return out
 
 
 def same(a, b):

@@ -25,21 +25,17 @@ def test_classifier(arch):
         assert_near(tuple(traced), (half, Z, attention))
     if net.config.final_norm:                               # else the head begins with an LN
         Z = F.layer_norm(Z, (16,), encoder.norm.weight, encoder.norm.bias, 1e-6)
-    assert_near(encoder(x), Z)
     assert_near(logits, net.head(Z[:, 0]))
     net.config.pool = "mean"
     assert_near(net(x), net.head(sum(Z[:, i] for i in range(1, 5)) / 4))
 
 
-@pytest.mark.parametrize("arch", ["crate", "crate-mm", "crate-alpha", "tost", "transformer"])
-def test_compiled_equals_eager(arch):
-    """And, without gradients, at another image size, where positions are interpolated."""
+@pytest.mark.parametrize("arch, side", [
+    ("crate", 8), ("crate-mm", 16), ("crate-alpha", 8), ("tost", 8), ("transformer", 8)])
+def test_compiled_equals_eager(arch, side):
+    """Also at another image size, where positions are interpolated."""
     net = randomize(ImageClassifier(config(arch, layers=1)))
-    compiled = assert_compiles(net, torch.randn(2, 3, 8, 8))
-    if arch == "crate":
-        with torch.no_grad():
-            x = torch.randn(2, 3, 16, 16)
-            assert_near(compiled(x), net(x), 1e-6)
+    assert_compiles(net, torch.randn(2, 3, side, side), tol=1e-6 if side == 16 else 1e-9)
 
 
 @pytest.mark.parametrize("size, arch, count", [
@@ -91,6 +87,5 @@ def test_position_interpolation():
     error = table[0, 1:, :2] - torch.cartesian_prod(*centres)
     assert error.view(*new, 2)[4:-4, 4:-4].abs().max() < 0.05
     assert torch.equal(table[:, 0], encoder.positions[:, 0])
-    assert encoder(torch.randn(2, 3, 64, 48)).shape == (2, 1 + 16 * 12, 16)
     with pytest.raises(ConfigError, match="patch_size=4.*30 x 32"):
         encoder(torch.randn(1, 3, 30, 32))

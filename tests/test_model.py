@@ -281,13 +281,6 @@ def test_cbsa(side):
         op(Z[:, :7])
 
 
-def test_saliency():
-    A, Pi = torch.rand(2, 3, 5, 5), torch.rand(2, 3, 5)
-    assert torch.equal(model.saliency(A), A[:, :, 0, 1:])
-    assert_near(model.saliency(A, "mean"), sum(A[:, :, i, 1:] for i in range(1, 5)) / 4)
-    assert torch.equal(model.saliency(Pi), Pi[:, :, 1:])
-
-
 # ---- Sparsification operators
 
 def prox_step(A, Z, D, eta, lambd):
@@ -358,10 +351,9 @@ def test_layer(arch):
 
     Z = 2e-3 * torch.randn(3, 5, 16)                        # so small that norm_eps is felt
     half = out = Z + layer.scale1 * op(ln(Z, layer.norm1))
-    if nonlinear is not None and not row.residual:
+    if nonlinear is not None:
         out = nonlinear(ln(half, layer.norm2))
-    elif nonlinear is not None:
-        out = half + layer.scale2 * nonlinear(ln(half, layer.norm2))
+        out = half + layer.scale2 * out if row.residual else out
     assert_near(layer.compress(Z), half)
     assert_near(layer(Z), out)
 
@@ -377,18 +369,22 @@ def test_initialization():
     big = dict(width=128, image_size=32)
     crate, alpha, vit = (ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
+    mae = MaskedAutoencoder(MAEConfig(**big, heads=4, layers=1, patch_size=4))
     mssa, ista = crate.layers[0].attention, crate.layers[0].sparsification
-    odl, mhsa = alpha.layers[0].sparsification, vit.layers[0].attention
-    uniform = {ista.D: (6 / 128) ** 0.5, odl.D: (6 / 128) ** 0.5, odl.D_hat: (6 / 128) ** 0.5,
-               alpha.embed[0].weight: (6 / 48) ** 0.5, mssa.U.weight: 128 ** -0.5,
-               mssa.W.weight: 128 ** -0.5}
+    odl = alpha.layers[0].sparsification
+    uniform = {D: (6 / 128) ** 0.5 for D in (ista.D, odl.D, odl.D_hat, mae.decoder[0].D)}
+    uniform |= {alpha.embed[0].weight: (6 / 48) ** 0.5, mssa.U.weight: 128 ** -0.5,
+                mssa.W.weight: 128 ** -0.5}
+    uniform |= {m.weight: (6 / sum(m.weight.shape)) ** 0.5 for m in mae.modules()
+                if isinstance(m, torch.nn.Linear)}
     for weight, bound in uniform.items():
         assert 0.98 * bound < weight.abs().max() <= bound
         assert float(weight.std()) == pytest.approx(bound / 3 ** 0.5, rel=0.03)
 
     normal = {crate.positions: 1, crate.class_token: 1, alpha.class_token: 1e-6}
     normal |= {weight: 0.02 for weight in (
-        alpha.positions, alpha.layers[0].attention.U.weight, vit.positions, mhsa.QKV.weight,
+        alpha.positions, alpha.layers[0].attention.U.weight, vit.positions, mae.mask_token,
+        mae.encoder.class_token, vit.layers[0].attention.QKV.weight,
         vit.layers[0].sparsification.up.weight)}
     for weight, std in normal.items():
         rel = 0.2 if weight.numel() == 128 else 0.05
