@@ -54,7 +54,7 @@ def test_the_prompt_comes_from_flag_or_stdin(checkpoint, monkeypatch, capsys):
 def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
     path, _ = checkpoint(bpe)
     # two characters, a token, and two broken characters
-    written = [*bpe.encode("é€"), *bpe.encode(" th")[:1], 0xe2, 0x82, *b"a", 0xc3]
+    written = [*bpe.encode("é€"), *bpe.encode(" th")[:1], 0xe2, 0x82, *b"a", 0xc3, bpe.eot]
     monkeypatch.setattr(LanguageModel, "stream",
                         lambda self, ids, *rest: (torch.tensor([int(i)]) for i in written))
     pieces = []
@@ -66,7 +66,7 @@ def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
     assert pieces == ["x", "é", "€", " th", "\ufffda", "\ufffd"] and "".join(pieces) == found
 
 
-def test_end_of_text_ends_it(checkpoint, bpe, capsys):
+def test_end_of_text_ends_it(checkpoint, bpe):
     """At each text's own, which is not printed; with --stop=false all go on. Some ids only pad
     the vocabulary."""
     path, _ = checkpoint(bpe, padding=5)
@@ -75,9 +75,6 @@ def test_end_of_text_ends_it(checkpoint, bpe, capsys):
     end = "<|endoftext|>"
     assert len({words.index(end) for words in whole}) > 2
     assert cut == [words[:words.index(end)] for words in whole]
-    capsys.readouterr()
-    one, = write(path, *flags, "--samples=1")
-    assert end not in one and capsys.readouterr().out == one + "\n"
 
 
 @torch.no_grad()
