@@ -92,7 +92,7 @@ class CRATE(nn.Module):
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
 
-    def tokens(self, x):
+    def all_tokens(self, x):
         """Pictures (B, size, size, 3) to the list Z^1 .. Z^{L+1}, each (B, 1 + n, d)."""
         patches = x.unfold(1, self.P, self.P).unfold(2, self.P, self.P)     # (B, h, w, 3, P, P)
         patches = patches.permute(0, 1, 2, 4, 5, 3).flatten(3).flatten(1, 2)
@@ -103,7 +103,7 @@ class CRATE(nn.Module):
         return Zs
 
     def forward(self, x):
-        return self.head(self.tokens(x)[-1][:, 1:].mean(1))
+        return self.head(self.all_tokens(x)[-1][:, 1:].mean(1))
 
 
 def newton_schulz(G):
@@ -129,7 +129,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
         for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as AdamW's
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()
@@ -144,7 +144,7 @@ def look(model, x, y, val_x, val_y):
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
     of the nearest class mean, because the head is trained on the last layer only."""
-    rows, Zs, val_Zs = [], model.tokens(x), model.tokens(val_x)
+    rows, Zs, val_Zs = [], model.all_tokens(x), model.all_tokens(val_x)
     for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()

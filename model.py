@@ -151,7 +151,7 @@ class Attention(nn.Module, ABC):
         but w_i^* R_{j-i} k_j are not: a head can tell which of two tokens comes first."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
-            k, v = shift(k, a, b) if k is v else shift(k, a) + shift(v, b)
+            k, v = shift(k, a, b) if k is v else (*shift(k, a), *shift(v, b))
         if self.rotary:
             turn = turns(k.shape[2], self.p, k)
             q, k = rotate(q, turn[-q.shape[2]:]), rotate(k, turn)
@@ -1166,7 +1166,7 @@ def linear_cross_entropy(Z, W, targets, block=4096):
         return total / (targets >= 0).sum().clamp_min(1)
 
 
-# Kernels for generation, without cuDNN's, the default on Hopper: it plans anew for each length
+# Kernels for generation, without cuDNN's, which plans anew for each length
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -1233,7 +1233,7 @@ class LanguageModel(Backbone):
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
         probability; ids from `known` on, which mean no text, are never drawn. When the context is
-        full, the model reads its last half anew. A text repeats its first `stop` to the end."""
+        full, the model reads its last half anew. After its first `stop` a text has no other token."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]

@@ -20,7 +20,7 @@ def test_same_weights_same_logits():
     x = torch.randn(5, 16, 16, 3, dtype=torch.float64)
     channels_first = x.permute(0, 3, 1, 2)
     assert_near(ours(x), theirs(channels_first))
-    for Z, layer in zip(ours.tokens(x)[1:], theirs.encoder.trace(channels_first), strict=True):
+    for Z, layer in zip(ours.all_tokens(x)[1:], theirs.encoder.trace(channels_first), strict=True):
         assert_near(Z, layer.out)
 
 
