@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
+import model as model_module
 from checkpoint import load_model
 from conftest import ROOT
 from flags import UserError
@@ -73,6 +74,16 @@ def test_other_files_are_refused(tmp_path, says):
     checkpoint.write_checkpoint(tmp_path / "x.pt", REFUSED[says])
     with pytest.raises(UserError, match=f"x.pt.*{says}"):
         load_model(tmp_path / "x.pt", ("vit",))
+    for path, reason in (("/dev/zero", "no regular file"), ("nowhere.pt", "No such file")):
+        with pytest.raises(UserError, match=f"{path}.*{reason}"):
+            load_model(path)
+
+
+def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
+    checkpoint.write_checkpoint(tmp_path / "a.pt", content())
+    monkeypatch.setattr(model_module.ISTA, "__init__", lambda self, *args: 1 + "1")
+    with pytest.raises(TypeError):
+        load_model(tmp_path / "a.pt")
 
 
 @pytest.mark.parametrize("task", KINDS)
