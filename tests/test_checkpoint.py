@@ -16,24 +16,21 @@ from checkpoint import load_model
 from conftest import ROOT
 from flags import UserError
 from helpers import same
-from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
-                   MaskedAutoencoder, TextConfig)
 from test_image_model import patches_literally
 from test_model import assert_near, float64                 # noqa: F401 (a fixture)
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
-KINDS = dict(vit=ImageClassifier, mae=MaskedAutoencoder, simdino=ImageEncoder, gpt=LanguageModel)
 
 
 def make(task):
     """A model; of simdino a Branch, which is an encoder with something behind it."""
-    configs = dict(gpt=TextConfig(**TEXT), mae=MAEConfig(**IMAGE), vit=ImageConfig(**IMAGE),
-                   simdino=ImageConfig(**IMAGE, final_norm=True))
-    model = KINDS[task](configs[task])
+    model_class, config_class = checkpoint.TASKS[task]
+    config = config_class(**TEXT if task == "gpt" else IMAGE)
+    model = model_class(config)
     if task == "simdino":
         model = nn.ModuleDict(dict(encoder=model, projector=nn.Linear(16, 4)))
-    model.config = configs[task]
+    model.config = config
     return model
 
 
@@ -86,7 +83,7 @@ def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
         load_model(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("task", KINDS)
+@pytest.mark.parametrize("task", checkpoint.TASKS)
 def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     """By the recipe of records/README.md, pretrained:NAME is the model with its weights rounded to
     float16, and no more than it needs: no projector, no folder of the machine that trained."""
@@ -100,7 +97,7 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     checkpoint.write_checkpoint(path, full)
     exec(recipe, {})
     loaded, mine = load_model(path, (task,)), load_model("pretrained:mine", (task,))
-    assert type(loaded.model) is KINDS[task] and not loaded.model.training
+    assert type(loaded.model) is checkpoint.TASKS[task][0] and not loaded.model.training
     assert loaded.task == task and loaded.meta == full["data_meta"]
     assert asdict(loaded.model.config) == full["model_config"]
     state = full["model"]

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from model import (ARCHS, MHSA, TSSA, ConfigError, LanguageModel, TextConfig, choose,
-                   linear_cross_entropy, text_config)
+                   linear_cross_entropy)
 from helpers import Launches, same
 from test_model import (assert_compiles, assert_near, assert_near_with_gradients,   # noqa: F401
                         float64, randomize)
@@ -34,22 +34,6 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("arch, size, millions, count", [
-    ("crate", "base", 60, 59_886_336), ("crate-alpha", "small", 57, 57_225_728),
-    ("crate-lm", "base", 81, 81_148_416),
-    ("transformer", "small", 64, 63_517_184), ("transformer", "base", 124, 123_587_328),
-    ("tost", "base", 110, 109_597_584), ("tost", "medium", 304, 303_662_464),
-    ("tost", "large", 655, 655_136_720), ("aot", "base", 102, 101_868_544),
-    ("aot", "medium", 182, 182_401_280), ("aot-mhsa", "base", 122, 122_165_120),
-    # [B] says 120M. The embedding (38.6M) and 12 layers of U, W, D, D_hat (10 d^2) are 109.4M
-    ("crate-alpha", "base", 109, 109_431_552)])
-def test_published_parameter_counts(arch, size, millions, count):
-    with torch.device("meta"):
-        net = LanguageModel(text_config(size, arch))
-    assert net.count() == count == sum(p.numel() for p in net.parameters()) - net.positions.numel()
-    assert round(count / 1e6) == millions
-
-
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "aot-mhsa"])
 def test_rotary_and_shift_change_no_other_weight(arch):
     """The same draws beside 2 K numbers a layer, which are vectors and so not decayed: a_k begin
@@ -61,8 +45,6 @@ def test_rotary_and_shift_change_no_other_weight(arch):
         state |= LanguageModel(config).state_dict()
     mixes = [own.pop(name).tolist() for name in [*own] if name.endswith("attention.mix")]
     assert mixes == [[-2, 0, 2, 2, 0, -2]] * 2 and same(own, plain)
-    for fields in (dict(arch="tost", shift=True), dict(rotary=True, head_dim=3)):
-        pytest.raises(ConfigError, TextConfig, **fields)
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
@@ -108,8 +90,6 @@ def test_causality(arch, causal):
         felt = (net(changed) - before).abs().amax(-1) > 1e-9
         assert felt[:, j:].all()
         assert not felt[:, :j].any() if causal else felt.all()
-    if not causal:
-        pytest.raises(ConfigError, net.generate, ids, 1)
 
 
 @pytest.mark.parametrize("arch", ["crate", "tost", *BOTH])

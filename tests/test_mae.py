@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import ARCHS, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder, mae_config
+from model import ARCHS, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder
 from test_image_model import patches_literally
 from test_model import assert_compiles, assert_near, float64, orthonormal, randomize  # noqa: F401
 
@@ -17,20 +17,6 @@ def config(arch="crate", **fields):
 
 VIT = dict(arch="transformer", mask_tokens="after", decoder_width=8, decoder_heads=2,
            decoder_layers=1)
-
-
-@pytest.mark.parametrize("size, arch, published", [
-    ("small", "crate", 25_405_824), ("base", "crate", 44_638_464),
-    ("small", "transformer", 47_578_240), ("base", "transformer", 143_836_416)])
-def test_published_parameter_counts(size, arch, published):
-    """With position tables and CRATE-MAE's unused ones, a second table and a Linear(d, d)."""
-    with torch.device("meta"):
-        net = MaskedAutoencoder(mae_config(size, arch))
-    c = net.config
-    tables = sum(table.numel() for table in net.buffers())
-    unused = 197 * c.width + c.width ** 2 + c.width if arch == "crate" else 0
-    assert sum(p.numel() for p in net.parameters()) + tables + unused == published
-    assert c.lambd == (0.5 if arch == "crate" else None)
 
 
 @pytest.mark.parametrize("fields, heads, p", [

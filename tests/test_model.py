@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
+from checkpoint import TASKS
 from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageConfig,
                    ImageEncoder, Layer, MAEConfig, MaskedAutoencoder, MMProx, TextConfig, TiedODL)
 
@@ -428,3 +429,37 @@ def test_products(kind, n):
         op(torch.randn(1, n, 12))
     weights = sum(p.numel() for p in op.parameters() if p.ndim == 2)
     assert counter.get_total_flops() == 2 * (n * weights + op.products(n))
+
+
+@pytest.mark.parametrize("task, arch, counts", [
+    ("vit", "crate", dict(tiny=6_090_856, small=13_116_328, base=22_796_008, large=77_641_192)),
+    ("vit", "crate-alpha", dict(base=72_328_936, large=253_650_920)),
+    ("vit", "transformer", dict(tiny=5_717_416, small=22_050_664)),
+    # 24 layers of 10 d^2 + 13 d + K; embedding, class token, positions, norm and head around them
+    ("vit", "tost", dict(
+        medium=24 * (10 * 512 ** 2 + 13 * 512 + 8) + (769 + 1 + 197 + 2) * 512 + 513_000)),
+    ("mae", "crate", dict(small=25_405_824, base=44_638_464)),
+    ("mae", "transformer", dict(small=47_578_240, base=143_836_416)),
+    ("gpt", "crate", dict(base=59_886_336)),                        # 60M, as published
+    # 57M; [B] says 120M. The embedding (38.6M) and 12 layers of U, W, D, D_hat (10 d^2) are 109.4M
+    ("gpt", "crate-alpha", dict(small=57_225_728, base=109_431_552)),
+    ("gpt", "crate-lm", dict(base=81_148_416)),
+    ("gpt", "transformer", dict(small=63_517_184, base=123_587_328)),       # 64M, 124M
+    ("gpt", "tost", dict(base=109_597_584, medium=303_662_464, large=655_136_720)),
+    ("gpt", "aot", dict(base=101_868_544, medium=182_401_280)),     # 102M, 182M
+    ("gpt", "aot-mhsa", dict(base=122_165_120))])                   # 122M
+def test_published_parameter_counts(task, arch, counts):
+    """Of text without positions; of autoencoders with position tables and CRATE-MAE's unused
+    weights, a second table and a Linear(d, d)."""
+    model_class, config_class = TASKS[task]
+    for size, count in counts.items():
+        with torch.device("meta"):
+            net = model_class(model.make_config(config_class, size, arch))
+        found, d = sum(p.numel() for p in net.parameters()), net.config.width
+        if task == "gpt":
+            found -= net.positions.numel()
+            assert net.count() == found
+        if task == "mae":
+            found += sum(table.numel() for table in net.buffers())
+            found += 197 * d + d * d + d if arch == "crate" else 0
+        assert found == count
