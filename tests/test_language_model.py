@@ -156,8 +156,7 @@ def test_cached_equals_uncached(arch, chunks):
     held = sum(t.numel() for t in vars(state[0]).values() if torch.is_tensor(t))
     kinds = {MHSA: 2 * CONTEXT * 16, TSSA: 16 + 16 + 4}
     assert held == 3 * kinds.get(type(net.layers[0].attention), CONTEXT * 16)
-    with pytest.raises(ConfigError, match="13 tokens exceed the context of 12"):
-        net.advance(ids[:, :1], state)
+    pytest.raises(ConfigError, net.advance, ids[:, :1], state)      # beyond the context
 
 
 def without_cache(net, ids, n, **options):

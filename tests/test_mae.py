@@ -95,12 +95,9 @@ def test_compiled_equals_eager(fields):
 @pytest.mark.parametrize("image_size, patch_size, ratio, masked", [
     (224, 16, 0.75, 147), (12, 4, 0.75, 7), (20, 4, 0.8, 20), (40, 4, 0.9, 90)])
 def test_masked_patches(image_size, patch_size, ratio, masked):
-    """As many as the released code masks, those with the largest noise."""
+    """As many as the released code masks; test_forward has which ones."""
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
-    noise = torch.rand(50, c.patches())
-    mask = MaskedAutoencoder(c).draw_mask(noise)
-    assert mask.sum(1).tolist() == [c.masked_patches()] * 50 == [masked] * 50
-    assert (noise.where(mask, 2.0).amin(1) > noise.where(~mask, -1.0).amax(1)).all()
+    assert MaskedAutoencoder(c).draw_mask(torch.rand(1, c.patches())).sum() == masked
 
 
 @torch.no_grad()

@@ -93,13 +93,8 @@ def test_rates(n, d, K, p):
 
 @pytest.mark.parametrize("rate", [model.sparse_rate_reduction, model.subspace_coding_rate_grad])
 def test_precision_of_rates(rate):
-    """float64 stays exact, autocast changes no bit, half precision counts as float32."""
-    inputs = torch.randn(3, 40, 24).relu(), torch.randn(2, 24, 8)
-    exact = rate(*inputs)
-    torch.set_default_dtype(torch.float32)
-    assert_near(rate(*inputs), exact)
-
-    rounded = [t.bfloat16() for t in inputs]
+    """Autocast changes no bit, half precision counts as float32."""
+    rounded = torch.randn(3, 40, 24).relu().bfloat16(), torch.randn(2, 24, 8).bfloat16()
     single = [t.float() for t in rounded]
     with torch.autocast("cpu", torch.bfloat16):
         cast = rate(*single)
@@ -275,11 +270,9 @@ def cbsa(z, op, side):
 @pytest.mark.parametrize("side", [8, 11, 16])
 @torch.no_grad()
 def test_cbsa(side):
-    """At grids of any size; only of squares."""
     op, Z = build(CBSA, head_dim=5), torch.randn(2, 1 + side ** 2, 12)
     assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
-    with pytest.raises(ConfigError, match="square grid of patches, not 6 tokens"):
-        op(Z[:, :7])
+    pytest.raises(ConfigError, op, Z[:, :7])                # not a square grid
 
 
 # ---- Sparsification operators
@@ -301,14 +294,7 @@ def test_ista(n):
     assert_near(model.ista(A @ D.T, D, 1.0, lambd), (A - lambd).relu())
 
 
-def test_mmprox():
-    op = build(MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4)       # 4 patches
-    Z, alpha = torch.randn(2, 5, 12), 12 / (5 * 0.4 ** 2)
-    gain, cut = 1 + 4 / (9 * (1 + alpha)), 4 * 0.3 / (9 * alpha)
-    assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - cut).relu(), Z))
-
-
-def test_odl_and_mlp():
+def test_odl():
     fields = dict(width=6, expansion=3, eta=0.2, lambd=0.15)
     d, C, eta, lambd = fields.values()
     Z, op = torch.randn(2, 5, d), build(ODL, **fields)
@@ -324,7 +310,12 @@ def test_odl_and_mlp():
     tied.D.data = op.D.data
     assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
 
-    mlp = build(MLP, width=6)
+
+def test_mmprox_and_mlp():
+    op, mlp = build(MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4), build(MLP)
+    Z, alpha = torch.randn(2, 5, 12), 12 / (5 * 0.4 ** 2)           # of 4 patches
+    gain, cut = 1 + 4 / (9 * (1 + alpha)), 4 * 0.3 / (9 * alpha)
+    assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - cut).relu(), Z))
     assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
 
 
@@ -343,8 +334,7 @@ def test_layer(arch):
     row, uses = ARCHS[arch], getattr(ARCHS[arch].sparsification, "uses", ())
     fields = dict(mm_eps=0.4) | {k: v for k, v in dict(eta=0.2, lambd=0.3).items() if k in uses}
     norm_eps = 1e-5 if row.family == "crate" else 1e-6
-    step = None if row.output == "learned" else 0.6
-    layer = Layer(config(arch, layer_scale=0.5, step_size=step, **fields))
+    layer = Layer(config(arch, layer_scale=0.5, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
     def ln(Z, norm):
@@ -357,8 +347,6 @@ def test_layer(arch):
         out = half + layer.scale2 * out if row.residual else out
     assert_near(layer.compress(Z), half)
     assert_near(layer(Z), out)
-
-    assert type(op) is not MSSA or (op.output, op.step_size) == (row.output, step)
     assert all(getattr(nonlinear, name, value) == value for name, value in fields.items())
 
 
@@ -392,10 +380,9 @@ def test_initialization():
         assert float(weight.std()) == pytest.approx(std, rel=rel)
 
 
-@pytest.mark.parametrize("arch", ["crate", "transformer"])
 @torch.no_grad()
-def test_drop_path(arch):
-    layer = randomize(Layer(config(arch), drop_path=0.3), 0.2)
+def test_drop_path():
+    layer = randomize(Layer(config(), drop_path=0.3), 0.2)
     Z = torch.randn(1, 5, 16).expand(4000, 5, 16)
     branch = layer.eval().compress(Z) - Z
     dropped = layer.train().compress(Z) - Z
@@ -403,7 +390,7 @@ def test_drop_path(arch):
     assert_near(dropped[kept], branch[kept] / 0.7)          # so that the mean stays
     assert float(kept.double().mean()) == pytest.approx(0.7, abs=0.03)
 
-    layers = ImageEncoder(config(arch, layers=4, drop_path=0.3)).layers
+    layers = ImageEncoder(config(layers=4, drop_path=0.3)).layers
     assert [layer.drop_path for layer in layers] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
@@ -440,17 +427,17 @@ def test_products(kind, n):
         medium=24 * (10 * 512 ** 2 + 13 * 512 + 8) + (769 + 1 + 197 + 2) * 512 + 513_000)),
     ("mae", "crate", dict(small=25_405_824, base=44_638_464)),
     ("mae", "transformer", dict(small=47_578_240, base=143_836_416)),
-    ("gpt", "crate", dict(base=59_886_336)),                        # 60M, as published
-    # 57M; [B] says 120M. The embedding (38.6M) and 12 layers of U, W, D, D_hat (10 d^2) are 109.4M
+    ("gpt", "crate", dict(base=59_886_336)),
+    # [B] says 120M. The embedding (38.6M) and 12 layers of U, W, D, D_hat (10 d^2) are 109.4M
     ("gpt", "crate-alpha", dict(small=57_225_728, base=109_431_552)),
     ("gpt", "crate-lm", dict(base=81_148_416)),
-    ("gpt", "transformer", dict(small=63_517_184, base=123_587_328)),       # 64M, 124M
+    ("gpt", "transformer", dict(small=63_517_184, base=123_587_328)),
     ("gpt", "tost", dict(base=109_597_584, medium=303_662_464, large=655_136_720)),
-    ("gpt", "aot", dict(base=101_868_544, medium=182_401_280)),     # 102M, 182M
-    ("gpt", "aot-mhsa", dict(base=122_165_120))])                   # 122M
+    ("gpt", "aot", dict(base=101_868_544, medium=182_401_280)),
+    ("gpt", "aot-mhsa", dict(base=122_165_120))])
 def test_published_parameter_counts(task, arch, counts):
-    """Of text without positions; of autoencoders with position tables and CRATE-MAE's unused
-    weights, a second table and a Linear(d, d)."""
+    """Of text without positions, published in millions; of autoencoders with position tables and
+    CRATE-MAE's unused weights, a second table and a Linear(d, d)."""
     model_class, config_class = TASKS[task]
     for size, count in counts.items():
         with torch.device("meta"):
