@@ -33,7 +33,7 @@ def test_margin_and_flatness():
 def test_complexities():
     """The norms are those of all matrices; SRR is [S]'s, the negative of model.py's."""
     config = ImageConfig(width=8, heads=2, layers=2, image_size=8, patch_size=4, classes=5)
-    model, initial = ImageClassifier(config).eval(), ImageClassifier(config)
+    model, initial = (ImageClassifier(config).eval() for _ in range(2))
     x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
     c = correlation.Correlation(lambd=0.2, draws=1)
     found = correlation.complexities(model, initial, x, y, 100, c)

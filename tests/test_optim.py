@@ -46,13 +46,16 @@ def test_newton_schulz_is_its_definition(shape):
     assert 0.5 < values.min() and values.max() < 1.3
 
 
-def test_muon_is_torchs(monkeypatch):
+@pytest.mark.parametrize("instructions, dtype", [
+    ({}, torch.float32), (dict(amx_bf16=True), torch.bfloat16)])
+def test_muon_is_torchs(instructions, dtype, monkeypatch):
     """Up to the rounding of bfloat16, in which torch's always computes. Ours orthogonalizes the
-    matrices of one shape together."""
+    matrices of one shape together, and in float32 where bfloat16 is emulated."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
     shapes = [(8, 8), (8, 24), (8, 8), (24, 8), (8, 24)]
     stacks, newton_schulz = [], optim.newton_schulz
     monkeypatch.setattr(optim, "newton_schulz", lambda G, dtype: (
-        stacks.append(len(G)) or newton_schulz(G, dtype)))
+        stacks.append((len(G), dtype)) or newton_schulz(G, dtype)))
     ours = torch.nn.ParameterList(torch.randn(shape) for shape in shapes)
     theirs = copy.deepcopy(ours)
     optimizers = [optim.Muon(ours, lr=LR, weight_decay=DECAY),
@@ -66,20 +69,7 @@ def test_muon_is_torchs(monkeypatch):
             optimizer.step()
     near = 0.02 * LR * 0.2 * math.sqrt(24)
     torch.testing.assert_close(list(ours), list(theirs), atol=near, rtol=0)
-    assert stacks == [2, 2, 1] * 3
-
-
-@pytest.mark.parametrize("instructions, dtype", [
-    ({}, torch.float32), (dict(amx_bf16=True), torch.bfloat16)])
-def test_muon_is_in_bfloat16_where_there_are_instructions(monkeypatch, instructions, dtype):
-    """Elsewhere it is in float32, which the emulation would take 30 times as long as."""
-    p = torch.nn.Parameter(torch.zeros(8, 8))
-    p.grad = torch.randn(8, 8)
-    expected = optim.newton_schulz(p.grad[None], dtype).float()[0]
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    optim.Muon([p], lr=1.0).step()
-    near = 0.05 if instructions else 1e-5       # the momentum is rounded too
-    torch.testing.assert_close(p.detach(), -0.2 * 8 ** 0.5 * expected, atol=near, rtol=0)
+    assert stacks == [(2, dtype), (2, dtype), (1, dtype)] * 3
 
 
 @pytest.mark.parametrize("task, arch", [("vit", arch) for arch in ARCHS] + [
