@@ -60,27 +60,17 @@ class OneDevice(TorchDispatchMode):
 @pytest.mark.parametrize("resident", [True, False])
 def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatch):
     """The meta device stands for it: tensors there have no values, so to ask for one (.item(), a
-    mask, a count) raises, and only a pinned copy gets there."""
-    def to_gpu(t, target, **how):
-        assert target != torch.device("meta")
-        if target != torch.device("cuda"):
-            return to(t, target, **how)
-        assert t.pinned and how == dict(non_blocking=True)
-        return torch.empty(t.shape, dtype=t.dtype, device="meta")
-
-    def pin(t):
-        t.pinned = True
-        return t
+    mask, a count) raises, and only to_device() copies to it."""
+    def to_gpu(t, device):
+        return torch.empty(t.shape, dtype=t.dtype, device=device)
 
     c, _ = parse(script.Config, script.PRESETS, ["cifar10", "--batch_size=8", *flags], "")
     data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
     pixels = np.zeros((40, 32, 32, 3), np.uint8)
     source = images.Images(pixels, np.zeros(40, np.int64), "meta", resident)
-    source.device, to, tensor = torch.device("cuda"), torch.Tensor.to, torch.tensor
-    rng, to_device = augment.BatchRandom(0, 8), images.to_device
-    monkeypatch.setattr(augment, "to_device", lambda t, _: to_device(t, source.device))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.Tensor, "to", to_gpu)
+    rng, tensor = augment.BatchRandom(0, 8), torch.tensor
+    monkeypatch.setattr(augment, "to_device", to_gpu)
+    monkeypatch.setattr(images, "to_device", to_gpu)
     monkeypatch.setattr(torch, "tensor", lambda values: tensor(values))     # never on a GPU
     with OneDevice():
         batch, labels = next(source.batches(images.index_batches(40, 8, 0)))
