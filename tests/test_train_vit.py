@@ -17,7 +17,7 @@ from test_checkpoint import official
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     """It is the same function at the new size, with other classes."""
     train(train_vit, "a")
-    flags = ["shapes", f"--init_from={tmp_path}/a/ckpt.pt", "--image_size=48", "--width=16"]
+    flags = ["shapes", f"--init_from={tmp_path}/a/ckpt.pt", "--image_size=48"]
     c, _ = parse(train_vit.Config, train_vit.PRESETS, flags, "")
     start, x = checkpoint.load_model(c.init_from), torch.randn(2, 3, 48, 48)
     model = train_vit.build_model(c, 5, start)
