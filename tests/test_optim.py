@@ -103,3 +103,8 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
         assert dict(where)[p] is (muon if hidden and not spared else adamw), name
         factor = 1.0 if spared else 1 - LR * DECAY
         torch.testing.assert_close(p.detach(), factor * start, msg=name)
+
+
+def test_muon_without_a_matrix_is_an_error():
+    with pytest.raises(ValueError, match="no matrix"):
+        make_optimizers(torch.nn.Linear(2, 2), "muon", 1e-3, 0.1, (0.9, 0.99))
