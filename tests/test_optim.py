@@ -107,4 +107,4 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
 
 def test_muon_without_a_matrix_is_an_error():
     with pytest.raises(ValueError, match="no matrix"):
-        make_optimizers(torch.nn.Linear(2, 2), "muon", 1e-3, 0.1, (0.9, 0.99))
+        optim.make_optimizers(torch.nn.Linear(2, 2), "muon", 1e-3, 0.1, (0.9, 0.99))
