@@ -46,6 +46,13 @@ def weights(path):
     return found
 
 
+def scrambled(model):
+    """The model with random parameters, away from zeros and small residuals."""
+    for p in model.parameters():
+        p.data.normal_(std=0.3)
+    return model.eval()
+
+
 class Launches(TorchDispatchMode):
     """Around some code: `count` and `names` of the operators called, the size of the `largest`
     result, and `waits`, which has now() of each operator that would wait for a GPU."""

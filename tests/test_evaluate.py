@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiktoken
 import torch
 from torch.nn import functional as F
 
@@ -12,30 +11,14 @@ import evaluate
 import train_gpt
 import train_vit
 from data import images, text
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data.tokenizer import CharTokenizer
 from flags import DeviceFlags, UserError
-from helpers import metrics, write_model
+from helpers import metrics, scrambled, write_model
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
 from run import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
-
-
-@pytest.fixture
-def bpe(monkeypatch):
-    """A small encoding in place of GPT-2's: 256 bytes, two merges, end-of-text."""
-    ranks = {bytes([i]): i for i in range(256)} | {b" t": 256, b" th": 257}
-    encoding = tiktoken.Encoding("small", pat_str=r" ?\w+|\s+|[^\s\w]+", mergeable_ranks=ranks,
-                                 special_tokens={"<|endoftext|>": 258})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
-    return GPT2Tokenizer()
-
-
-def scrambled(model):
-    for p in model.parameters():
-        p.data.normal_(std=0.3)
-    return model.eval()
 
 
 def language_model(path, tokenizer=CHARACTERS, **fields):
@@ -57,8 +40,6 @@ def run(tmp_path, capsys, cache):
         return result
     return run
 
-
-# ---- Scores
 
 def test_nearest_neighbours_by_hand():
     x, y = F.normalize(torch.randn(60, 5), dim=1), torch.randint(3, (60,))
@@ -107,8 +88,6 @@ def test_a_masked_model_sees_no_padding(monkeypatch, n):
     assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
 
 
-# ---- Commands
-
 def test_accuracy_and_probes(train, tmp_path, run):
     train(train_vit, "run")
     (tmp_path / "run" / "ckpt.pt").rename(tmp_path / "ckpt.pt")
@@ -119,8 +98,6 @@ def test_accuracy_and_probes(train, tmp_path, run):
     trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--random"]))
     assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
     assert run("knn", "--data=shapes", "--features=pixels")["encoder"] is None
-    with pytest.raises(UserError, match="--data is needed"):
-        run("knn", "--features=pixels")
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])
@@ -132,7 +109,7 @@ def test_lm_agrees_with_the_run(train, tmp_path, text_cache, run, objective):
     result = run("lm", "--batch_size=3", f"--data_dir={text_cache}")
     assert (result["data"], result["split"], result["n"]) == ("tiny", "val", line["n"])
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-6)
-    assert result["ppl"] == pytest.approx(line["ppl"]) and result.get("acc") == line.get("acc")
+    assert result.get("acc") == line.get("acc")
 
 
 @torch.no_grad()

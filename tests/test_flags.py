@@ -20,8 +20,8 @@ class Config(flags.RunFlags):
     size: str | None = option(None, "instead of the preset's width", displaces=("width",))
 
 
-@dataclass(kw_only=True)
-class Files(flags.DeviceFlags):
+@dataclass
+class Files:
     """Reads files."""
     files: tuple = option((), "their names", positional=True)
     sure: bool = option(False, "yes or no")
@@ -49,49 +49,48 @@ def test_flags_take_their_fields_types():
 @pytest.mark.parametrize("argv, says", [
     ("--aarch=tost", "did you mean --arch"), ("--rat=1", "unknown argument --rat=1"),
     ("--width=3.5", "--width: invalid whole number value: '3.5'"), ("--arch=tots", "one of"),
-    ("--width=0", "at least 1"), ("--rate=0", "more than 0"), ("--rate=2", "at most 1"),
-    ("--rate=nan", "more than 0"), ("--rate=x", "invalid number value"),
+    ("--width=0", "at least 1"), ("--rate=nan", "more than 0"), ("--rate=2", "at most 1"),
     ("--flip=maybe", "invalid bool value"), ("--width", "--width: expected one argument"),
-    ("tiny extra", "unknown argument"), ("-w3", "unknown"), ("--width=3 tiny", "comes first")])
+    ("--width=3 tiny", "comes first")])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv.split())
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-def test_help_names_every_flag_with_the_presets_value(capsys):
-    with pytest.raises(SystemExit) as exit:
-        parse("large", "--help")
-    words = " ".join(capsys.readouterr().out.split())
-    assert exit.value.code == 0 and "presets (tiny by default): tiny, large" in words
-    assert "--width int whole [64]" in words and "maybe, at most 100 % [auto]" in words
-    assert all(f"--{name} " in words for name in Config.__dataclass_fields__)
-
-
-def test_subcommands(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["here/script.py"])
-    monkeypatch.setattr("__main__.__spec__", None)          # of python -m pytest
+def test_subcommands():
     name, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
     assert name == "look" and c.width == 3
     _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--sure", "b.png"], "doc")
     assert c.files == ("a.png", "b.png") and c.sure
     with pytest.raises(UserError, match="did you mean look"):
         flags.parse_command(COMMANDS, ["lok"], "doc")
-    for argv, status, says in (([], "2", "  look        The rate by [J] Eq. (8), in nats\n"),
-                               (["look", "--help"], "0", "usage: python script.py look [--name")):
-        with pytest.raises(SystemExit, match=status):
-            flags.parse_command(COMMANDS, argv, "doc")
-        assert says in capsys.readouterr().out
+
+
+def test_help(monkeypatch, capsys):
+    """Every flag with the preset's value; a subcommand's first sentence."""
+    monkeypatch.setattr("sys.argv", ["here/script.py"])
+    monkeypatch.setattr("__main__.__spec__", None)          # of python -m pytest
+    commands = lambda *argv: flags.parse_command(COMMANDS, argv, "doc")
+    names = [f"--{name} " for name in Config.__dataclass_fields__]
+    for parse_, argv, status, says in (
+            (parse, ["large", "--help"], 0, ["default): tiny, large", "--width int whole [64]",
+                                             "maybe, at most 100 % [auto]", *names]),
+            (commands, ["look", "--help"], 0, ["usage: python script.py look [--name"]),
+            (commands, [], 2, [" look The rate by [J] Eq. (8), in nats read Reads"])):
+        with pytest.raises(SystemExit) as exit:
+            parse_(*argv)
+        words = " ".join(capsys.readouterr().out.split())
+        assert exit.value.code == status and all(text in words for text in says)
 
 
 @pytest.mark.parametrize("error, status, says", [
-    (UserError("no\n such \tthing\x1b[31m"), 2, "no such thing"), (ConfigError("d"), 2, "d"),
-    (flags.Diverged("step 3"), 3, "step 3"), (flags.Stopped(signal.SIGINT), 130, "SIGINT"),
-    (KeyboardInterrupt(), 130, ""), (MemoryError(), 2, "--micro_batch"), (BrokenPipeError(), 0, ""),
+    (UserError("no\n such \tthing\x1b[31m" + " word" * 1000), 2, "no such thing [31m word"),
+    (ConfigError("d"), 2, "d"), (flags.Diverged("step 3"), 3, "step 3"),
+    (flags.Stopped(signal.SIGTERM), 143, "SIGTERM"), (KeyboardInterrupt(), 130, ""),
+    (BrokenPipeError(), 0, ""), (MemoryError(), 2, "--micro_batch"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
-    (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: 'a.pt'"),
-    (RuntimeError("[Errno 28] No space left on device\n"), 2, "No space left on device (per"),
-    (UserError("word " * 1000), 2, "word word")])
+    (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: 'a.pt'")])
 def test_exit_statuses(monkeypatch, capsys, error, status, says):
     def main(argv):
         raise error
@@ -104,8 +103,7 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     assert len(err) < 330 and err.replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT),
-                                  lambda argv: flags.needed(None, "a flag")])
+@pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT)])
 def test_ctrl_c_has_no_traceback(monkeypatch, main):
     """Not in the end of a command either, and not a second one."""
     def start(argv):
