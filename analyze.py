@@ -19,15 +19,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+import evaluate
 from checkpoint import load_model
-from evaluate import (images_for, layer_numbers, model_input, on_device, pooling, Probe, probe,
-                      read_pictures, statistics_of, tokens_for, validation_noise, with_bar)
+from data import augment, page, show
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
-from run import Processes, read_metrics
-from data import augment, page
-from data.show import (framed, new_figure, print_table, reconstructions, write_overlays,
-                       write_sheet)
 from model import saliency
+from run import Processes, read_metrics
 
 
 @dataclass(kw_only=True)
@@ -64,8 +61,8 @@ def spread(total, n):
 
 def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = images_for(c.data, loaded.meta, c.data_dir)
-    return data, on_device(data, c.split, next(loaded.model.parameters()).device)
+    data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
+    return data, evaluate.on_device(data, c.split, next(loaded.model.parameters()).device)
 
 
 def batches(loaded, c):
@@ -73,16 +70,18 @@ def batches(loaded, c):
     tokens (B, n), the backbone's input). Nothing is masked."""
     config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         windows = tokens[:len(tokens) // n * n].reshape(-1, n)
-        for index in with_bar(spread(len(windows), c.samples).split(c.batch_size), "samples"):
+        parts = spread(len(windows), c.samples).split(c.batch_size)
+        for index in evaluate.with_bar(parts, "samples"):
             ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
     else:
         data, split = split_for(loaded, c)
-        for index in with_bar(spread(len(split), c.samples).split(c.batch_size), "samples"):
-            yield index, model_input(split.batch(index)[0], data, config.image_size)
+        parts = spread(len(split), c.samples).split(c.batch_size)
+        for index in evaluate.with_bar(parts, "samples"):
+            yield index, evaluate.model_input(split.batch(index)[0], data, config.image_size)
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------
@@ -113,7 +112,7 @@ def layer_table(loaded, c):
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
         for parts, layer, trace in zip(found, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, Z, trace, c))
+            parts.append(evaluate.layer_numbers(layer, Z, trace, c))
             Z = trace.out
 
     table = [dict(layer=l) for l in range(1, len(found) + 1)]
@@ -135,7 +134,7 @@ def layers(c):
             runs.append(dict(ckpt=path, untrained=untrained, srr=mean, layers=table))
             print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}"
                   f"{', U at unit size' * c.unit_bases}")
-            print_table(table)
+            show.print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
     return dict(runs=runs)
@@ -148,7 +147,7 @@ def draw_layers(runs, c):
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
                       f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
-    figure, axes = new_figure(2, 2, 5.2, 3.4)
+    figure, axes = show.new_figure(2, 2, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
             l, y, std = (np.array([row[name] for row in run["layers"]])
@@ -165,7 +164,7 @@ def draw_layers(runs, c):
 # ---- subspaces, tokens --------------------------------------------------------------------------
 def draw_matrices(c, matrices, title):
     """Matrices (L, rows, columns) with entries in [0, 1], one per layer, four in a row."""
-    figure, axes = new_figure(-(-len(matrices) // 4), min(4, len(matrices)), 3.2, 3.2)
+    figure, axes = show.new_figure(-(-len(matrices) // 4), min(4, len(matrices)), 3.2, 3.2)
     for ax in axes.flat:
         ax.set_axis_off()
     for l, (ax, matrix) in enumerate(zip(axes.flat, matrices.cpu().numpy()), 1):
@@ -191,7 +190,7 @@ def subspaces(c):
     same, itself = torch.block_diag(*torch.ones(K, p, p)) > 0, torch.eye(K * p) > 0
     rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
             for l, G in enumerate(gram.cpu(), 1)]
-    print_table(rows)
+    show.print_table(rows)
     random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
     draw_matrices(c, gram, f"|<u, v>| of the columns of [U_1 .. U_K]; at random {random:.3f}")
     return rows
@@ -210,7 +209,7 @@ def open_pictures(c, count):
     if c.files:
         names = ["".join(char if char.isprintable() else " " for char in Path(file).name)
                  for file in c.files]
-        return loaded, names, *read_pictures(c.files, loaded)
+        return loaded, names, *evaluate.read_pictures(c.files, loaded)
     data, split = split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + count]
     if len(index) == 0:
@@ -259,12 +258,12 @@ def saliency_maps(c):
             raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
 
     attention = loaded.encoder.trace(x)[(c.layer or L) - 1].attention
-    maps = saliency(attention, pooling(loaded))
+    maps = saliency(attention, evaluate.pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
     if c.head:
         maps, heads = maps[:, [c.head]], [heads[c.head]]
-    write_overlays(c.out, pixels, maps, heads, names)
+    show.write_overlays(c.out, pixels, maps, heads, names)
     return dict(heads=heads, maps=maps)
 
 
@@ -287,21 +286,22 @@ def predict(c):
         found = [{classes[i]: p for p, i in zip(*row)}
                  for row in zip(best.values.tolist(), best.indices.tolist())]
     elif loaded.task == "mae":
-        noise = validation_noise(model, 0, len(x), x.device)
+        noise = evaluate.validation_noise(model, 0, len(x), x.device)
         found = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
     rows = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in row.items())])
             for name, row in zip(names, found)]
     print("\n".join(row.replace("\n", "  ") for row in rows))
     if loaded.task == "mae":
-        write_sheet(c.out, *reconstructions(model, x, noise, *statistics_of(loaded.meta)), rows)
+        mean, std = evaluate.statistics_of(loaded.meta)
+        show.write_sheet(c.out, *show.reconstructions(model, x, noise, mean, std), rows)
     else:
-        maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
-        write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
+        maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
+        show.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
     return found
 
 
 @dataclass(kw_only=True)
-class Neighbours(Probe):
+class Neighbours(evaluate.Probe):
     """The first validation picture of each of eight classes, beside the training pictures whose
     features are the nearest by cosine, of another class in a red frame."""
     k: int = option(8, "how many are shown", low=1)
@@ -310,16 +310,16 @@ class Neighbours(Probe):
 
 def neighbours(c):
     """The numbers of the training pictures shown (rows, k)."""
-    _, (x, _, x_test, _), _, data = probe(c)
+    _, (x, _, x_test, _), _, data = evaluate.probe(c)
     classes, first = (found[:8] for found in np.unique(data.val_labels, return_index=True))
     cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
     nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    shown[:, 1:][wrong] = framed(shown[:, 1:][wrong])
+    shown[:, 1:][wrong] = show.framed(shown[:, 1:][wrong])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
-    write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
+    show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest
 
 
@@ -339,7 +339,7 @@ def curves(c):
     if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
         raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
     names = ["loss"] + ["acc"] * any("acc" in line for _, lines in runs for line in lines)
-    figure, (axes,) = new_figure(1, len(names), 4.5, 3.5)
+    figure, (axes,) = show.new_figure(1, len(names), 4.5, 3.5)
     for ax, name in zip(axes, names):
         for i, (run, lines) in enumerate(runs):
             for split, style in (("train", "-"), ("val", "o--")):
@@ -363,9 +363,9 @@ def write_page(c):
     path, tokens = needed(c.ckpt, "ckpt"), None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
     if loaded.task == "gpt":
-        data, _, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+        data, _, tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
-        data = images_for(c.data, loaded.meta, c.data_dir)
+        data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
     text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, tokens)
     Path(c.out).write_text(text, encoding="utf-8")
     return dict(megabytes=len(text) / 1e6)

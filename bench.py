@@ -20,8 +20,19 @@ from torch.nn import functional as F
 
 from checkpoint import TASKS
 from flags import cli, DeviceFlags, option, parse_command
-from model import (attention_map, CBSA, ImageConfig, ISTA, LanguageModel, MAEConfig, MHSA, MSSA,
-                   TextConfig, train_flops, TSSA)
+from model import (
+    attention_map,
+    CBSA,
+    ImageConfig,
+    ISTA,
+    LanguageModel,
+    MAEConfig,
+    MHSA,
+    MSSA,
+    TextConfig,
+    train_flops,
+    TSSA,
+)
 from run import device_name, Processes
 
 

@@ -18,8 +18,17 @@ import torch
 from torch import nn
 
 from flags import not_one_of, UserError
-from model import (ImageClassifier, ImageConfig, ImageEncoder, LanguageModel, MAEConfig,
-                   MaskedAutoencoder, TextConfig, make_config, sizes_of)
+from model import (
+    ImageClassifier,
+    ImageConfig,
+    ImageEncoder,
+    LanguageModel,
+    MAEConfig,
+    make_config,
+    MaskedAutoencoder,
+    sizes_of,
+    TextConfig,
+)
 
 FORMAT = "crate-3"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"

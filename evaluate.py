@@ -27,12 +27,12 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from checkpoint import load_model
-from flags import cli, DeviceFlags, needed, option, parse_command, UserError
-from run import derive_seed, Processes
 from data import augment, images, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta
+from flags import cli, DeviceFlags, needed, option, parse_command, UserError
 from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
+from run import derive_seed, Processes
 
 
 # ---- Scores of images ---------------------------------------------------------------------------

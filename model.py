@@ -476,7 +476,7 @@ class TSSA(Attention):
     Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                             directions of low energy shrink
+        out_ik  = - Pi_ik w_i / (1 + s_k)                            directions of low energy shrink
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
 
@@ -1233,7 +1233,7 @@ class LanguageModel(Backbone):
 
         temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
         probability; ids from `known` on, which mean no text, are never drawn. When the context is
-        full, the model reads its last half anew. After its first `stop` a text has no other token."""
+        full, the model reads its last half anew. After its first `stop` a text has nothing else."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]

@@ -18,10 +18,10 @@ from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from checkpoint import load_model
-from flags import cli, DeviceFlags, needed, option, parse, UserError
-from run import derive_seed, Processes
 from data.tokenizer import tokenizer_from_meta
+from flags import cli, DeviceFlags, needed, option, parse, UserError
 from model import FOR_ANY_LENGTH
+from run import derive_seed, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 

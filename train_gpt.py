@@ -15,12 +15,12 @@ from functools import partial
 import torch
 
 import checkpoint
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import make_optimizers, micro_batches, set_lr, warmup_cosine
-from run import derive_seed, Processes, Run, wants_compile
 from data import text
 from evaluate import language_scores
-from model import LanguageModel, TextConfig, text_config, train_flops
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
+from model import LanguageModel, text_config, TextConfig, train_flops
+from optim import make_optimizers, micro_batches, set_lr, warmup_cosine
+from run import derive_seed, Processes, Run, wants_compile
 
 
 @dataclass(kw_only=True)

@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
-from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
-from run import derive_seed, Processes, Run, wants_compile
 from data import augment, images, show
 from evaluate import model_input, on_device, validation_noise, with_bar
-from model import MAEConfig, MaskedAutoencoder, mae_config, train_flops
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
+from model import mae_config, MAEConfig, MaskedAutoencoder, train_flops
+from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
+from run import derive_seed, Processes, Run, wants_compile
 
 
 @dataclass(kw_only=True)

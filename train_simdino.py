@@ -19,13 +19,20 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import (count, ema_update, make_optimizers, set_decay, set_lr, steps_per_epoch,
-                   warmup_cosine)
-from run import derive_seed, Processes, Run, wants_compile
 from data import augment, images
 from evaluate import features, nearest_neighbours, on_device
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
+from optim import (
+    count,
+    ema_update,
+    make_optimizers,
+    set_decay,
+    set_lr,
+    steps_per_epoch,
+    warmup_cosine,
+)
+from run import derive_seed, Processes, Run, wants_compile
 
 
 @dataclass(kw_only=True)

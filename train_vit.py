@@ -15,12 +15,12 @@ import torch
 from torch.nn import functional as F
 
 import checkpoint
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
-from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
-from run import derive_seed, Processes, Run, wants_compile
 from data import augment, images
 from evaluate import classify, images_for, pooling
-from model import ImageClassifier, ImageConfig, image_config, subspace_coding_rate, train_flops
+from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
+from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate, train_flops
+from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
+from run import derive_seed, Processes, Run, wants_compile
 
 
 @dataclass(kw_only=True)

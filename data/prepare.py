@@ -42,6 +42,7 @@ from data import shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
 from flags import CACHE, cli, not_one_of, Parser, UserError
 
+
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
 class ImageSet(NamedTuple):
     size: int                       # pixels per side, as stored
@@ -191,7 +192,8 @@ def write_pictures(path, rows, column, label, size):
 
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn, load_dataset
+    from datasets import Image as ImageColumn
+    from datasets import load_dataset
 
     row = IMAGES.get(name, ImageSet(size, val="val"))
     if row.hub:

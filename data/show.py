@@ -27,7 +27,7 @@ def print_table(rows):
 
 def new_figure(rows, columns, width, height):
     """A matplotlib figure and its axes (rows, columns), each panel `width` x `height` inches."""
-    from matplotlib.figure import Figure            # without pyplot: no window, no global state
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
     figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 

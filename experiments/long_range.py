@@ -24,8 +24,8 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from data.show import print_table
 from data import augment, images
+from data.show import print_table
 from experiments.neurons import averages
 from flags import cli, DeviceFlags, option, parse
 from model import LanguageModel, TextConfig

@@ -26,12 +26,12 @@ import torch
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import backbone_of, batches, OneModel, open_model, split_for
-from data.show import print_table
 from checkpoint import load_model
 from data.page import passages
+from data.show import print_table
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, needed, option, parse, UserError
 from evaluate import logistic_regression, pooling
+from flags import cli, needed, option, parse, UserError
 
 
 @dataclass(kw_only=True)

@@ -27,12 +27,12 @@ from torch.nn.utils import parametrize
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from data.show import print_table
+from evaluate import with_bar
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, TextConfig
 from optim import make_optimizers, set_lr
 from run import derive_seed
-from evaluate import with_bar
 
 
 @dataclass(kw_only=True)

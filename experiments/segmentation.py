@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from data.show import print_table, stretched
 from data import augment
+from data.show import print_table, stretched
 from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar
 from flags import cli, option, parse, UserError
 from model import MHSA, patchify, saliency

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import analyze
 import evaluate
 from checkpoint import TASKS
-from data import augment, images
+from data import augment, images, show
 from data.prepare import read_picture
 from evaluate import model_input
 from flags import UserError
@@ -48,9 +48,8 @@ def call(tmp_path, cache):
 def sheets(monkeypatch):
     """What write_sheet is given, (pictures, columns, rows), in place of PNGs."""
     found = []
-    for module in ("analyze", "data.show"):
-        monkeypatch.setattr(f"{module}.write_sheet",
-                            lambda path, *sheet: found.append((*sheet, None)[:3]))
+    monkeypatch.setattr(show, "write_sheet",
+                        lambda path, *sheet: found.append((*sheet, None)[:3]))
     return found
 
 
@@ -174,7 +173,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
     pictures = torch.zeros(2, 3, 3, 16, 16)
     pictures[1, 2, 2] = 1.0
     rows = ["a $x^.png", "b" * 400 + ".png"]                # cut, or it would fill the sheet
-    analyze.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
+    show.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
     sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)
     assert blue.sum() / (blue | black).sum() == pytest.approx(1 / 6, abs=0.02)
