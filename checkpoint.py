@@ -132,6 +132,9 @@ class Loaded(NamedTuple):
     meta: dict                      # data_meta: classes, mean ...; of a published one its tokenizer
     content: dict                   # of the checkpoint; run_config and step are ours alone
 
+    def __repr__(self):
+        return f"Loaded({self.task}, {self.model.config})"      # not its tensors
+
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
     """Any checkpoint, ours or a published one, as `Loaded`.

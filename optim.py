@@ -12,7 +12,8 @@ from flags import UserError
 def steps_per_epoch(samples, batch_size):
     """Whole batches in an epoch. Raises UserError if there is none."""
     if batch_size > samples:
-        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images; at "
+                        f"most --batch_size={samples}")
     return samples // batch_size
 
 

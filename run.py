@@ -170,12 +170,12 @@ class Run:
         self.resuming = processes.main_only(self._open)
 
     def _open(self):
-        """Locks the folder. Returns True if its run is to be resumed; otherwise deletes that run's
-        files and returns False."""
+        """Locks the folder. Whether its run is to be resumed; if not, deletes that run's files."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and (c.overwrite or not saved and not restarted):
-            raise UserError(f"nothing to resume in {self.dir}, or --overwrite is given too")
+            raise UserError("--resume and --overwrite exclude each other" if c.overwrite else
+                            f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.dir / ".lock", "a+")

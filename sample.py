@@ -51,7 +51,8 @@ def steer(model, words):
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= len(model.layers) else None
     entries = 0 if operator is None else operator.code(model.positions[None, :1]).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: layer {layer} has {entries} entries, from 0 on")
+        raise UserError(f"--steer={words}: layers are 1 to {len(model.layers)}, and the entries of "
+                        f"layer {layer} are 0 to {entries - 1}")
     code, column = operator.code, torch.arange(entries, device=model.positions.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 

@@ -132,6 +132,8 @@ def own_files(source, pattern):
     """{split: files} of a user's own set: by the names of the files, or of the folders in DIR that
     hold them, if each is one of SPLITS; else all are for training."""
     files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
+    if not files:
+        raise ValueError(f"no file is DIR/{pattern}")
     names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
@@ -329,14 +331,15 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             shutil.rmtree(draft, ignore_errors=True)
     unit = "tokens" if meta["kind"] == "text" else "images"
     counts = ", ".join(f"{split} {n:,}" for split, n in meta[unit].items())
-    print(f"{name} is ready in {folder}: {counts} {unit}", file=sys.stderr)
+    classes = f" of {', '.join(meta['classes'])[:60]}" if unit == "images" else ""
+    print(f"{name} is ready in {folder}: {counts} {unit}{classes}", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if not folder.exists():
+    if not name or not folder.exists():
         if name not in sets:
             own = (path.name for path in folder.parent.glob("[!.]*"))
             raise UserError(f"--data: {not_one_of(name, sorted({*own, *sets}))}; "
@@ -359,7 +362,8 @@ def main(argv):
     parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
     parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"), help="of your own text")
-    parser.add_argument("--size", type=int, default=32, help="pixels per side of your own pictures")
+    parser.add_argument("--size", type=int, default=32, choices=range(1, 513), metavar="PIXELS",
+                        help="per side of your own pictures, 1 to 512 (%(default)s)")
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
