@@ -1,5 +1,4 @@
 """What a run does with its folder, its metrics, its checkpoints and its signals."""
-import json
 import math
 import os
 import signal
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import run as run_module
 from checkpoint import read_checkpoint
 from flags import RunFlags, Stopped, UserError
 from helpers import metrics
@@ -153,8 +151,6 @@ def test_a_second_sigterm_waits_for_the_first(tmp_path):
     assert stopped.value.exit_status == 143 and (tmp_path / "ckpt.pt").exists()
 
 
-# ---- Devices and precision. Several processes are in test_distributed.py
-
 @pytest.mark.parametrize("instructions", [{}, dict(amx_bf16=True), dict(avx512_bf16=True)])
 def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instructions):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
@@ -164,14 +160,3 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
-
-
-def test_a_cpu_compiles_where_it_is_asked_to_and_can(monkeypatch, capsys):
-    def wanted(compile, device="cpu"):
-        return run_module.wants_compile(SimpleNamespace(compile=compile), torch.device(device))
-    monkeypatch.setattr(run_module.shutil, "which", lambda compiler: f"/usr/bin/{compiler}")
-    assert wanted(True) and not wanted(None) and not wanted(False)
-    assert wanted(None, "cuda") and not wanted(False, "cuda") and capsys.readouterr().out == ""
-    monkeypatch.setattr(run_module.shutil, "which", lambda compiler: None)
-    assert not wanted(True) and not wanted(None) and wanted(None, "cuda")
-    assert capsys.readouterr().out.count("note: not compiled, since there is no C++ compiler") == 1

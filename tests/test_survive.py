@@ -6,7 +6,6 @@ import pickle
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,10 +13,10 @@ import checkpoint
 import helpers
 import train_gpt
 from checkpoint import read_checkpoint
+from conftest import ROOT
 from flags import UserError
 from helpers import metrics, same, weights
 
-ROOT = Path(checkpoint.__file__).parent
 FLAGS = [*helpers.TEXT, "--layers=1", "--eval_every=8", "--save_every=3"]
 
 
@@ -101,8 +100,6 @@ def test_a_kill_before_each_call_of_a_save(cut, monkeypatch, number):
     kept = [path for path in (out / "ckpt.pt", out / "ckpt.prev.pt") if path.exists()]
     assert kept and all(read_checkpoint(path)["step"] in (3, 6, 8) for path in kept)
 
-
-# ---- Damaged files
 
 def test_mutants_of_a_checkpoint(whole, tmp_path):
     """With the end cut off or a bit flipped, each is refused, or it holds what the file held."""
