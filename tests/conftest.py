@@ -40,29 +40,25 @@ def text_cache(tmp_path_factory):
     from data.prepare import prepare
     from data.tokenizer import CharTokenizer, PRINTABLE, pydoc
     folder = tmp_path_factory.mktemp("text")
-    for name, file, words in (("tiny", "manual.txt", pydoc()[:40_000]),
-                              ("verse", "verse.txt", "abc\n" * 3000),
-                              ("exam", "test.txt", "read only\n" * 9)):
+    for name, file, characters, words in (("tiny", "a.txt", PRINTABLE, pydoc()[:40_000]),
+                                          ("verse", "a.txt", "\nabc", "abc\n" * 3000),
+                                          ("exam", "test.txt", PRINTABLE, "read only\n" * 9)):
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
-        tokenizer = CharTokenizer("\nabc" if name == "verse" else PRINTABLE)
-        prepare(name, folder / name, folder / "cache", tokenizer)
+        prepare(name, folder / name, folder / "cache", CharTokenizer(characters))
     prepare("pydoc", cache=folder / "cache")
     return folder / "cache"
 
 
-@pytest.fixture(scope="session")
-def encoding():
-    """GPT-2's encoding in small: 256 bytes, a few merges, its pattern, end-of-text last."""
-    ranks = {bytes([i]): i for i in range(256)} | {merge: 256 + i for i, merge in enumerate(MERGES)}
-    return tiktoken.Encoding("small", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": len(ranks)})
-
-
 @pytest.fixture
-def bpe(encoding, monkeypatch):
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
+def bpe(monkeypatch):
+    """GPT-2's tokenizer in small: 256 bytes, a few merges, its pattern, end-of-text last."""
     from data.tokenizer import GPT2Tokenizer
+    tokens = [*(bytes([i]) for i in range(256)), *MERGES]
+    encoding = tiktoken.Encoding("small", pat_str=GPT2_PATTERN,
+                                 mergeable_ranks={token: i for i, token in enumerate(tokens)},
+                                 special_tokens={"<|endoftext|>": len(tokens)})
+    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     return GPT2Tokenizer()
 
 

@@ -1,11 +1,11 @@
 """Tiny runs of the four scripts, and what tests read of them."""
 import dataclasses
-import json
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+from run import read_metrics
 
 _MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu",
           "--dtype=float32"]                    # auto is not the same on every CPU
@@ -19,10 +19,8 @@ FLAGS = dict(train_vit=IMAGES + ADAMW, train_mae=[*IMAGES, "--lr=1.25e-3"],
 
 
 def metrics(folder, split="train"):
-    """The lines of a split in metrics.jsonl, without rates. A kill may have torn the last line."""
-    path = folder / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
-    lines = [line for line in map(json.loads, whole) if line.get("split") == split]
+    """The lines of a split in metrics.jsonl, without rates."""
+    lines = [line for line in read_metrics(folder) if line.get("split") == split]
     return [{k: v for k, v in line.items() if not k.endswith("_per_s")} for line in lines]
 
 
@@ -34,15 +32,13 @@ def weights(path):
     """Every tensor of a checkpoint by name: model, student, center, optimizer. A folder means its
     ckpt.pt."""
     content = checkpoint.read_checkpoint(path / "ckpt.pt" if path.is_dir() else path)
-    extra, optimizer = content["extra"], content["optimizer"]
     found = dict(content["model"])
-    for part, state in extra.items():
+    parts = dict(content["extra"])
+    for number, optimizer in enumerate(content["optimizer"] or []):
+        parts |= {f"optimizer.{number}.{i}": state for i, state in optimizer["state"].items()}
+    for part, state in parts.items():
         state = state if isinstance(state, dict) else {"": state}
-        found |= {f"{part}.{name}": tensor for name, tensor in state.items()}
-    for part, states in enumerate(optimizer or []):
-        for number, state in states["state"].items():
-            found |= {f"optimizer.{part}.{number}.{name}": torch.as_tensor(value)
-                      for name, value in state.items()}
+        found |= {f"{part}.{name}": torch.as_tensor(value) for name, value in state.items()}
     return found
 
 
