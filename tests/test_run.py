@@ -16,10 +16,9 @@ from run import Processes, read_metrics, Run
 from test_checkpoint import make
 
 
-def run_in(out, **more):
-    flags = RunFlags(out_dir=str(out), **dict(log_every=1) | more)
-    config = SimpleNamespace(**vars(flags), optimizer="adamw")
-    return Run(config, "vit", "tiny", Processes("cpu"))
+def run_in(out, log_every=1, **more):
+    flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
+    return Run(SimpleNamespace(**vars(flags), optimizer="adamw"), "vit", "tiny", Processes("cpu"))
 
 
 def start(out, total=10, eval_every=100, **more):
@@ -47,7 +46,6 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
         run_in(out, resume=True)
     assert not out.exists()
     first = run_in(out)
-    assert not first.resuming
     with pytest.raises(UserError, match="another run is writing"):
         run_in(out, overwrite=True)
     first.close()
@@ -61,18 +59,6 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
     resumed.close()
     run_in(out, overwrite=True).close()
     assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
-
-
-def train(out, until=None, **more):
-    """20 steps, whose losses are 0, 1, 2 ...; logs every 6, saves every 4 and evaluates every 5."""
-    run, content, step = start(out, 20, 5, log_every=6, save_every=4, **more)
-    while run.step < run.total:
-        if step(float(run.step)):
-            run.record(content, dict(loss=1.0))
-        if run.step == until:
-            os.kill(os.getpid(), signal.SIGTERM)
-        run.end_step(content)
-    return run.done()
 
 
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
@@ -93,25 +79,34 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
     assert "done: 10 steps in 852 s, 4 images/s; written" in capsys.readouterr().out
 
 
-def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path):
-    """Whatever is saved or evaluated between. The first after a resume is of its own steps."""
+def train(out, until=None, **more):
+    """20 steps, whose losses are 0, 1, 2 ...; logs every 6, saves every 4 and evaluates every 5."""
+    run, content, step = start(out, 20, 5, log_every=6, save_every=4, **more)
+    while run.step < run.total:
+        if step(float(run.step)):
+            run.record(content, dict(loss=1.0))
+        if run.step == until:
+            os.kill(os.getpid(), signal.SIGTERM)
+        run.end_step(content)
+    return run.done()
+
+
+def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, capsys):
+    """Whatever is saved or evaluated between, also with a full disk behind stdout. The first after
+    a resume is of its own steps, and a finished run that is resumed changes nothing."""
+    def files():
+        return {path.name: (path.stat().st_mtime_ns, path.read_bytes())
+                for path in (tmp_path / "cut").iterdir() if path.name != ".lock"}
     train(tmp_path / "whole")
-    with pytest.raises(Stopped):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr("sys.stdout", full)
         train(tmp_path / "cut", until=9)
     train(tmp_path / "cut", resume=True)
     for name, at_12 in (("whole", 8.5), ("cut", 10)):
         found = {line["step"]: line["loss"] for line in metrics(tmp_path / name)}
         assert found == {6: 2.5, 12: at_12, 18: 14.5, 20: 18.5}, name
-
-
-def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path, capsys):
-    def files():
-        return {path.name: (path.stat().st_mtime_ns, path.read_bytes())
-                for path in tmp_path.iterdir() if path.name != ".lock"}
-    train(tmp_path)
     before = files()
-    assert {"metrics.jsonl", "config.json", "ckpt.pt"} <= before.keys()
-    train(tmp_path, resume=True, seed=3)
+    train(tmp_path / "cut", resume=True, seed=3)
     assert "nothing left to do" in capsys.readouterr().out and files() == before
 
 
@@ -133,7 +128,7 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
 
 def test_best_pt_has_the_lowest_loss(tmp_path):
     run, content, step = start(tmp_path)
-    for loss, best in ((2.0, 1), (3.0, 1), (1.0, 3), (None, 3)):    # None: it chooses nothing
+    for loss, best in ((2.0, 1), (3.0, 1), (1.0, 3), (None, 3)):    # None: chooses nothing
         step()
         run.record(content, dict(loss=0.5), loss)
         assert read_checkpoint(tmp_path / "best.pt")["step"] == best

@@ -1,11 +1,9 @@
-"""Faults from outside: signals, kills, closed pipes, damaged files. A kill comes inside a chosen
-call, so that no test depends on when something happens."""
+"""Kills and damaged files. A kill comes inside a chosen call, so that no test depends on when
+something happens."""
 import contextlib
 import os
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,6 @@ import checkpoint
 import helpers
 import train_gpt
 from checkpoint import read_checkpoint
-from conftest import ROOT
 from flags import UserError
 from helpers import metrics, same, weights
 
@@ -28,44 +25,6 @@ def whole(text_cache, tmp_path_factory):
     return out
 
 
-@pytest.fixture
-def cut(text_cache, tmp_path, whole):
-    """(folder, flags) of a run to be cut; afterwards it is resumed, and is the whole one."""
-    out = tmp_path / "out"
-    flags = [*FLAGS, f"--data_dir={text_cache}", f"--out_dir={out}"]
-    yield out, flags
-    train_gpt.main([*flags, "--resume"])
-    for name in ("ckpt.pt", "best.pt"):
-        assert same(weights(out / name), weights(whole / name)), name
-    for split in ("train", "val"):
-        assert metrics(out, split) == metrics(whole, split)
-    assert not list(out.glob("*.tmp"))
-
-
-# train_gpt.py, which gets a signal in step 5
-SIGNALLED = """
-import signal
-import flags, run, train_gpt
-def log_step(self, *loss, real=run.Run.log_step):
-    self.step == 4 and signal.raise_signal(signal.SIGTERM)
-    return real(self, *loss)
-run.Run.log_step = log_step
-flags.cli(train_gpt.main)
-"""
-
-
-def test_a_stopped_process_has_saved(cut):
-    """Nor does it matter to it that its reader leaves (... | head -1)."""
-    out, flags = cut
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    running = subprocess.Popen([sys.executable, "-c", SIGNALLED, *flags], env=env, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    running.stdout.readline()
-    running.stdout.close()
-    assert running.stderr.read() == "-c: stopped by SIGTERM\n"
-    assert running.wait(300) == 143 and read_checkpoint(out / "ckpt.pt")["step"] == 5
-
-
 class Killed(BaseException):
     """No handler of the code under test catches it, as none catches SIGKILL."""
 
@@ -75,10 +34,11 @@ SAVE = ["fsync", "replace", "fsync", "fsync", "replace", "replace", "fsync"]
 
 
 @pytest.mark.parametrize("number", range(len(SAVE)))
-def test_a_kill_before_each_call_of_a_save(cut, monkeypatch, number):
+def test_a_kill_before_each_call_of_a_save(text_cache, tmp_path, monkeypatch, whole, number):
     """The first evaluation, after steps 3 and 6 were saved. At every moment there is a whole
-    checkpoint."""
-    (out, flags), calls = cut, []
+    checkpoint, and the run that continues from it is the run left alone."""
+    out, calls = tmp_path / "out", []
+    flags = [*FLAGS, f"--data_dir={text_cache}", f"--out_dir={out}"]
 
     def save_and_die(run, content, best=False, save=train_gpt.Run.save):
         for name in SAVE[:2] * (run.step == 8):
@@ -99,6 +59,12 @@ def test_a_kill_before_each_call_of_a_save(cut, monkeypatch, number):
     assert calls == SAVE[:number]
     kept = [path for path in (out / "ckpt.pt", out / "ckpt.prev.pt") if path.exists()]
     assert kept and all(read_checkpoint(path)["step"] in (3, 6, 8) for path in kept)
+    train_gpt.main([*flags, "--resume"])
+    for name in ("ckpt.pt", "best.pt"):
+        assert same(weights(out / name), weights(whole / name)), name
+    for split in ("train", "val"):
+        assert metrics(out, split) == metrics(whole, split)
+    assert not list(out.glob("*.tmp"))
 
 
 def test_mutants_of_a_checkpoint(whole, tmp_path):
