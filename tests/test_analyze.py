@@ -55,27 +55,6 @@ def validation(cache, index):
     return model_input(torch.from_numpy(data.val_images[index]), data, 32)
 
 
-def check(backbone, x, rows, eps=0.3, lambd=0.1):
-    """The rows of `layers`, against [N] Figure 3's numbers and model.py's objective in float64."""
-    with torch.no_grad():
-        Z, traces = backbone.tokens(x), backbone.trace(x)
-    for row, layer, step in zip(rows, backbone.layers, traces, strict=True):
-        U, out = layer.attention.bases().detach().double(), step.out.double()
-        n, p = out.shape[1], U.shape[2]
-        same = step.half * (Z.norm(dim=(1, 2)) / step.half.norm(dim=(1, 2)))[:, None, None]
-        ws = [T.detach().double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same)]
-        ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
-        Rc, before, after, scaled = (
-            0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
-        for key, values in dict(rate_of_subspaces=Rc, rate=coding_rate(out, eps),
-                                attention=after - before, scaled=scaled - before,
-                                nonzeros=(out != 0).double().mean((1, 2)),
-                                srr=sparse_rate_reduction(out, U, eps, lambd)).items():
-            expected = [values.mean().item(), values.std(correction=0).item()]
-            assert [row[key], row[f"{key}_std"]] == pytest.approx(expected, rel=1e-4, abs=1e-6), key
-        Z = step.out
-
-
 def test_unit_bases_do_not_depend_on_the_size_of_U():
     """And orthonormal ones are left as they are."""
     layer = ImageClassifier(ImageConfig(**TINY)).encoder.layers[0]
@@ -101,22 +80,40 @@ def test_rates_are_computed_in_float64():
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "aot"])
-def test_layers(save, call, cache, arch):
-    """Beside the untrained model. A masked autoencoder's encoder sees all."""
+@torch.no_grad()
+def test_layers(save, call, cache, arch, eps=0.3):
+    """Against [N] Figure 3's numbers and model.py's objective in float64, beside the untrained
+    model. A masked autoencoder's encoder sees all."""
     vit = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
     mae = MaskedAutoencoder(MAEConfig(arch="crate", decoder_layers=2, **TINY)).eval()
     a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
     runs = call("layers", f"--ckpt={a},{b}", *flags)["runs"]
-    assert [(run["ckpt"], run["untrained"]) for run in runs] == [(a, False), (a, True), (b, False),
-                                                                 (b, True)]
+    order = [(a, False), (a, True), (b, False), (b, True)]
+    assert [(run["ckpt"], run["untrained"]) for run in runs] == order
     assert len({run["srr"] for run in runs}) == 4
+    assert ("code_nonzeros" in runs[0]["layers"][0]) == (arch not in ("crate", "aot"))
+
     x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
-    for net, run in ((vit, runs[0]), (mae, runs[2])):
-        check(net.encoder, x, run["layers"], lambd=0.2)
+    for encoder, run in ((vit.encoder, runs[0]), (mae.encoder, runs[2])):
         assert run["srr"] == pytest.approx(sum(row["srr"] for row in run["layers"]) / 3)
-    coded = "code_nonzeros" in runs[0]["layers"][0]
-    assert coded == (arch not in ("crate", "aot"))              # else it is Z^{l+1}
+        Z, traces = encoder.tokens(x), encoder.trace(x)
+        for row, layer, step in zip(run["layers"], encoder.layers, traces, strict=True):
+            U, out = layer.attention.bases().double(), step.out.double()
+            n, p = out.shape[1], U.shape[2]
+            same = step.half * (Z.norm(dim=(1, 2)) / step.half.norm(dim=(1, 2)))[:, None, None]
+            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same)]
+            ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
+            Rc, before, after, scaled = (
+                0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
+            for key, values in dict(rate_of_subspaces=Rc, rate=coding_rate(out, eps),
+                                    attention=after - before, scaled=scaled - before,
+                                    nonzeros=(out != 0).double().mean((1, 2)),
+                                    srr=sparse_rate_reduction(out, U, eps, 0.2)).items():
+                wanted = [values.mean().item(), values.std(correction=0).item()]
+                found = [row[key], row[f"{key}_std"]]
+                assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), key
+            Z = step.out
 
 
 @torch.no_grad()
