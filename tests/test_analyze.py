@@ -55,28 +55,27 @@ def validation(cache, index):
     return model_input(torch.from_numpy(data.val_images[index]), data, 32)
 
 
-def test_unit_bases_do_not_depend_on_the_size_of_U():
-    """And orthonormal ones are left as they are."""
+@torch.no_grad()
+def test_rates_of_large_tokens_and_bases():
+    """Tokens of a trained layer are far from 0 and close together: float32 cannot factor them. Unit
+    bases do not depend on the size of U, and orthonormal ones are left as they are."""
     layer = ImageClassifier(ImageConfig(**TINY)).encoder.layers[0]
-    out = torch.randn(3, 5, 16).relu()
-    U, found = torch.nn.init.orthogonal_(layer.attention.U.weight.data), []
-    for size, unit_bases in ((1, False), (1, True), (3, True), (3, False)):
-        U /= size
-        c, step = analyze.Layers(unit_bases=unit_bases), LayerTrace(out, out, None)
-        found.append(evaluate.layer_numbers(layer, out, step, c)["srr"])
-    torch.testing.assert_close(found[1:3], [found[0]] * 2)
-    assert (found[3] > found[0]).all()
 
-
-def test_rates_are_computed_in_float64():
-    """Tokens of a trained layer: far from 0 and close together. Float32 cannot factor them."""
-    layer = ImageClassifier(ImageConfig(**TINY | dict(width=32))).encoder.layers[0]
-    Z = 1e4 * torch.randn(1, 1, 32) + torch.randn(5, 64, 32)
+    def numbers(Z, **flags):
+        return evaluate.layer_numbers(layer, Z, LayerTrace(Z, Z, None), analyze.Layers(**flags))
+    Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert coding_rate(Z, 0.1).isnan().any()
-    with torch.no_grad():
-        found = evaluate.layer_numbers(layer, Z, LayerTrace(Z, Z, None), analyze.Layers())
+    found = numbers(Z)
     assert all(values.isfinite().all() for values in found.values())
     assert torch.allclose(found["rate"], coding_rate(Z.double(), 0.1))
+
+    out, srr = torch.randn(3, 5, 16).relu(), []
+    U = torch.nn.init.orthogonal_(layer.attention.U.weight)
+    for size, unit_bases in ((1, False), (1, True), (3, True), (3, False)):
+        U /= size
+        srr.append(numbers(out, unit_bases=unit_bases)["srr"])
+    torch.testing.assert_close(srr[1:3], [srr[0]] * 2)
+    assert (srr[3] > srr[0]).all()
 
 
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "aot"])

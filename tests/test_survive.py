@@ -78,8 +78,8 @@ def test_mutants_of_a_checkpoint(whole, tmp_path):
         with contextlib.suppress(UserError):
             found, kept = read_checkpoint(path, "gpt"), kept + 1
             assert same(weights(path), weights(whole))
-            for key in ("step", "best", "model_config", "run_config", "data_meta"):
-                assert found[key] == content[key]
+            tensors = ("model", "optimizer", "extra")
+            assert all(found[key] == content[key] for key in content if key not in tensors)
     assert kept < 15
 
 
