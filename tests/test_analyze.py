@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import scrambled, write_model
 from PIL import Image
 from torch.nn import functional as F
 
@@ -15,9 +16,15 @@ from data import augment, images, show
 from data.prepare import read_picture
 from evaluate import model_input
 from flags import UserError
-from helpers import scrambled, write_model
-from model import (ImageClassifier, ImageConfig, LayerTrace, MAEConfig, MaskedAutoencoder,
-                   coding_rate, sparse_rate_reduction)
+from model import (
+    coding_rate,
+    ImageClassifier,
+    ImageConfig,
+    LayerTrace,
+    MAEConfig,
+    MaskedAutoencoder,
+    sparse_rate_reduction,
+)
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

@@ -3,11 +3,18 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import scrambled
 
 import bench
-from helpers import scrambled
-from model import (ImageClassifier, ImageConfig, LanguageModel, MAEConfig, MaskedAutoencoder,
-                   TextConfig, train_flops)
+from model import (
+    ImageClassifier,
+    ImageConfig,
+    LanguageModel,
+    MAEConfig,
+    MaskedAutoencoder,
+    TextConfig,
+    train_flops,
+)
 
 CPU = torch.device("cpu")
 IMAGE = dict(width=32, heads=4, layers=1, image_size=16, patch_size=4, classes=5)

@@ -6,17 +6,17 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from conftest import ROOT
+from helpers import same
+from test_image_model import patches_literally
+from test_model import assert_near, float64  # noqa: F401 (a fixture)
 from torch import nn
 from torch.nn import functional as F
 
 import checkpoint
 import model as model_module
 from checkpoint import load_model
-from conftest import ROOT
 from flags import UserError
-from helpers import same
-from test_image_model import patches_literally
-from test_model import assert_near, float64                 # noqa: F401 (a fixture)
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)

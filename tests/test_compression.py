@@ -3,11 +3,11 @@ import math
 
 import pytest
 import torch
+from test_model import assert_near
 
 from experiments import compression
 from experiments.compression import Compression, directions
 from model import mssa, subspace_coding_rate
-from test_model import assert_near
 
 
 def start(seed, norm):

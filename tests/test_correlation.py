@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import metrics, same, weights
 from torch import nn
 
 import train_vit
 from experiments import correlation
 from experiments.correlation import granulated_tau, tau_b
-from helpers import metrics, same, weights
 from model import ImageClassifier, ImageConfig, sparse_rate_reduction
 
 

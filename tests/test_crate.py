@@ -1,11 +1,11 @@
 """crate.py computes what model.py computes, and learns."""
 import torch
+from test_model import assert_near
 from torch.nn import functional as F
 
 import crate
 import model
 import optim
-from test_model import assert_near
 
 
 def test_same_weights_same_logits():

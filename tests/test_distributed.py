@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
-
 from conftest import ROOT
-from data.prepare import prepare
 from helpers import FLAGS, metrics, same, weights
+
+from data.prepare import prepare
 
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--steps=10", "--eval_every=5"]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import metrics, scrambled, write_model
 from torch.nn import functional as F
 
 import evaluate
@@ -13,7 +14,6 @@ import train_vit
 from data import images, text
 from data.tokenizer import CharTokenizer
 from flags import DeviceFlags, UserError
-from helpers import metrics, scrambled, write_model
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
 from run import Processes
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 import flags
-from flags import UserError, option
+from flags import option, UserError
 from model import ConfigError
 
 

@@ -3,11 +3,11 @@ import math
 
 import pytest
 import torch
+from test_model import assert_compiles, assert_near, config, float64, randomize  # noqa: F401
 from torch.nn import functional as F
 
 import model
 from model import ARCHS, ConfigError, ImageClassifier, ImageEncoder
-from test_model import assert_compiles, assert_near, config, float64, randomize     # noqa: F401
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -3,13 +3,20 @@ import math
 
 import pytest
 import torch
+from helpers import Launches, same
+from test_model import assert_compiles, assert_near, assert_near_with_gradients, float64, randomize  # noqa: F401
 from torch.nn import functional as F
 
-from model import (ARCHS, MHSA, TSSA, ConfigError, LanguageModel, TextConfig, choose,
-                   linear_cross_entropy)
-from helpers import Launches, same
-from test_model import (assert_compiles, assert_near, assert_near_with_gradients,   # noqa: F401
-                        float64, randomize)
+from model import (
+    ARCHS,
+    choose,
+    ConfigError,
+    LanguageModel,
+    linear_cross_entropy,
+    MHSA,
+    TextConfig,
+    TSSA,
+)
 
 V, CONTEXT = 23, 12
 

@@ -2,11 +2,11 @@
 Its decoder's layers, Eq. (7.6.3)-(7.6.4), are written out in test_checkpoint.py."""
 import pytest
 import torch
+from test_image_model import patches_literally
+from test_model import assert_compiles, assert_near, float64, orthonormal, randomize  # noqa: F401
 from torch.nn import functional as F
 
 from model import ARCHS, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder
-from test_image_model import patches_literally
-from test_model import assert_compiles, assert_near, float64, orthonormal, randomize  # noqa: F401
 
 
 def config(arch="crate", **fields):

@@ -5,13 +5,30 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from checkpoint import TASKS
-from model import (ARCHS, CBSA, ISTA, MHSA, MLP, MSSA, ODL, TSSA, ConfigError, ImageConfig,
-                   ImageEncoder, Layer, MAEConfig, MaskedAutoencoder, MMProx, TextConfig, TiedODL)
+from model import (
+    ARCHS,
+    CBSA,
+    ConfigError,
+    ImageConfig,
+    ImageEncoder,
+    ISTA,
+    Layer,
+    MAEConfig,
+    MaskedAutoencoder,
+    MHSA,
+    MLP,
+    MMProx,
+    MSSA,
+    ODL,
+    TextConfig,
+    TiedODL,
+    TSSA,
+)
 
 
 @pytest.fixture(autouse=True)

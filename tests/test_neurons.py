@@ -2,13 +2,13 @@
 import numpy as np
 import pytest
 import torch
+from helpers import write_model
 from torch.nn import functional as F
 
 from analyze import spread
 from checkpoint import load_model
 from data import images, text
 from experiments import neurons
-from helpers import write_model
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 

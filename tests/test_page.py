@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import write_model
 
 import analyze
 import evaluate
 import sample
 from checkpoint import Loaded, TASKS
 from data import images, page, text
-from flags import UserError
-from helpers import write_model
 from evaluate import model_input
+from flags import UserError
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
 EVIL = "</script><script>alert(1)</script>"

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from huggingface_hub import constants
 from PIL import Image
+from test_text import sentences
 
 from data import images, prepare, text
 from data.shapes import CAMOUFLAGE, draw_shapes
 from flags import UserError
-from test_text import sentences
 
 
 def noise(width, height, seed, mode="RGB"):

@@ -7,8 +7,8 @@ import torch
 
 import checkpoint
 from data import images, shapes, text
-from run import Processes
 from evaluate import classify, features, language_scores, nearest_neighbours
+from run import Processes
 from train_mae import validate
 
 PROCESSES = Processes("cpu")

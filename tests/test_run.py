@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import metrics
+from test_checkpoint import make
 
 from checkpoint import read_checkpoint
 from flags import RunFlags, Stopped, UserError
-from helpers import metrics
 from optim import make_optimizers
 from run import Processes, read_metrics, Run
-from test_checkpoint import make
 
 
 def run_in(out, log_every=1, **more):

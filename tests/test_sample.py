@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
+from test_evaluate import CHARACTERS, language_model
 
 import sample
 from flags import UserError
 from model import LanguageModel
-from test_evaluate import CHARACTERS, language_model
 
 
 @pytest.fixture

@@ -5,20 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import Launches, losses, metrics, same, weights
 
 import analyze
 import checkpoint
-from data import prepare
 import evaluate
-from experiments import recall
-from flags import cli, Diverged, parse, Stopped, UserError
-from run import Run
 import sample
 import train_gpt
 import train_mae
 import train_simdino
 import train_vit
-from helpers import Launches, losses, metrics, same, weights
+from data import prepare
+from experiments import recall
+from flags import cli, Diverged, parse, Stopped, UserError
+from run import Run
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)

@@ -5,14 +5,14 @@ import os
 import pickle
 import random
 
+import helpers
 import pytest
+from helpers import metrics, same, weights
 
 import checkpoint
-import helpers
 import train_gpt
 from checkpoint import read_checkpoint
 from flags import UserError
-from helpers import metrics, same, weights
 
 FLAGS = [*helpers.TEXT, "--layers=1", "--eval_every=8", "--save_every=3"]
 

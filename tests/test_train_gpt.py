@@ -3,12 +3,12 @@ import math
 
 import numpy as np
 import pytest
+from helpers import losses, metrics, same
 
 import checkpoint
-from flags import UserError
 import train_gpt
 from data import text
-from helpers import losses, metrics, same
+from flags import UserError
 
 
 def entropy(tokens):

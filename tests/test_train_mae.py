@@ -1,13 +1,13 @@
 """Masked autoencoding: learning, validation, the images it writes."""
 import pytest
 import torch
+from helpers import FLAGS, losses, metrics
 
+import train_mae
+from data import augment, images, show
 from evaluate import validation_noise
 from flags import parse
 from run import Processes
-import train_mae
-from data import augment, images, show
-from helpers import FLAGS, losses, metrics
 
 
 @pytest.mark.parametrize("flags", [

@@ -5,16 +5,16 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers import metrics, same, VIEWS
 from torch import nn
 
 import checkpoint
-from flags import parse
-from run import derive_seed, Processes
 import evaluate
 import train_simdino
 from data import images
-from helpers import VIEWS, metrics, same
+from flags import parse
 from model import coding_rate
+from run import derive_seed, Processes
 
 ONE = Processes("cpu")
 

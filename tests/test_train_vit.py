@@ -1,17 +1,17 @@
 """Image classification: learning, fine-tuning, held-out images, and SRR."""
 import pytest
 import torch
+from helpers import losses, metrics, write_model
+from test_checkpoint import official
 
 import checkpoint
-from flags import parse, UserError
-from run import derive_seed
 import evaluate
 import train_mae
 import train_vit
 from data import augment, images
-from helpers import losses, metrics, write_model
+from flags import parse, UserError
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
-from test_checkpoint import official
+from run import derive_seed
 
 
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
