@@ -362,6 +362,8 @@ def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
     path, tokens = needed(c.ckpt, "ckpt"), None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
+    if (arch := loaded.model.config.arch) not in page.ARCHS:
+        raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.ARCHS)}")
     if loaded.task == "gpt":
         data, _, tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:

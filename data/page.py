@@ -76,8 +76,6 @@ def image_examples(model, task, data):
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
     model, c = loaded.model, loaded.model.config
-    if c.arch not in ARCHS:
-        raise UserError(f"{name} is of arch {c.arch}; the page runs {', '.join(ARCHS)}")
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
     if loaded.task == "mae" and (c.mask_tokens == "after" or c.normalize_targets):
