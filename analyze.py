@@ -157,6 +157,7 @@ def draw_layers(runs, c):
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
         ax.set(title=title, xlabel="layer l", ylabel=ylabel)
         ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.grid(alpha=0.3)
     axes[1, 0].legend(fontsize="small")
     figure.savefig(c.out, dpi=120)
 

@@ -56,6 +56,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
@@ -111,6 +112,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape = {}
             for p in group["params"]:

@@ -37,6 +37,7 @@ from run import derive_seed
 
 @dataclass(kw_only=True)
 class Recall:
+    """Flags of the task and of the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
