@@ -235,8 +235,8 @@ class Run:
         self.start = self.saved_step = self.step
         text = f"resuming after step {self.start}: " * (0 < self.start < total) + text
         self.processes.main_only(self._start_files)
-        terminal = self.is_main and sys.stderr.isatty() and total > self.start
-        self.bar = tqdm(total=total, initial=self.start, unit="step", disable=not terminal)
+        self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
+                        disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
         self.handlers = {number: signal.signal(number, self._on_signal)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
