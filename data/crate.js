@@ -136,14 +136,15 @@ const float16 = b => (b & 32768 ? -1 : 1) *
 function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
   const model = {c, task}, {at, scales} = kinds[kind];
   const numbers = new (scales ? Int8Array : Uint16Array)(bytes(at).buffer);
-  const branch = path => path.reduce((tree, key) => tree[key] ??= {}, model);
+  const keysOf = name => name.replace("encoder.", "").split(".");
+  const branch = keys => keys.reduce((tree, key) => tree[key] ??= {}, model);
   let end = 0;
   tensors.forEach(([name, rows, cols], i) => {
     const own = numbers.subarray(end, end += rows * cols);
-    const keys = name.split("."), leaf = keys.pop();
+    const keys = keysOf(name), leaf = keys.pop();
     branch(keys)[leaf] = made(rows, cols, t => scales ? own[t] * scales[i] : float16(own[t]));
   });
-  for (const name in eps) branch(name.split(".")).eps = eps[name];
+  for (const name in eps) branch(keysOf(name)).eps = eps[name];
   model.layers = [...Object.values(model.layers), ...Object.values(model.decoder ?? {})];
   model.layers.forEach((L, l) => {
     const {U: {weight: U}, W, mix} = L.attention, D = L.D ?? L.sparsification.D;

@@ -1,33 +1,27 @@
-"""
-The page of a checkpoint (`python analyze.py page`): page.html, and in it crate.js, which runs the
-model, its weights, and examples with what PyTorch makes of them.
-"""
+"""The page of a checkpoint (`analyze.py page`): page.html, and in it crate.js, which runs the
+model, its weights, and examples with what PyTorch makes of them."""
 import base64
 import inspect
 import json
-import re
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import torch
 
-import model as source
+import model as models
 from data import augment
-from flags import UserError
+from flags import ROOT, UserError
 
 ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
 SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")     # beside their equations
 
 
 def base64_of(*tensors):
-    flat = torch.cat([tensor.flatten() for tensor in tensors])
-    return base64.b64encode(flat.numpy().tobytes()).decode()
+    return base64.b64encode(torch.cat([tensor.flatten() for tensor in tensors]).numpy()).decode()
 
 
 def passages(values, count):
-    """For every entry of codes (windows, n, m), where it is highest in each of the `count` windows
-    that excite it most: (window, token). A window where it stays 0 is left out."""
+    """For every entry of codes (windows, n, m) the (window, token) that excite it most, if any."""
     peaks, tokens = values.max(1)                                           # (windows, m)
     heights, windows = peaks.topk(min(count, len(peaks)), 0)
     parts = (t.mT.tolist() for t in (heights, windows, tokens.gather(0, windows)))
@@ -35,21 +29,17 @@ def passages(values, count):
 
 
 def text_examples(model, data, tokens):
-    """(a text to begin with; for each entry of each code the characters that have most of its sum
-    and five passages, each with the place of the character that excites it), logits."""
+    """(a text to begin with; for each entry of each code five passages that excite it most, with
+    the place of the character that does), logits."""
     n, decode, entries = min(model.config.context, len(tokens)), data.tokenizer.decode, []
     windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
     Z = model.tokens(windows)
     for layer in model.layers:
         half = layer.compress(Z)
         values, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
-        sums = torch.zeros(model.config.vocab_size, values.shape[-1])
-        sums.index_add_(0, windows.flatten(), values.flatten(0, 1))
-        around = lambda w, t: (decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40))
-        entries += [[dict(likes=decode(kinds), passages=[around(*place) for place in places])
-                     for kinds, places in zip(sums.argsort(0, True)[:6].mT, passages(values, 5))]]
-    sentence = re.search("[A-Z][a-z]+( [a-z]+){3}.*|$", decode(tokens[:10_000]))[0]
-    words = (sentence or decode(tokens[:n]))[:min(n, 64)]
+        entries += [[[(decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40)) for w, t in places]
+                     for places in passages(values, 5)]]
+    words = decode(tokens[:10_000]).partition(". ")[2][:min(n, 64)] or decode(tokens[:n])
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
     return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
 
@@ -58,8 +48,7 @@ def image_examples(model, task, data):
     """(eight pictures of as many classes as there are; of an autoencoder the patches that are
     `masked`), and of the first: logits, the token that an encoder pools, or predicted patches."""
     c, labels = model.config, data.val_labels
-    first = np.unique(labels, return_index=True)[1]
-    index = [*dict.fromkeys([*first, *range(8)])][:8]
+    index = [*dict.fromkeys([*np.unique(labels, return_index=True)[1], *range(8)])][:8]
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
     pixels = (255 * x).round().byte()                       # the page has no more
     x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
@@ -69,34 +58,31 @@ def image_examples(model, task, data):
         mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # well spread
         found["masked"] = mask[0].nonzero()[:, 0].tolist()
         return found, model.predicted(x, mask)
-    return found, model(x) if task == "vit" else source.ImageClassifier.pool(model, model(x))
+    return found, model(x) if task == "vit" else models.ImageClassifier.pool(model, model(x))
 
 
 @torch.no_grad()
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
-    model, c = loaded.model, loaded.model.config
+    model, c = loaded.model.half().float(), loaded.model.config    # what the page computes with
+    state = model.state_dict()
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
     if loaded.task == "mae" and (c.mask_tokens == "after" or c.normalize_targets):
         raise UserError(f"{name}: the page knows no mask_tokens=after and no normalize_targets")
-    model = model.half().float()                            # what the page computes with
-    state = {key.removeprefix("encoder."): t for key, t in model.state_dict().items()}
     other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     content = examples | dict(
-        name=name, task=loaded.task, output=source.ARCHS[c.arch].output, config=asdict(c),
-        lines={part: inspect.getsourcelines(getattr(source, part))[1] for part in SHOWN},
+        name=name, task=loaded.task, output=models.ARCHS[c.arch].output, config=asdict(c),
+        lines={part: inspect.getsourcelines(getattr(models, part))[1] for part in SHOWN},
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
-        eps={key.removeprefix("encoder."): part.eps for key, part in model.named_modules()
-             if isinstance(part, torch.nn.LayerNorm)},
+        eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
         trained=dict(at=base64_of(*(t.half() for t in state.values()))), untrained=dict(
             scales=scales, at=base64_of(*((t / s).round().char() for t, s in zip(other, scales)))))
-    page, script = (Path(__file__).with_name(file).read_text("utf-8")
-                    for file in ("page.html", "crate.js"))
+    page, script = ((ROOT / "data" / file).read_text("utf-8") for file in ("page.html", "crate.js"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
     page = page.replace("{crate.js}", script).replace("{data}", text)
     if len(page) > 7e6:
