@@ -11,7 +11,6 @@ Pictures of trained checkpoints, and the numbers behind them.
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
 """
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,24 +19,22 @@ import torch
 from torch.nn import functional as F
 
 import evaluate
-from checkpoint import load_model
+from checkpoint import load_model, read_metrics
 from data import augment, page, show
 from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
 from model import saliency
-from run import Processes, read_metrics
+from run import Processes
 
 
 @dataclass(kw_only=True)
 class OneModel:
-    """The flags of commands that look inside."""
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     untrained: bool = option(False, "random weights instead; layers shows both")
     seed: int = option(0, "of the random weights", low=0)
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
-                         choices=("auto", "cuda", "mps", "cpu"))
+    device: str = option("auto", "auto is what is there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the file; auto is out/analyze-COMMAND.png, of page .html")
 
@@ -47,11 +44,6 @@ def open_model(path, c, untrained=False, tasks=None):
     loaded = load_model(path, tasks, c.heads, c.seed if untrained else None)
     loaded.model.to(Processes(c.device).device)
     return loaded
-
-
-def backbone_of(loaded):
-    """The part of the model that has .layers, .tokens(x) = Z^1 and .trace(x)."""
-    return loaded.encoder or loaded.model
 
 
 def spread(total, n):
@@ -68,7 +60,7 @@ def split_for(loaded, c):
 def batches(loaded, c):
     """c.samples images or windows of text, spread over the split: (the images' numbers (B,) or the
     tokens (B, n), the backbone's input). Nothing is masked."""
-    config, device = backbone_of(loaded).config, next(loaded.model.parameters()).device
+    config, device = loaded.model.config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
         tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
@@ -88,13 +80,12 @@ def batches(loaded, c):
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
-    layer: mean and deviation over samples.
+    layer: mean and deviation over samples. Rates are in nats. Without U, value maps take its place.
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
     [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
     R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. For
-    "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}.
-    Rates are in nats, from float64 (float32 has NaNs). Without U, value maps are in its place."""
+    "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}."""
     ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -107,7 +98,7 @@ class Layers(OneModel):
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
-    backbone = backbone_of(loaded)
+    backbone = loaded.encoder or loaded.model
     found = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
@@ -164,15 +155,9 @@ def draw_layers(runs, c):
 
 # ---- subspaces, tokens --------------------------------------------------------------------------
 def draw_matrices(c, matrices, title):
-    """Matrices (L, rows, columns) with entries in [0, 1], one per layer, four in a row."""
-    figure, axes = show.new_figure(-(-len(matrices) // 4), min(4, len(matrices)), 3.2, 3.2)
-    for ax in axes.flat:
-        ax.set_axis_off()
-    for l, (ax, matrix) in enumerate(zip(axes.flat, matrices.cpu().numpy()), 1):
-        ax.imshow(matrix, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-        ax.set_title(f"layer {l}")
-    figure.suptitle(title)
-    figure.savefig(c.out, dpi=120)
+    """Matrices (L, rows, columns) with entries from 0, white, to 1, black, one per layer."""
+    pictures = (1 - matrices)[None, :, None].expand(-1, -1, 3, -1, -1)
+    show.write_sheet(c.out, pictures, [f"layer {l}" for l in range(1, len(matrices) + 1)], [title])
 
 
 @dataclass(kw_only=True)
@@ -184,7 +169,8 @@ class Subspaces(OneModel):
 def subspaces(c):
     """The mean of each layer for two columns of one subspace (NaN where p = 1) and of two."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
-    U = torch.stack([layer.attention.bases() for layer in backbone_of(loaded).layers])
+    layers = (loaded.encoder or loaded.model).layers
+    U = torch.stack([layer.attention.bases() for layer in layers])
     _, K, d, p = U.shape
     columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
     gram = (columns.mT @ columns).abs()
@@ -193,13 +179,13 @@ def subspaces(c):
             for l, G in enumerate(gram.cpu(), 1)]
     show.print_table(rows)
     random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
-    draw_matrices(c, gram, f"|<u, v>| of the columns of [U_1 .. U_K]; at random {random:.3f}")
+    draw_matrices(c, gram, f"|<u, v>| of columns\nof [U_1 .. U_K],\nrandom: {random:.3f}")
     return rows
 
 
 @dataclass(kw_only=True)
 class Pictures(OneModel):
-    files: tuple = option((), "your own pictures in place of the data set's", positional=True)
+    files: tuple = option((), "your own pictures in place of the data set's")
     index: int = option(0, "the first image's number in the split", low=0)
 
 
@@ -233,7 +219,7 @@ def tokens(c):
     loaded, (name, *_), _, x = open_pictures(c, 1)
     Z = torch.stack([step.out[0].abs() for step in loaded.encoder.trace(x)])
     Z = Z / Z.flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)[:, None, None]
-    draw_matrices(c, Z, f"|Z^(l+1)| of image {name}")
+    draw_matrices(c, Z, f"|Z^(l+1)| of\n{name}")
     return Z
 
 
@@ -241,9 +227,8 @@ def tokens(c):
 @dataclass(kw_only=True)
 class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
-    ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
-    on average. For TSSA, which has no attention map: each patch's membership Pi. --head shows only
-    that head ([B] Figure 7.11)."""
+    ([B] Eq. (7.2.41)), or that of --head alone. For a mean-pooled model or a masked autoencoder:
+    what the patches attend to on average. For TSSA, without a map: each patch's membership Pi."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
     head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     pictures: int = option(8, "how many images, one per row", low=1)
@@ -304,7 +289,7 @@ def predict(c):
 @dataclass(kw_only=True)
 class Neighbours(evaluate.Probe):
     """The first validation picture of each of eight classes, beside the training pictures whose
-    features are the nearest by cosine, of another class in a red frame."""
+    features are the nearest by cosine, darkened where of another class."""
     k: int = option(8, "how many are shown", low=1)
     out: str | None = option(None, "the PNG")
 
@@ -318,7 +303,7 @@ def neighbours(c):
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    shown[:, 1:][wrong] = show.framed(shown[:, 1:][wrong])
+    shown[:, 1:][wrong] *= 0.4
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest
@@ -328,7 +313,7 @@ def neighbours(c):
 @dataclass(kw_only=True)
 class Curves:
     """Loss and any accuracy over the steps of runs: training as a line, validation as points."""
-    folders: tuple = option((), "folders of runs", positional=True)
+    folders: tuple = option((), "folders of runs")
     out: str | None = option(None, "the PNG")
 
 
@@ -381,12 +366,10 @@ COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), token
 
 
 def main(argv):
-    """Runs one subcommand; returns its numbers."""
     command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
     suffix = ".html" if command == "page" else ".png"
     c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(suffix) + suffix
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
-    print(*argv, "...", file=sys.stderr, flush=True)
     numbers = COMMANDS[command][1](c)
     print(f"wrote {c.out}")
     return numbers

@@ -18,22 +18,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+import model as models
 from checkpoint import TASKS
-from flags import cli, DeviceFlags, option, parse_command
-from model import (
-    attention_map,
-    CBSA,
-    ImageConfig,
-    ISTA,
-    LanguageModel,
-    MAEConfig,
-    MHSA,
-    MSSA,
-    TextConfig,
-    train_flops,
-    TSSA,
-)
-from run import device_name, Processes
+from flags import cli, option, parse_command
+from run import device_name, DeviceFlags, Processes
 
 
 @dataclass(kw_only=True)
@@ -47,7 +35,7 @@ class Flags(DeviceFlags):
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
 def literal_attend(self, q, k, v):
     """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (37)."""
-    ssa = attention_map(q, k, self.scale, self.causal) @ v
+    ssa = models.attention_map(q, k, self.scale, self.causal) @ v
     return ssa.transpose(1, 2).flatten(-2)
 
 
@@ -66,9 +54,9 @@ def literal_language_model(self, ids, targets):
 
 
 # part -> the class, its method, the literal form of that
-LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista),
-           "head": (LanguageModel, "forward", literal_language_model)}
+LITERAL = {"attention": (models.MSSA, "attend", literal_attend),
+           "ISTA": (models.ISTA, "forward", literal_ista),
+           "head": (models.LanguageModel, "forward", literal_language_model)}
 
 
 def literal(model, *parts):
@@ -113,11 +101,11 @@ def forward_backward(processes, forward, leaves):
 def loss_function(model, batch, device):
     """A function that computes the model's loss on one random batch."""
     c = model.config
-    if isinstance(c, TextConfig):
+    if isinstance(c, models.TextConfig):
         ids, targets = torch.randint(c.vocab_size, (2, batch, c.context), device=device)
         return lambda: model(ids, targets)
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
-    if isinstance(c, MAEConfig):
+    if isinstance(c, models.MAEConfig):
         return partial(model, x, torch.rand(batch, c.patches(), device=device))
     labels = torch.randint(c.classes, (batch,), device=device)
     return lambda: F.cross_entropy(model(x), labels)
@@ -143,11 +131,11 @@ def bench_steps(table, c, processes):
         # on a CPU's batches a GPU would only wait for its launches
         batch = 8 * batch if device.type == "cuda" else batch
         fast, steps = model_class(config_class(**fields)).to(device), {}
-        models = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
-        models["literal"] = literal(fast, *parts)
+        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
+        variants["literal"] = literal(fast, *parts)
         half = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
-        models["transformer"] = model_class(config_class(**fields | half)).to(device)
-        for name, model in models.items():
+        variants["transformer"] = model_class(config_class(**fields | half)).to(device)
+        for name, model in variants.items():
             loss = loss_function(model, batch, device)
             if c.compile or (c.compile is None and device.type == "cuda"):
                 loss = torch.compile(loss)
@@ -156,16 +144,16 @@ def bench_steps(table, c, processes):
         for name, seconds in times.items():
             row(f"{title}, batch {batch}", name, ms=1e3 * seconds,
                 of_literal=seconds / times["literal"],
-                GFLOP_per_s=batch * train_flops(models[name]) / seconds / 1e9,
                 **{f"{unit}_per_s": batch * fields.get("context", 1) / seconds})
 
 
 # ---- Growth with the number of tokens, and generation -------------------------------------------
 def bench_length(c, processes):
-    """Forward and backward of TSSA, CBSA, MSSA and MHSA for four square grids of n patches and a
-    class token, each grid four times the one before."""
-    device, config = processes.device, ImageConfig(width=256, heads=4, qkv_bias=True)
-    operators = {kind.__name__: kind(config).to(device) for kind in (TSSA, CBSA, MSSA, MHSA)}
+    """Forward and backward of four operators on four square grids of n patches, each four times the
+    one before."""
+    device, config = processes.device, models.ImageConfig(width=256, heads=4, qkv_bias=True)
+    operators = {name: getattr(models, name)(config).to(device)
+                 for name in ("TSSA", "CBSA", "MSSA", "MHSA")}
     for n in [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
@@ -185,15 +173,14 @@ def advance(processes, model, ids, caches):
 
 
 def bench_generate(c, processes):
-    """The time of one more token after a short and a long prefix: with the cache, and without it by
-    reading everything again. 4 layers of width 256; a small vocabulary hides no layers."""
+    """The time of one more token after a short and a long prefix, with the cache and without."""
     device = processes.device
     ids = torch.randint(512, (1, c.longest + 1), device=device)
     fields = dict(width=256, heads=4, layers=4, vocab_size=512, context=c.longest + 1)
     for n in (c.longest // 32, c.longest):
         calls = {}
         for arch in ("crate", "tost", "transformer"):
-            model = LanguageModel(TextConfig(arch=arch, **fields)).to(device).eval()
+            model = models.LanguageModel(models.TextConfig(arch=arch, **fields)).to(device).eval()
             read = partial(advance, processes, model)
             calls[f"{arch}, cached"] = partial(read, ids[:, n:n + 1], read(ids[:, :n], []))
             calls[f"{arch}, uncached"] = partial(read, ids[:, :n + 1], [])
@@ -206,7 +193,6 @@ COMMANDS |= dict(length=bench_length, generate=bench_generate)
 
 
 def main(argv):
-    """Prints one table."""
     command, c = parse_command(dict.fromkeys(COMMANDS, Flags), argv, __doc__)
     processes = Processes(c.device, c.dtype)
     print(f"{device_name(processes.device)}, torch {torch.__version__}")

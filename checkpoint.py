@@ -7,6 +7,7 @@ weights in training where they differ. An image encoder is always `encoder.*`.
 """
 import argparse
 import contextlib
+import json
 import math
 import os
 import re
@@ -17,34 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+import model as models
 from flags import not_one_of, UserError
-from model import (
-    ImageClassifier,
-    ImageConfig,
-    ImageEncoder,
-    LanguageModel,
-    MAEConfig,
-    make_config,
-    MaskedAutoencoder,
-    sizes_of,
-    TextConfig,
-)
 
 FORMAT = "crate-3"
 PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
 
-# task, named by its script -> (model, its config). SimDINO's checkpoint is read as the teacher's
-# encoder: its projector serves training only.
-TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
-             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
+# task, named by its script -> (model, its config); of SimDINO the teacher's encoder alone
+TASKS = dict(vit=(models.ImageClassifier, models.ImageConfig),
+             mae=(models.MaskedAutoencoder, models.MAEConfig),
+             simdino=(models.ImageEncoder, models.ImageConfig),
+             gpt=(models.LanguageModel, models.TextConfig))
 
 
 # ---- Files --------------------------------------------------------------------------------------
 def write_checkpoint(path, content, keep_previous=True):
     """Saves to path.tmp, makes sure that it is on the disk, and renames it; the file that was there
-    becomes NAME.prev.pt just before. So one of the two is whole at every moment.
-
-    Raises UserError where it cannot be written."""
+    becomes NAME.prev.pt just before: one of the two is whole at every moment. Raises UserError."""
     path = Path(path)
     tmp = path.with_name(path.name + ".tmp")
     try:
@@ -79,17 +69,6 @@ def reading(path):
         raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
-def find(path):
-    """The file of `path`: that of data/pretrained/ for pretrained:NAME, else `path` itself."""
-    kind, _, name = str(path).partition(":")
-    if kind != "pretrained":
-        return Path(path)
-    names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
-    if name not in names:
-        raise UserError(f"pretrained model {not_one_of(name, names)}")
-    return PRETRAINED / f"{name}.pt"
-
-
 def read_checkpoint(path, task=None):
     """The content of a checkpoint of this project, of the given task if any, or UserError."""
     with reading(path):
@@ -99,7 +78,13 @@ def read_checkpoint(path, task=None):
 def _read(path):
     """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
     zipfile looks at the CRC that torch.save gave to each part of the file, torch.load does not."""
-    path = find(path)
+    kind, _, name = str(path).partition(":")
+    if kind == "pretrained":
+        names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
+        if name not in names:
+            raise UserError(f"pretrained model {not_one_of(name, names)}")
+        path = PRETRAINED / f"{name}.pt"
+    path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError("it is no regular file")               # /dev/zero would never end
     try:
@@ -122,6 +107,15 @@ def _checked(content, tasks):
     if tasks and content["task"] not in tasks:
         raise ValueError(f"it is of task {content['task']}, not {' or '.join(tasks)}")
     return content
+
+
+def read_metrics(folder):
+    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
+    path, found = Path(folder) / "metrics.jsonl", []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [line for line in found if isinstance(line, dict) and "step" in line]
 
 
 class Loaded(NamedTuple):
@@ -152,7 +146,7 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
-    config = make_config(config_class, **fields)
+    config = models.make_config(config_class, **fields)
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = model_class(config)
@@ -206,7 +200,6 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
     (r"^(module\.|_orig_mod\.)+", ""),
     # stored, but never applied by CRATE-MAE; nanoGPT's causal masks
     (r"^(pos_embed|decoder_embed\..*|.*\.attn\.bias)$", ""),
-    # beside the layers
     (r"^cls_token$", "encoder.class_token"),
     (r"^(pos_embedding|decoder_pos_embed)$", "encoder.positions"),
     (r"^(conv1|patch_embed\.proj|to_patch_embedding\.1)\.", "encoder.embed.0."),
@@ -218,12 +211,10 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
     (r"^transformer\.wte\.", "embed."),
     (r"^transformer\.wpe\.weight$", "positions"),
     (r"^transformer\.ln_f\.", "norm."),
-    # layers
     (r"^decoder_blocks\.(\d+)\.layers\.0\.", r"decoder.\1."),
     (r"^blocks\.(\d+)\.layers\.0\.", r"encoder.layers.\1."),
     (r"^transformer\.layers\.", "encoder.layers."),
     (r"^transformer\.h\.", "layers."),
-    # inside a layer
     (r"\.0\.norm\.|\.prenorm_1\.", ".norm1."),
     (r"\.1\.norm\.|\.prenorm_2\.", ".norm2."),
     (r"\.[01]\.fn\.qkv\.|\.attn\.c_attn\.", ".attention.U."),
@@ -273,7 +264,7 @@ def translated(content, heads=None):
             fields |= dict(classes=len(state["head.1.weight"]))
 
     d, atoms = state[dictionaries[0]].shape
-    sizes = sizes_of(TASKS[task][1].task, arch).values()
+    sizes = models.sizes_of(TASKS[task][1].task, arch).values()
     heads = heads or {size["width"]: size["heads"] for size in sizes}.get(d)
     if heads is None and task != "gpt":
         raise ValueError(f"no published {arch} has width {d}: say how many heads= this one has")

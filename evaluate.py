@@ -8,17 +8,13 @@ Numbers of a trained checkpoint, and the scores that the training scripts share.
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
-The last line of each is one JSON object. Losses are in nats. Baselines of linear and knn: --random
-(an untrained encoder), --features=pixels (none).
-
-A score counts every sample once, and the processes share the samples. Its `split` is images.Images,
-its `data` has the mean and std of the images, its `config` has workers.
+The last line of each is one JSON object. Losses are in nats. A score counts every sample once.
+Baselines of linear and knn: --untrained, and --features=pixels.
 """
 import json
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,9 +26,9 @@ from checkpoint import load_model
 from data import augment, images, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, DeviceFlags, needed, option, parse_command, UserError
+from flags import cli, needed, option, parse_command, UserError
 from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
-from run import derive_seed, Processes
+from run import derive_seed, DeviceFlags, Processes
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -224,10 +220,8 @@ def tokens_for(name, split, meta, cache):
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None):
     """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n). Of a
-    masked model, the loss of the masked tokens and their top-1 accuracy "acc".
-
-    The mask of a window is a function of its number: the same at every evaluation, on any number
-    of processes. `n_vocab` is the tokenizer's."""
+    masked model, the loss of the masked tokens and their top-1 accuracy "acc"; the mask of a window
+    is a function of its number, at every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, not masked)
@@ -253,19 +247,15 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class Flags(DeviceFlags):
-    """The flags of every command."""
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    random: bool = option(False, "random weights instead of the checkpoint's")
+    untrained: bool = option(False, "random weights instead of the checkpoint's")
     seed: int = option(0, "of the random weights, and of the tenth that linear holds out", low=0)
 
 
-def load(c, *tasks, causal=False):
-    """(`Loaded`, on its device, with --random at random initialization; Processes). With `causal` a
-    masked language model is refused."""
-    loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, c.seed if c.random else None)
-    if causal and not loaded.model.config.causal:
-        raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs --objective=causal")
+def load(c, *tasks):
+    """(`Loaded`, on its device, with --untrained at random initialization; Processes)."""
+    loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, c.seed if c.untrained else None)
     processes = Processes(c.device, c.dtype)
     loaded.model.to(processes.device)
     return loaded, processes
@@ -308,7 +298,7 @@ def probe(c):
         encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
     else:
         loaded, processes = load(c, "vit", "mae", "simdino")
-        encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.random else c.ckpt
+        encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.untrained else c.ckpt
     kind = c.features or pooling(loaded)
     data, samples = images_for(c.data, meta, c.data_dir), []
     for name in ("train", "val"):
@@ -354,11 +344,9 @@ def lm(c):
 @torch.no_grad()
 def lambada(c):
     """{"acc", "n"}: how often greedy decoding writes the last word of a passage, after a newline
-    and the passage up to its last space.
-
-    As in ToST's released code, so that numbers compare with [B] Table 7.9, typographic quotes
-    become ", and the word may come anywhere in the next ten tokens, in any case."""
-    loaded, processes = load(c, "gpt", causal=True)
+    and the passage up to its last space. As in ToST's released code ([B] Table 7.9) quotes become
+    ", and the word may come anywhere in the next ten tokens, in any case."""
+    loaded, processes = load(c, "gpt")
     model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
     n, hits = 10, []                # ten: GPT-2's tokens of LAMBADA's longest word
     longest = max(model.config.context - n, 1)
@@ -378,13 +366,9 @@ COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Prob
 
 
 def main(argv):
-    """Runs one subcommand, prints its result (rank 0 only), and returns it."""
     command, config = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main:
-        print(*argv, "...", file=sys.stderr, flush=True)
     result = COMMANDS[command][1](config)
-    if is_main:
+    if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result))
     return result
 

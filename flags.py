@@ -1,6 +1,4 @@
-"""
-Flags: a dataclass is a command line and a field is a flag; and how a command ends.
-"""
+"""Flags: a dataclass is a command line and a field is a flag; and how a command ends."""
 import argparse
 import difflib
 import inspect
@@ -11,10 +9,8 @@ import signal
 import sys
 import typing
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent
@@ -27,27 +23,21 @@ class UserError(Exception):
     exit_status = 2
 
 
-class Diverged(Exception):
-    """A loss that is not finite."""
-    exit_status, shared = 3, True       # every process raises it
-
-
-class Stopped(Exception):
-    """A saved SIGINT or SIGTERM; the exit status is 128 + the signal's number, as in shells."""
+class RunEnded(Exception):
+    """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
+    SIGINT or SIGTERM 128 + the signal's number, as in shells."""
     shared = True
 
-    def __init__(self, number):
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_status = 128 + number
+    def __init__(self, exit_status, message):
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
-TOO_LARGE = ("this does not fit in memory: try a smaller --micro_batch, where there is one, or "
-             "--batch_size, or a smaller model")
-ENDS = (    # (error, words in its message, exit status, line), of errors without an exit_status
+TOO_LARGE = "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
+ENDS = (    # (error, words in its name or message, exit status, line): those without exit_status
     (KeyboardInterrupt, "", 130, ""),
     (BrokenPipeError, "", 0, ""),               # `... | head`: the reader has what it wanted
-    ((MemoryError, torch.OutOfMemoryError), "", 2, TOO_LARGE),
-    (Exception, "allocate memory|Storage size", 2, TOO_LARGE),
+    (Exception, "MemoryError|allocate memory|Storage size", 2, TOO_LARGE),
     (UnicodeDecodeError, "", 2, "not UTF-8: {0}"),                          # of stdin
     (OSError, "", 2, "{0}"),
     (Exception, "No space left", 2, "{0} (perhaps in TMPDIR, where torch.compile writes)"))
@@ -66,12 +56,11 @@ def cli(main):
     except (KeyboardInterrupt, Exception) as error:
         status, line = getattr(error, "exit_status", None), "{0}"
         for kind, words, code, text in ENDS:
-            if status is None and isinstance(error, kind) and re.search(words, str(error)):
+            if status is None and isinstance(error, kind) and re.search(words, repr(error)):
                 status, line = code, text
         if status is None:
             raise                                       # a mistake of the program
-        # Before the processes join, all meet the same error, and some later errors are shared
-        # too: then one process speaks. Any other error may be one process's own.
+        # errors before the processes join, and shared ones, are everybody's: one process speaks
         alone = dist.is_initialized() and not getattr(error, "shared", False)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         printable = "".join(c if c.isprintable() else " " for c in line.format(error))
@@ -102,37 +91,10 @@ def flush_or_mute():
 
 
 # ---- Fields -------------------------------------------------------------------------------------
-def option(default, help, displaces=(), positional=False, **limits):
-    """A field with its --help text and limits: choices, low <= value <= high, value > above.
-
-    Given on the command line, it removes the preset's values of the fields in `displaces`. One
-    that is `positional`, a tuple, takes the words that are no flags."""
-    return field(default=default, metadata=dict(help=help, displaces=displaces,
-                                                positional=positional, **limits))
-
-
-@dataclass(kw_only=True)
-class DeviceFlags:
-    """Where and in what precision to compute, and where data lies."""
-    device: str = option("auto", "auto takes cuda, mps or cpu by what is there",
-                         choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 where there are instructions for it",
-                        choices=("auto", "float32", "bfloat16"))
-    data_dir: str = option(str(CACHE), "where prepared data lies")
-    workers: int = option(8, "processes that read a data set too large for memory", low=0)
-
-
-@dataclass(kw_only=True)
-class RunFlags(DeviceFlags):
-    """The flags of every training script."""
-    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
-    resume: bool = option(False, "continue the run in out_dir, with the same flags")
-    overwrite: bool = option(False, "delete the run in out_dir first")
-    seed: int = option(0, "the same seed gives the same run", low=0)
-    compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
-    log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = option(0, "steps between evaluations; 0: an epoch, or 1000 of text", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: only at evaluations", low=0)
+def option(default, help, displaces=(), **limits):
+    """A field with its --help text and limits: choices, low <= value <= high, value > above. Given
+    on the command line, it removes the preset's values of the fields in `displaces`."""
+    return field(default=default, metadata=dict(help=help, displaces=displaces, **limits))
 
 
 @dataclass(kw_only=True)
@@ -147,8 +109,6 @@ class ModelFlags:
     layers: int | None = option(None, "L", low=1, high=10_000)
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
     lambd: float | None = option(None, "sparsity weight; auto is 0.1, in train_mae.py 0.5", low=0)
-    step_size: float | None = option(None, "step of MSSA in crate-c, -n, -t; auto is 1")
-    layer_scale: float | None = option(None, "LayerScale at initialization; 0: none", low=0)
 
 
 def model_fields(cls, config, **given):
@@ -178,9 +138,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-LIMITS = dict(choices=("one of", lambda value, choices: value in choices),
-              low=("at least", operator.ge), above=("more than", operator.gt),
-              high=("at most", operator.le))
+LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", operator.ge),
+              above=("more than", operator.gt), high=("at most", operator.le))
 
 
 def reader(field, kind, optional):
@@ -199,27 +158,24 @@ def reader(field, kind, optional):
 
 
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
-    """[PRESET] [--name=value ...] as (config, name); presets: {preset: {field: value}}. `name` is
-    for the run's folder: PRESET, or PRESET-DATA where --data is not the preset's. A bare --name
-    means true. Raises UserError for an unknown name, a wrong type and a value out of range."""
+    """[PRESET] [--name=value ...] as (config, name for the run's folder); `presets`: {preset:
+    {field: value}}. A bare --name means true. Raises UserError."""
     argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
     if presets and argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         if name not in presets:
             raise UserError(f"preset {not_one_of(name, presets)}")
     values, hints = presets.get(name, {}), typing.get_type_hints(config_class)
-    spec = sys.modules["__main__"].__spec__                 # of python -m
-    command = f"-m {spec.name}" if spec else Path(sys.argv[0]).name + subcommand
     parser = Parser(
-        usage=f"python {command}{' [PRESET]' if presets else ''} [--name=value ...]",
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=100),
+        usage=f"%(prog)s{subcommand}{' [PRESET]' if presets else ''} [--name=value ...]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,
         epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
     for flag, f in flags.items():
-        if f.metadata["positional"]:
+        kind, *optional = typing.get_args(hints[flag]) or [hints[flag]]         # kind | None
+        if kind is tuple:                   # takes the words that are no flags
             parser.add_argument(flag, nargs="*", help=f.metadata["help"])
             continue
-        kind, *optional = typing.get_args(hints[flag]) or [hints[flag]]         # kind | None
         value = values.get(flag, f.default)
         shown = f"{f.metadata['help']} [{'auto' if value is None else value}]".replace("%", "%%")
         parser.add_argument(f"--{flag}", help=shown,
@@ -232,9 +188,9 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)
         hint = f", did you mean --{near[0]}?" if near else ""
         raise UserError(f"unknown argument {unknown[0]}{hint} (a preset comes first; see --help)")
-    given = {flag: tuple(v) if isinstance(v, list) else v for flag, v in vars(given).items()}
-    displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
-    config = config_class(**{k: v for k, v in values.items() if k not in displaced} | given)
+    displaced = {other for flag in vars(given) for other in flags[flag].metadata["displaces"]}
+    kept = {flag: value for flag, value in values.items() if flag not in displaced}
+    config = config_class(**kept | vars(given))
     if name and values.get("data") != getattr(config, "data", None):
         name += f"-{config.data}"
     return config, name
@@ -242,13 +198,13 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
 
 def parse_command(commands, argv, doc):
     """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
+    first = {name: re.split(r"(?<!Eq)\.(?: |$)", " ".join(c.__doc__.split()))[0]
+             for name, c in commands.items()}               # sentences
     if not argv or argv[0] in ("--help", "-h"):
-        print(f"{inspect.cleandoc(doc)}\n\nsubcommands, each with its own --help:")
-        for name, config_class in commands.items():
-            sentence = re.split(r"(?<!Eq)\.(?: |$)", " ".join(config_class.__doc__.split()))[0]
-            print(f"  {name:12}{sentence}")
+        lines = [f"  {name:12}{sentence}" for name, sentence in first.items()]
+        print(inspect.cleandoc(doc), "\nsubcommands, each with its own --help:", *lines, sep="\n")
         sys.exit(0 if argv else 2)
-    if argv[0] not in commands:
-        raise UserError(f"subcommand {not_one_of(argv[0], commands)}")
-    name, config_class = argv[0], commands[argv[0]]
-    return name, parse(config_class, {}, argv[1:], config_class.__doc__, subcommand=f" {name}")[0]
+    name, *rest = argv
+    if name not in commands:
+        raise UserError(f"subcommand {not_one_of(name, commands)}")
+    return name, parse(commands[name], {}, rest, commands[name].__doc__, subcommand=f" {name}")[0]

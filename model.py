@@ -19,10 +19,9 @@ Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024)
 Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
 Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
 
-Layout. The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token
-per row: U_k^* Z is Z @ U_k, and the column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of
-w @ w.mT with w = Z @ U_k (the Gram matrix is symmetric). K heads (subspaces) have dimension p each.
-"""
+The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token per row, and
+U_k^* Z is w = Z @ U_k. The column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT (a
+Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
 import difflib
 import math
 from abc import ABC, abstractmethod
@@ -138,10 +137,6 @@ class Attention(nn.Module, ABC):
     @abstractmethod
     def forward(self, Z, cache=None):
         """Z (B, n, d) -> (B, n, d). With a Cache (causal), Z follows its tokens and joins them."""
-
-    def products(self, n):
-        """Multiply-adds of a forward pass over n tokens that involve no weight."""
-        return 2 * n * n * self.heads * self.p              # q k^*, and the map times v
 
     def compared(self, q, k, v):
         """Queries, keys and values (B, K, n, p) as attention takes them; q are k's last tokens.
@@ -346,18 +341,16 @@ class Backbone(nn.Module):
 def train_flops(model):
     """Operations of forward and backward for one image, or one text of full context, as nanoGPT
     counts: n (6 N + 12 L n d) for n tokens, with N weights in the matrices of layers and tied head.
-    Each counts once per token, though ODL uses D, and crate-c, -n and -t use U, more often. A
-    causal map counts in full; TSSA has none, CBSA smaller ones."""
-    c, multiply_adds = model.config, 0
-    stacks = [(getattr(model, "encoder", model).layers, c.context)]
-    if isinstance(model, MaskedAutoencoder):
-        seen = c.context - (c.masked_patches() if c.mask_tokens == "after" else 0)
-        stacks = [(model.encoder.layers, seen), (model.decoder, c.context)]
-    if isinstance(model, LanguageModel):
-        multiply_adds = c.context * model.embed.weight.numel()
-    for layers, n in stacks:
-        multiply_adds += n * sum(p.numel() for p in layers.parameters() if p.ndim == 2)
-        multiply_adds += sum(layer.attention.products(n) for layer in layers)
+    A causal map counts in full. What TSSA and CBSA compute without weights is left out."""
+    c = model.config
+    seen = c.context - (c.masked_patches() if getattr(c, "mask_tokens", "") == "after" else 0)
+    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
+    for n, layers in ((seen, getattr(model, "encoder", model).layers),
+                      (c.context, getattr(model, "decoder", []))):
+        for layer in layers:
+            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+            if isinstance(layer.attention, (MSSA, MHSA)):
+                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
@@ -508,9 +501,6 @@ class TSSA(Attention):
             cache.energy, cache.moment = (t[..., -1:, :].clone() for t in (energy, moment))
         return Pi, moment / (mass + 1e-8).unsqueeze(-1)
 
-    def products(self, n):
-        return 0                            # it has no n x n map
-
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
         return self.statistics(at_least_float32(self.projections(Z)), None)[0]
@@ -553,10 +543,6 @@ class CBSA(Attention):
         grid = w[:, :, 1:].mT.unflatten(-1, (side, side)).flatten(0, 1)     # (B K, p, side, side)
         R = F.adaptive_avg_pool2d(grid, min(side, 8)).flatten(2).mT.unflatten(0, w.shape[:2])
         return R, attention_map(R, w, self.scale)
-
-    def products(self, n):
-        m = min(math.isqrt(n - 1), 8) ** 2
-        return (3 * m * n + 2 * m * m) * self.heads * self.p    # R w^*, A w, A^* times; R' twice
 
     def map(self, Z):
         """A^* A (B, K, n, n), without the attention among representatives; rows do not sum to 1."""
@@ -1218,7 +1204,7 @@ class LanguageModel(Backbone):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
         a list that is empty at first, then holds a Cache for each layer."""
         if not self.config.causal:
-            raise ConfigError("causal=False cannot generate: tokens attend to later ones")
+            raise ConfigError("a masked model continues no text: its tokens attend to later ones")
         if not caches:
             caches.extend(Cache(self.config.context) for _ in self.layers)
         Z = self.tokens(ids, caches[0].n)
@@ -1227,13 +1213,12 @@ class LanguageModel(Backbone):
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
-    def stream(self, ids, n, temperature=1.0, top_k=None, top_p=None, stop=None, generator=None,
-               known=None):
+    def stream(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, known=None):
         """Yields the next tokens (B,) of the texts `ids` (B, m), n times or until all have ended.
 
-        temperature 0 is greedy; top_k and top_p keep the likeliest tokens, by number or by total
-        probability; ids from `known` on, which mean no text, are never drawn. When the context is
-        full, the model reads its last half anew. After its first `stop` a text has nothing else."""
+        temperature 0 is greedy; top_k keeps the likeliest tokens; ids from `known` on, which are no
+        text, are never drawn. When the context is full, the model reads its last half anew. After
+        its first `stop` a text has nothing else."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
@@ -1242,7 +1227,7 @@ class LanguageModel(Backbone):
                 caches, new = [], ids[:, -(context // 2):]
             logits = self.advance(new, caches)
             logits[:, known or self.config.vocab_size:] = -math.inf
-            chosen = choose(logits, temperature, top_k, top_p, generator)
+            chosen = choose(logits, temperature, top_k, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop
@@ -1258,17 +1243,11 @@ class LanguageModel(Backbone):
             return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
 
 
-def choose(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+def choose(logits, temperature=1.0, top_k=None, generator=None):
     """One token for each of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-    probability = logits.softmax(-1)
-    if top_p is not None and top_p < 1:
-        ordered, order = probability.sort(-1, descending=True)
-        beyond = (ordered.cumsum(-1) - ordered)[:, 1:] >= top_p         # the likeliest always stays
-        ordered[:, 1:] = ordered[:, 1:].masked_fill(beyond, 0.0)
-        probability = torch.zeros_like(probability).scatter_(-1, order, ordered)
-    return torch.multinomial(probability, 1, generator=generator)[:, 0]
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]

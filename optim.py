@@ -1,6 +1,4 @@
-"""
-Schedules, and the optimizers: AdamW, Lion, Muon beside AdamW.
-"""
+"""Schedules, and the optimizers: AdamW, Lion, Muon beside AdamW."""
 import contextlib
 import math
 
@@ -34,11 +32,7 @@ def count(model):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
-    then half a cosine to `final`.
-
-    Step 0 has base / warmup. DINO and MAE begin at 0, nanoGPT at base / (warmup + 1)."""
-    if total > 100_000_000:
-        raise UserError(f"{total:.3g} steps are more than a run can have (100 million)")
+    from base / warmup (DINO and MAE: 0), then half a cosine to `final`."""
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     rise = [base * (i + 1) / warmup for i in range(warmup)]
@@ -138,8 +132,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
 
     `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's, as Jordan
     advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
-    not, as in timm. nanoGPT, ToST's text code, DINO and MAE decay the positions that they train;
-    released CRATE decays every parameter. Raises ValueError if Muon gets no matrix."""
+    not, as in timm (released CRATE decays all). Raises ValueError if Muon gets no matrix."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
     chosen, others = {}, {}         # (spared from decay, scale) -> parameters
     for key, p in model.named_parameters():
@@ -161,19 +154,13 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     return [Muon(groups(chosen), lr=lr), adamw] if name == "muon" else [adamw]
 
 
-def set_lr(optimizers, lr):
-    """The learning rate of every group, times the group's own scale."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group["scale"]
-
-
-def set_decay(optimizers, weight_decay):
-    """The weight decay of every group that is decayed."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if group["decays"]:
-                group["weight_decay"] = weight_decay
+def set_lr(optimizers, lr, weight_decay=None):
+    """The learning rate of every group, times the group's own scale, and the weight decay, if it
+    is given, of every group that is decayed."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group["lr"] = lr * group["scale"]
+        if weight_decay is not None and group["decays"]:
+            group["weight_decay"] = weight_decay
 
 
 @torch.no_grad()

@@ -1,17 +1,16 @@
 """A run: its processes and device, its folder, metrics, signals, saving and resuming."""
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 import time
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,15 +18,23 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, read_checkpoint, write_checkpoint
-from flags import Diverged, flush_or_mute, interrupt, ROOT, Stopped, UserError
+from checkpoint import load_into, load_optimizers, read_checkpoint, read_metrics, write_checkpoint
+from flags import CACHE, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
 
 # ---- Processes, devices and seeds ---------------------------------------------------------------
+@dataclass(kw_only=True)
+class DeviceFlags:
+    device: str = option("auto", "auto is what is there", choices=("auto", "cuda", "mps", "cpu"))
+    dtype: str = option("auto", "of autocast; auto is bfloat16 where there are instructions for it",
+                        choices=("auto", "float32", "bfloat16"))
+    data_dir: str = option(str(CACHE), "where prepared data lies")
+    workers: int = option(8, "processes that read a data set too large for memory", low=0)
+
+
 class Processes:
-    """This process among those of torchrun (rank, world, device), and the collectives. `half` is
-    true where autocast() computes in bfloat16."""
+    """This process among those of torchrun (rank, world, device), and the collectives."""
 
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
@@ -37,28 +44,24 @@ class Processes:
         if device not in [*there, "cpu"]:
             raise UserError(f"--device={device}: this machine has none")
         self.device = torch.device(device)
-        if device == "cpu":
-            keep_freed_memory()
+        keep_freed_memory()
         if device == "cuda":
-            gpus = torch.cuda.device_count()
-            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
-                raise UserError(f"--nproc_per_node is more than the {gpus} GPUs of this machine")
+            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+                raise UserError("--nproc_per_node is more than the GPUs of this machine")
             self.device = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.half = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.half)
-        self.control = None
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        if self.world > 1:
-            if not dist.is_initialized():
-                # torchrun's store outlives a restart and keeps the addresses of the last processes
-                store = next(dist.rendezvous("env://"))[0]
-                store = dist.PrefixStore(f"start{self.restarts}", store)
-                dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
-                                        rank=self.rank, world_size=self.world)
-            # stop flags travel on the CPU: asking for them every step does not stall the GPU
-            self.control = dist.new_group(backend="gloo") if device == "cuda" else dist.group.WORLD
+        if self.world > 1 and not dist.is_initialized():
+            # torchrun's store outlives a restart and keeps the addresses of the last processes
+            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
+                                    rank=self.rank, world_size=self.world)
+        # stop flags travel on the CPU: asking for them every step does not stall the GPU
+        apart = self.world > 1 and device == "cuda"
+        self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD
 
     def rows(self, batch_size):
         """This process's slice of a batch. Raises UserError if it does not divide among them."""
@@ -139,24 +142,33 @@ def wants_compile(config, device):
 
 
 def device_name(device):
-    """For the reader of a log."""
     if device.type == "cpu":
         return f"cpu ({torch.get_num_threads()} threads)"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 # Dense bf16 FLOP/s of the data sheets, without sparsity; of the SXM version where there are two
-PEAK = dict(GH200=989e12, H200=989e12, H100=989e12, A100=312e12, L40S=362e12, A10=125e12)
-PEAK |= {"4090": 165e12, "3090": 71e12}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12,
+        "4090": 165e12, "3090": 71e12}
 
 
 # ---- The run ------------------------------------------------------------------------------------
-class Run:
-    """One training run in one folder. All processes call every method, rank 0 writes. A write that
-    fails ends the run; --resume continues from the last checkpoint.
+@dataclass(kw_only=True)
+class RunFlags(DeviceFlags):
+    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
+    resume: bool = option(False, "continue the run in out_dir, with the same flags")
+    overwrite: bool = option(False, "delete the run in out_dir first")
+    seed: int = option(0, "the same seed gives the same run", low=0)
+    compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
+    log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
+    eval_every: int = option(0, "steps between evaluations; 0: an epoch, or 1000 of text", low=0)
+    save_every: int = option(0, "steps between checkpoints; 0: only at evaluations", low=0)
 
-    A script calls Run, restore and begin; in each step log_step, record if that says so, and
-    end_step; at the end done."""
+
+class Run:
+    """One training run in one folder. A script calls Run, restore and begin; in each step log_step,
+    record if that says so, and end_step; at the end done. All processes call every method, rank 0
+    writes. A write that fails ends the run; --resume continues from the last checkpoint."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -185,30 +197,26 @@ class Run:
         resuming = saved and (c.resume or restarted)
         there = {path.name for path in self.dir.iterdir()} - {".lock"}
         if there and not (resuming or c.overwrite or restarted):
-            raise UserError(f"{self.dir} is not empty: --resume continues its run, --overwrite "
-                            "deletes it")
+            raise UserError(f"{self.dir} is not empty: --resume continues, --overwrite deletes it")
         if not resuming:
             pictures = (path.name for path in self.dir.glob("step*.png"))
             for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):
                 (self.dir / name).unlink(missing_ok=True)
         return resuming
 
-    def restore(self, model_config, optimizers, model, averaged=None):
-        """If the run resumes: fills weights and optimizer, sets the step, and returns the
-        checkpoint's content; else None. `averaged` (a teacher) takes the evaluated weights, `model`
-        then the student's. Raises UserError if the flags describe another model or optimizer."""
+    def restore(self, model_config, optimizers, model):
+        """If the run resumes: fills the evaluated model and the optimizers, sets the step, returns
+        the checkpoint's content; else None. Raises UserError if the flags describe others."""
         if not self.resuming:
             return None
         content = self.processes.main_only(self._newest_whole)
-        fixed = dataclasses.asdict(model_config)    # with the values that auto stands for
+        fixed = asdict(model_config)    # with the values that auto stands for
         theirs = content["run_config"] | content["model_config"]
         for name, value in (fixed | dict(optimizer=self.config.optimizer)).items():
             if theirs.get(name, value) != value:
                 raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
                                 f"flags say {value}; give those of its config.json again")
-        load_into(averaged or model, content["model"], self.dir)
-        if averaged is not None:
-            load_into(model, content["extra"]["student"], self.dir)
+        load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]
         return content
@@ -230,10 +238,9 @@ class Run:
         self.eval_every = self.config.eval_every or eval_every
         # MFU at one unit a second: the share of the GPUs' bf16 peak; 0 where that is unknown
         name = device_name(self.processes.device)
-        peak = next((PEAK[word] for word in re.split(r"\W", name) if word in PEAK), math.inf)
+        peak = next((PEAK[gpu] for gpu in PEAK if gpu in name), math.inf)
         self.unit_mfu = flops / peak / self.processes.world
         self.start = self.saved_step = self.step
-        text = f"resuming after step {self.start}: " * (0 < self.start < total) + text
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -241,7 +248,8 @@ class Run:
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
         self.lap = self.step, self.began        # where the steps began that are being timed
-        self.say(f"{text}, {total} steps on {self.processes.world} x {name}, "
+        resuming = f"resuming after step {self.start}: " * (0 < self.start < total)
+        self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
                  f"{'bfloat16' if self.processes.half else 'float32'}")
 
     def _start_files(self):
@@ -276,8 +284,8 @@ class Run:
 
     def _end_lap(self):
         """Images or tokens per second of the lap; 0 of an evaluation, whose time does not count."""
-        (before, began), self.lap = self.lap, (self.step, time.perf_counter())
-        steps, seconds = self.step - before, self.lap[1] - began
+        steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
+        self.lap = self.step, time.perf_counter()
         if steps:
             self.timed.append((steps, seconds))
         return self.per_step * steps / seconds
@@ -286,8 +294,8 @@ class Run:
         rates = {self.speed_name: speed, "mfu": speed * self.unit_mfu}
         self.write(dict(step=self.step, split="train", loss=mean, lr=lr) | values
                    | {name: rate for name, rate in rates.items() if rate})
-        text = f"loss {mean:.4f}" + f", {speed:,.0f} {self.unit}/s" * (speed > 0)
-        text += f", mfu {rates['mfu']:.1%}" * (rates["mfu"] > 0)
+        text = (f"loss {mean:.4f}" + f", {speed:,.0f} {self.unit}/s" * (speed > 0)
+                + f", mfu {rates['mfu']:.1%}" * (rates["mfu"] > 0))
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done = (self.step - self.start) / (self.total - self.start)
@@ -296,14 +304,13 @@ class Run:
 
     def _mean_loss(self):
         """Waits for the losses since the last line; their mean over steps and processes. Raises
-        Diverged if one is not finite."""
-        sums = self.processes.sum(torch.stack(self.losses).float())     # NaN and infinity survive
-        losses = (sums / self.processes.world).tolist()
+        RunEnded if one is not finite."""
+        losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
         if bad:
             self.close()
-            raise Diverged(f"the loss is not finite at step {bad[-1]}: try a lower --lr; any "
-                           f"checkpoint in {self.dir} is of a step before")
+            raise RunEnded(3, f"the loss is not finite at step {bad[-1]}: try a lower --lr; any "
+                              f"checkpoint in {self.dir} is of a step before")
         return sum(losses) / len(losses)
 
     def record(self, content, scores, chosen_by=None):
@@ -326,7 +333,7 @@ class Run:
         if stopping:
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
             self.close()
-            raise Stopped(stopping)
+            raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
     def save(self, content, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a run killed between them evaluates that step
@@ -389,12 +396,3 @@ class Run:
             self.metrics.close()
         if self.is_main:
             self._lock.close()
-
-
-def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
-    path, found = Path(folder) / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict) and "step" in line]

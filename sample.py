@@ -1,9 +1,8 @@
 """
-Text from a trained language model.
+Text from a trained causal language model.
 
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
-    python sample.py --ckpt=out/gpt-bert/best.pt --fill="The ___ is red."    masked models fill gaps
     python sample.py --ckpt=... --steer=2:148:5    entry 148 of layer 2's code is always 5
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
@@ -19,25 +18,22 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, DeviceFlags, needed, option, parse, UserError
+from flags import cli, needed, option, parse, UserError
 from model import FOR_ANY_LENGTH
-from run import derive_seed, Processes
+from run import derive_seed, DeviceFlags, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 
 
 @dataclass(kw_only=True)
 class Sample(DeviceFlags):
-    """Flags of this script."""
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
     prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, none is a new text")
-    fill: str | None = option(None, "a sentence with gaps, each ___, for a masked model")
     steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
     top_k: int | None = option(200, "draw from the likeliest k tokens only; none: all", low=1)
-    top_p: float | None = option(None, "the likeliest of this probability only", above=0, high=1)
     stop: bool = option(True, "end at end-of-text, where the tokenizer has one")
     seed: int = option(0, "the same seed gives the same text", low=0)
 
@@ -57,38 +53,13 @@ def steer(model, words):
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 
-@torch.no_grad()
-def fill(model, tokenizer, sentence, device):
-    """The sentence with each ___ replaced by the likeliest token, all gaps at once."""
-    if model.config.causal:
-        raise UserError("--fill needs a model trained with --objective=masked")
-    *pieces, last = re.split("_{3,}", sentence)
-    if not pieces:
-        raise UserError("--fill needs a gap, written ___")
-    ids, mask = [], tokenizer.n_vocab
-    for piece in pieces:
-        # the words of GPT-2's tokenizer include the space before them, so a gap takes that space
-        ids += tokenizer.encode(piece if tokenizer.eot is None else piece.rstrip(" ")).tolist()
-        ids += [mask]
-    ids += tokenizer.encode(last).tolist()
-    best = model(torch.tensor([ids], device=device))[0, :, :tokenizer.known].argmax(-1).tolist()
-    return tokenizer.decode([new if token == mask else token for token, new in zip(ids, best)])
-
-
 def main(argv):
-    """Writes the text to stdout and returns it."""
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if c.steer is not None:
         steer(model, c.steer)
-    if c.fill is not None:
-        filled = fill(model, tokenizer, c.fill, processes.device)
-        print(filled)
-        return filled
-    if not model.config.causal:
-        raise UserError(f"{c.ckpt} is a masked model: it fills gaps (--fill) and continues no text")
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     new_document = tokenizer.encode("\n").tolist() if tokenizer.eot is None else [tokenizer.eot]
@@ -103,7 +74,7 @@ def main(argv):
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     start, written, pending = torch.tensor([ids] * c.samples, device=processes.device), [], []
     with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
-        stream = model.stream(start, c.tokens, c.temperature, c.top_k, c.top_p, stop, generator,
+        stream = model.stream(start, c.tokens, c.temperature, c.top_k, stop, generator,
                               tokenizer.known)
         for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
             written.append(new)

@@ -5,52 +5,44 @@ Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as t
     python train_gpt.py pydoc                                Python's manual, two CPU cores
     python train_gpt.py shakespeare --arch=tost              any preset, any flag
 
-[B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1.
---objective=masked trains a bidirectional model to fill in masked tokens (CRATE-BERT, [J]). The
-batch is that of all processes together, so it is the same on 1 GPU and 8.
+[B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1. With
+--objective=masked tokens see all others, and masked ones are predicted (CRATE-BERT, [J]).
 """
 from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
 
-import checkpoint
 from data import text
 from evaluate import language_scores
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import LanguageModel, text_config, TextConfig, train_flops
 from optim import make_optimizers, micro_batches, set_lr, warmup_cosine
-from run import derive_seed, Processes, Run, wants_compile
+from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Flags of this script; None is shown as auto."""
     data: str = option("pydoc", "a prepared text set")
-    objective: str = option("causal", "next token, or BERT's masked tokens",
-                            choices=("causal", "masked"))
+    objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
     rotary: bool = option(False, "rotary positions beside the learned ones")
     shift: bool = option(False, "keys and values that see the token before")
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
-    init_from: str | None = option(None, "a checkpoint of this script whose weights to start from")
     # optimization
-    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings, heads and vectors",
-                            choices=("adamw", "muon", "lion"))
+    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(384, "sequences per step, of all processes together", low=1)
-    micro_batch: int | None = option(None, "sequences at once in a process, whose gradients a step "
-                                     "adds up; auto is all", low=1)
+    micro_batch: int | None = option(None, "sequences at once, to save memory; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
-    eval_windows: int = option(400, "sequences to score at each evaluation before the last; 0: "
-                               "all tokens, as the last does", low=0)
+    eval_windows: int = option(400, "sequences an evaluation scores; 0, and the last: all", low=0)
     sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)
 
 
@@ -81,17 +73,14 @@ PRESETS = {
 
 
 # ---- Model --------------------------------------------------------------------------------------
-def build_model(c, tokenizer, loaded=None):
-    """The language model that the flags describe, with the weights of `loaded` if given."""
+def build_model(c, tokenizer):
+    """The language model that the flags describe."""
     masked = c.objective == "masked"
     vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
         vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
     fields = model_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
-    model = LanguageModel(text_config(c.size, **fields))
-    if loaded:
-        checkpoint.load_into(model, loaded.model.state_dict(), c.init_from)
-    return model
+    return LanguageModel(text_config(c.size, **fields))
 
 
 # ---- Evaluation ---------------------------------------------------------------------------------
@@ -109,13 +98,11 @@ def write_sample(model, tokenizer, c, run, device):
 
 
 def main(argv):
-    """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"
-    loaded = checkpoint.load_model(c.init_from, ("gpt",)) if c.init_from else None
 
     # ---- data
     data = text.load(c.data, cache=c.data_dir)
@@ -134,7 +121,7 @@ def main(argv):
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
-    model = build_model(c, tokenizer, loaded).to(device)
+    model = build_model(c, tokenizer).to(device)
 
     # ---- optimizer
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
@@ -203,10 +190,8 @@ def main(argv):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(content, scores, chosen_by)
         run.end_step(content)
-    if masked:
-        return run.done("python sample.py --ckpt={best} --fill='The ___ is red.'")
-    return run.done("python sample.py --ckpt={best} --prompt='The '",
-                    "python evaluate.py lm --ckpt={best}")
+    return run.done("python evaluate.py lm --ckpt={best}",
+                    *["python sample.py --ckpt={best} --prompt='The '"] * (not masked))
 
 
 if __name__ == "__main__":

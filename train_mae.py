@@ -7,8 +7,7 @@ Masked autoencoding with CRATE-MAE, and ViT-MAE (--mask_tokens=after) as the bas
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
 reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: input, masked,
-reconstruction, and both combined. Fine-tune the encoder with train_vit.py finetune-cifar10-small
---init_from=out/mae-cifar10/ckpt.pt, or probe it with evaluate.py linear.
+reconstruction, and both combined.
 """
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,35 +16,30 @@ import torch
 
 from data import augment, images, show
 from evaluate import model_input, on_device, validation_noise, with_bar
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags
+from flags import cli, model_fields, ModelFlags, option, parse
 from model import mae_config, MAEConfig, MaskedAutoencoder, train_flops
 from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
-from run import derive_seed, Processes, Run, wants_compile
+from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Flags of this script; None is shown as auto. --layers is the encoder's depth."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
-    decoder_layers: int | None = option(None, "layers that decode; auto is as many as encode",
-                                        low=1, high=10_000)
+    decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
     decoder_width: int | None = option(None, "d of the decoder; auto is the encoder's", low=1)
     decoder_heads: int | None = option(None, "K of the decoder; auto is the encoder's", low=1)
     mask_ratio: float = option(0.75, "share of the patches that is hidden", above=0, high=0.99)
-    mask_tokens: str | None = option(None, "where mask tokens enter; auto is before the encoder",
-                                     choices=("before", "after"))
+    mask_tokens: str | None = option(None, "or after the encoder", choices=("before", "after"))
     normalize_targets: bool = option(False, "each patch to mean 0 and variance 1")
     # optimization
-    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
-                            choices=("adamw", "muon", "lion"))
+    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta2: float = option(0.95, "second average", low=0, high=0.9999)
     batch_size: int = option(256, "of all processes together", low=1)
-    micro_batch: int | None = option(None, "images at once in a process, whose gradients a step "
-                                     "adds up; auto is all", low=1)
+    micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(40, "of linear warm-up", low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
@@ -86,13 +80,11 @@ def augmented(pixels, rng, c, data):
     return augment.normalize(x, data.mean, data.std)
 
 
-# ---- Model --------------------------------------------------------------------------------------
+# ---- Model, evaluation --------------------------------------------------------------------------
 def build_model(c):
-    """The masked autoencoder that the flags describe."""
     return MaskedAutoencoder(mae_config(c.size, **model_fields(MAEConfig, c)))
 
 
-# ---- Evaluation ---------------------------------------------------------------------------------
 @torch.no_grad()
 def validate(model, val, data, c, processes, batch_size=256):
     """The mean loss over the validation images, every one once, shared among the processes."""
@@ -113,7 +105,6 @@ def validate(model, val, data, c, processes, batch_size=256):
 
 
 def main(argv):
-    """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)

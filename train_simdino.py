@@ -8,8 +8,7 @@ Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
 moving average) the two large ones, and the features of all views should agree. Constant features
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
-by the coding rate of the features, which falls if they collapse. Probe the encoder with evaluate.py
-knn or linear, fine-tune it with train_vit.py finetune-cifar10-small --init_from=CHECKPOINT.
+by the coding rate of the features, which falls if they collapse.
 """
 import copy
 import math
@@ -19,50 +18,36 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import checkpoint
 from data import augment, images
 from evaluate import features, nearest_neighbours, on_device
-from flags import cli, model_fields, ModelFlags, option, parse, RunFlags, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
-from optim import (
-    count,
-    ema_update,
-    make_optimizers,
-    set_decay,
-    set_lr,
-    steps_per_epoch,
-    warmup_cosine,
-)
-from run import derive_seed, Processes, Run, wants_compile
+from optim import count, ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_cosine
+from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Flags of this script; None is shown as auto."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
     # the method
-    method: str = option("simdino", "the coding rate, or the original's prototypes",
-                         choices=("simdino", "dino"))
+    method: str = option("simdino", "or the original, DINO", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
-    gamma: float | None = option(None, "weight of the coding rate; auto is (p + N m) / (p N m), 0 "
-                                 "lets the features collapse", low=0)
-    rate_of: str = option("student", "features in the coding rate: the student's, as in [B], or "
-                          "the mean of the student's and the teacher's, as released",
-                          choices=("student", "mean"))
+    gamma: float | None = option(None, "weight of the rate; auto is (p + N m) / (p N m)", low=0)
+    rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
+                          "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, its output", low=2)
-    momentum: float = option(0.996, "of the teacher at first; it rises to 1 as a cosine", low=0,
-                             high=1)
+    momentum: float = option(0.996, "of the teacher; rises to 1 as a cosine", low=0, high=1)
     prototypes: int = option(65536, "DINO: size of its head", low=2)
-    teacher_temp: float = option(0.07, "DINO: reached linearly from warmup_temp", above=0)
-    warmup_temp: float = option(0.04, "DINO: the teacher's temperature at first", above=0)
+    teacher_temp: float = option(0.07, "DINO: reached linearly from 0.04", above=0)
     warmup_temp_epochs: float = option(30, "DINO: until it is teacher_temp", low=0)
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
     # optimization
-    optimizer: str = option("adamw", "update rule; muon: AdamW for embeddings and vectors",
-                            choices=("adamw", "muon", "lion"))
+    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2e-3, "peak learning rate", above=0)
     min_lr: float = option(1e-6, "where the cosine ends", low=0)
     weight_decay: float = option(0.04, "decoupled, on matrices only; rises as a cosine", low=0)
@@ -70,15 +55,12 @@ class Config(RunFlags, ModelFlags):
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(10, "of linear warm-up", low=0)
-    clip_each: float = option(3.0, "largest norm of each parameter's own gradient; 0: no limit",
-                              low=0)
+    clip_each: float = option(3.0, "largest norm of a parameter's gradient; 0: no limit", low=0)
     # views
     local_size: int = option(16, "pixels per side of a local view", low=1)
     local_views: int = option(4, "small views of an image, beside the two global ones", low=0)
-    global_area: float = option(0.4, "a global view keeps from this share of the area to all",
-                                above=0, high=1)
-    local_area: float = option(0.05, "a local view keeps from this share to global_area", above=0,
-                               high=1)
+    global_area: float = option(0.4, "least share of the area in a global view", above=0, high=1)
+    local_area: float = option(0.05, "in a local one, global_area being the most", above=0, high=1)
     blur: float = option(2.0, "largest deviation of the blur, pixels; 0: none", low=0)
     k: int = option(20, "neighbours of the evaluation", low=1)
 
@@ -88,17 +70,15 @@ PRESETS = {
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,
         lr=2e-3,            # 5e-4 x batch_size / 256
-        # the released default, like gamma. The gradient through the mean is about half of the
-        # student's own (half where teacher and student agree). So gamma weighs about double in the
-        # presets below, which follow [B] Eq. (7.2.34)
+        # as released, like gamma. The gradient through the mean is about half of the student's own,
+        # so gamma weighs about double in the presets below, which follow [B] Eq. (7.2.34)
         rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=384, heads=6, layers=12,
         patch_size=4,       # 65 tokens a global view, 17 a local one
         blur=0.0,           # a deviation of 2 px leaves little of 32 px
-        # 13 times fewer steps than ImageNet's run: the teacher has to follow faster
-        momentum=0.99,
+        momentum=0.99,      # 13 times fewer steps than ImageNet's run: the teacher follows faster
         lr=2e-3, epochs=100, batch_size=512, hidden=1024, prototypes=4096,
         warmup_temp_epochs=10, local_area=0.1,
         eval_every=485),    # five epochs
@@ -120,10 +100,8 @@ PRESETS = {
 # ---- Views --------------------------------------------------------------------------------------
 def make_views(pixels, c, data, step, rows):
     """The views of uint8 images (b, H, W, 3), `rows` of a step's batch, normalized: (2, b, 3, S, S)
-    and (local_views, b, 3, s, s), the latter if there are any.
-
-    Blur has p 1.0 on the first global view, 0.1 on the second, 0.5 on local ones; the second global
-    view is solarized with p 0.2 (released code)."""
+    and (local_views, b, 3, s, s), if any. As released, blur has p 1.0 on the first global view, 0.1
+    on the second, 0.5 on local ones; the second global view is solarized with p 0.2."""
     x, views = augment.to_float(pixels), []
     kinds = (("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
              ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
@@ -141,7 +119,6 @@ def make_views(pixels, c, data, step, rows):
 # ---- Model: encoder, projector, prototypes (DINO) -----------------------------------------------
 class Branch(nn.Module):
     """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p; [B] 7.2.3.
-
     With prototypes (DINO) their inner products with unit vectors follow, [B] Section 7.2.2.
     branch(views) takes a list of (V_i, b, 3, S_i, S_i) and returns unit features (V, b, p), V the
     sum of V_i, and logits (V, b, prototypes) or None."""
@@ -162,8 +139,7 @@ class Branch(nn.Module):
 
     def forward(self, views):
         """One pass through the encoder for each size, one through the projector for all."""
-        tokens = [self.encoder(v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2])
-                  for v in views]
+        tokens = [self.encoder(v.flatten(0, 1))[:, 0].unflatten(0, v.shape[:2]) for v in views]
         Z = F.normalize(self.projector(torch.cat(tokens)).float(), dim=-1)
         if self.prototypes is None:
             return Z, None
@@ -229,8 +205,7 @@ def schedules(c, total, epoch):
         lr=warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr)),
         weight_decay=warmup_cosine(c.weight_decay, total, final=c.weight_decay_end),
         momentum=warmup_cosine(c.momentum, total, final=1.0),
-        temperature=[c.warmup_temp + (c.teacher_temp - c.warmup_temp) * min(i / rise, 1)
-                     for i in range(total)])
+        temperature=[0.04 + (c.teacher_temp - 0.04) * min(i / rise, 1) for i in range(total)])
 
 
 # ---- Evaluation, and the watch for a collapse ---------------------------------------------------
@@ -258,7 +233,6 @@ def score_neighbours(teacher, train, val, data, c, processes):
 
 
 def main(argv):
-    """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if c.local_area > c.global_area:
@@ -287,7 +261,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    if resumed := run.restore(student.encoder.config, optimizers, student, teacher):
+    if resumed := run.restore(student.encoder.config, optimizers, teacher):
+        checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
     train, val = (on_device(data, split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
@@ -309,7 +284,6 @@ def main(argv):
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     if run.step == 0:                       # what a score is to be compared with
-        run.say(f"{c.k}-NN accuracy before training ...")
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     warned = []
@@ -348,8 +322,7 @@ def main(argv):
             clip_each(params, c.clip_each)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
-        set_lr(optimizers, schedule["lr"][step])
-        set_decay(optimizers, schedule["weight_decay"][step])
+        set_lr(optimizers, schedule["lr"][step], schedule["weight_decay"][step])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

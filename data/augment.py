@@ -1,11 +1,9 @@
-"""Image augmentation in batch, on whatever device the images are on.
+"""Image augmentation in batch, of square images x (B, 3, S, S) float32 in [0, 1], on any device.
 
-Every function takes square images x (B, 3, S, S) float32 in [0, 1], as prepare.py stores them, and
-gives each sample its own random parameters. The CPU draws them, so it knows which samples an
+Each sample has its own random parameters. The CPU draws them, so it knows which samples an
 operation changes and never waits for a GPU to say; the GPU gets them by copies that do not block.
 Each operation but CutMix is as torchvision and Pillow define it, so that published recipes carry
-over. Call these outside autocast, which would round pixels to 8 bits.
-"""
+over. Call these outside autocast, which would round pixels to 8 bits."""
 import math
 from functools import partial
 
@@ -16,10 +14,9 @@ from data.images import to_device
 
 
 class BatchRandom:
-    """Random numbers for a global batch, of which this process keeps its own rows; on the CPU.
-
-    Each draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes
-    with the same seed see the images that one would. Only the low 32 bits of `seed` count."""
+    """Random numbers for a global batch, of which this process keeps its own rows; on the CPU. Each
+    draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes with
+    the same seed see the images that one would. Only the low 32 bits of `seed` count."""
 
     def __init__(self, seed, batch, rows=slice(None)):
         self.batch, self.rows = batch, rows
@@ -80,11 +77,6 @@ def pad_crop(x, size, padding, rng):
     return x.flatten(2).gather(2, index[:, None].expand(-1, 3, -1)).unflatten(2, (size, size))
 
 
-def center_crop(x, size):
-    start = round((x.shape[-1] - size) / 2)
-    return x[:, :, start:start + size, start:start + size]
-
-
 def _bicubic(t):
     t = t.abs().clamp(max=2)
     return torch.where(t < 1, (1.5 * t - 2.5) * t * t + 1, -0.5 * (((t - 5) * t + 8) * t - 4))
@@ -121,7 +113,10 @@ def resize(x, size):
 
 def at_size(x, size):
     """At a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
-    return resize(x, size) if x.shape[-1] < size else center_crop(x, size)
+    if x.shape[-1] < size:
+        return resize(x, size)
+    start = round((x.shape[-1] - size) / 2)
+    return x[:, :, start:start + size, start:start + size]
 
 
 def resized_crop(x, boxes, size):
@@ -133,10 +128,9 @@ def resized_crop(x, boxes, size):
 
 
 def random_boxes(rng, size, scale):
-    """(b, 4) boxes (top, left, height, width) of whole pixels in images of size x size.
-
-    The area is uniform in `scale` (of the image's), width over height log-uniform from 3/4 to 4/3:
-    the first of ten attempts that fits, else the whole image."""
+    """(b, 4) boxes (top, left, height, width) of whole pixels in images of size x size. The area is
+    uniform in `scale` (of the image's), width over height log-uniform from 3/4 to 4/3: the first of
+    ten attempts that fits, else the whole image."""
     area = rng.uniform(10, low=scale[0], high=scale[1]) * size ** 2
     aspect = rng.uniform(10, low=math.log(3 / 4), high=math.log(4 / 3)).exp()
     h, w = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
@@ -159,9 +153,8 @@ def flip(x, rng):
 
 
 def cutmix(x, targets, rng, p):
-    """CutMix (Yun et al. 2019): with probability p, an image gets a square of its neighbour.
-
-    Images 2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
+    """CutMix (Yun et al. 2019): with probability p, an image gets a square of its neighbour. Images
+    2 i and 2 i + 1 are neighbours, in an even batch. The square's area is uniform up to the
     image's, its centre is anywhere, and what crosses the border is lost. targets (b, classes) mix
     in proportion to the pixels. Returns (images, targets)."""
     size = x.shape[-1]
@@ -180,10 +173,8 @@ def _blend(x, base, factor):
 
 
 def _hue(x, shift):
-    """HSV with H moved by `shift` turns.
-
-    Value and chroma stay, so it is V - C clamp(min(k, 4 - k), 0, 1) with k = (n + 6 H) mod 6 and
-    n = 5, 3, 1 for red, green, blue."""
+    """HSV with H moved by `shift` turns: V - C clamp(min(k, 4 - k), 0, 1), where value V and chroma
+    C stay, with k = (n + 6 H) mod 6 and n = 5, 3, 1 for red, green, blue."""
     red, green, blue = x.split(1, 1)
     high = x.amax(1, keepdim=True)
     chroma = high - x.amin(1, keepdim=True)
@@ -248,7 +239,6 @@ def solarize(x, rng, p):
 
 def views(x, count, size, rng, scale, blur, solar, sigma):
     """`count` views of each image by DINO's recipe: (B, 3, H, W) -> (count, B, 3, size, size).
-
     `blur` (of up to `sigma` pixels) and `solar` hold the probability for each view in turn,
     repeated if there are more views. `rng` draws for count samples an image."""
     def chance(p):
@@ -351,11 +341,9 @@ RAND_AUGMENT = {
 
 
 def rand_augment(x, rng, n=2, m=9):
-    """Applies n random operations in turn, of the fourteen of torchvision's RandAugment.
-
-    m is on torchvision's scale of 0 to 30, like m = 14 in CRATE's fine-tuning (timm's ends at 10).
-    Resampling takes the nearest neighbour, and black outside the image. As in the original, x is
-    rounded to 8-bit levels, the multiples of 1/255."""
+    """Applies n random operations in turn, of the fourteen of torchvision's RandAugment. m is on
+    its scale of 0 to 30 (timm's ends at 10). Resampling takes the nearest neighbour, and black
+    outside the image. As in the original, x is rounded to 8-bit levels, the multiples of 1/255."""
     levels = (x * 255).round_()
     ops = [partial(op, m=m) for op in RAND_AUGMENT.values()]
     for _ in range(n):

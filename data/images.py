@@ -1,7 +1,4 @@
-"""Image sets as training reads them: batches on the device.
-
-    load(NAME) -> ImageData -> Images -> batches
-
+"""Image sets as training reads them: load(NAME) -> ImageData -> Images -> batches on the device.
 prepare.py makes the files, on first use those of the small sets."""
 import signal
 from dataclasses import dataclass
@@ -69,10 +66,9 @@ def to_device(t, device):
 
 
 class Images:
-    """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,).
-
-    A resident split is one tensor on the device, and a batch is a gather there; any other is read
-    from the memory map batch by batch. By default one below 4 GiB is resident."""
+    """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,). A resident
+    split is one tensor on the device, and a batch is a gather there; any other is read from the
+    memory map batch by batch. By default one below 4 GiB is resident."""
 
     def __init__(self, images, labels, device, resident=None):
         self.device = torch.device(device)
@@ -109,13 +105,9 @@ class Images:
             self, batch_size=None, sampler=index_batches, num_workers=workers, prefetch_factor=4,
             pin_memory=self.device.type == "cuda",
             multiprocessing_context="fork",     # a spawned worker would get a copy of the images
-            worker_init_fn=_leave_signals_to_parent,
+            # signals reach the whole process group, but the parent has a step to finish
+            worker_init_fn=lambda worker: [signal.signal(number, signal.SIG_IGN)
+                                           for number in (signal.SIGINT, signal.SIGTERM)],
             generator=torch.Generator())    # else the global one's state would depend on `workers`
         for images, labels in loader:
             yield to_device(images, self.device), to_device(labels, self.device)
-
-
-def _leave_signals_to_parent(worker):
-    # Ctrl-C and torchrun signal the whole process group, but the parent has a step to finish.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)

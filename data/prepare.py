@@ -7,8 +7,7 @@
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
 If all your files are in DIR/train or DIR/val, or are called so, these are the splits; else a share
-validates. The set NAME is then data/cache/NAME, a folder that appears whole or not at all, with
-meta.json and
+validates. The set NAME is then the folder data/cache/NAME, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
@@ -89,8 +88,6 @@ TEXTS = {
     # for zero-shot evaluation
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
                         documents=wikitext_articles),
-    "ptb": TextSet(dict(path="ptb-text-only/ptb_text_only", revision=CONVERTED),
-                   documents=itemgetter("sentence")),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
 }
@@ -329,10 +326,8 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    unit = "tokens" if meta["kind"] == "text" else "images"
-    counts = ", ".join(f"{split} {n:,}" for split, n in meta[unit].items())
-    classes = f" of {', '.join(meta['classes'])[:60]}" if unit == "images" else ""
-    print(f"{name} is ready in {folder}: {counts} {unit}{classes}", file=sys.stderr)
+    content = {key: meta[key] for key in ("images", "tokens", "classes") if key in meta}
+    print(f"{name} is ready in {folder}: {str(content)[1:120]}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -355,7 +350,6 @@ def opened(name, kind, cache):
 
 
 def main(argv):
-    """Prepares one set."""
     parser = Parser(prog="prepare.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"{', '.join([*IMAGES, *TEXTS])}, or your own")

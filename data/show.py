@@ -40,7 +40,8 @@ def write_sheet(path, pictures, columns, rows=None):
     gap = width // 16
     sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
     sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
-    inches = min(1.5, 400 / max(n, m))          # matplotlib draws at most 65,536 pixels per side
+    # no pixel is lost; matplotlib draws at most 65,536 per side
+    inches = min(max(1.5, max(height, width) / 150), 400 / max(n, m))
     axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
     axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
     rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row)
@@ -50,15 +51,6 @@ def write_sheet(path, pictures, columns, rows=None):
     axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
     axes.figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
-
-
-def framed(pictures):
-    """Pictures (n, 3, H, H) in a red frame."""
-    edge = -(-pictures.shape[-1] // 16)
-    inside = torch.zeros_like(pictures)
-    inside[..., edge:-edge, edge:-edge] = 1
-    red = torch.tensor([1.0, 0.0, 0.0], device=pictures.device).view(3, 1, 1)
-    return torch.where(inside > 0, pictures, red)
 
 
 def stretched(maps):

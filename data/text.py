@@ -1,7 +1,4 @@
-"""Text sets as training reads them: batches, windows to evaluate, BERT's masks.
-
-    load(NAME) -> TextData -> batch, eval_batches
-
+"""Text sets as training reads them: load(NAME) -> TextData -> batch, eval_batches; BERT's masks.
 prepare.py makes the files, on first use those of the small sets."""
 import json
 from dataclasses import dataclass
@@ -41,10 +38,9 @@ def load(name, cache=CACHE):
 # ---- Batches ------------------------------------------------------------------------------------
 def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
-
-    The places of all batch_size windows are drawn from (seed, step) alone, so that any rank,
-    micro-batch or resumed run finds its rows of the same global batch. once: the text is cut into
-    windows, whose order is drawn from the seed, and no token is a target twice."""
+    All batch_size windows are drawn from (seed, step) alone, so that any rank or resumed run finds
+    its rows of the same global batch. once: the text is cut into windows, whose order is drawn from
+    the seed, and no token is a target twice."""
     rng = np.random.default_rng(seed if once else [seed, step])
     if once:
         order = rng.permutation((len(tokens) - 1) // context)
@@ -58,11 +54,10 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
 def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
     """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
 
-    n is `context`, or less if the text is. Windows do not overlap. y is -1 where nothing counts:
-    beyond the end, and in rows that fill up the last batch. A causal model does not see the padding
-    after a last, partly filled window; any other would, so its last window ends with the text and
-    overlaps the one before. All ranks get equally many batches, all of one shape: one compiled
-    graph, and no rank waits in vain."""
+    n is `context`, or less if the text is. y is -1 beyond the end and in rows that fill the last
+    batch. A causal model does not see the padding after a last window; any other would, so its last
+    window ends with the text and overlaps the one before. All ranks get equally many batches of one
+    shape: one compiled graph, and no rank waits in vain."""
     starts, n = np.arange(0, len(tokens) - 1, context), min(context, len(tokens) - 1)
     for first in range(0, len(starts), batch_size * world):
         x = np.zeros((batch_size, n), dtype=np.int64)
@@ -76,9 +71,8 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
 
 
 def mask_tokens(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
-    """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted.
-
-    A token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
+    """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted. A
+    token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
     after the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
     are those of a global batch of that many rows, of which x is `rows`."""
     shape, device = (batch_size or len(x), x.shape[1]), generator.device

@@ -31,10 +31,10 @@ from checkpoint import load_model
 from data import images
 from data.show import print_table
 from evaluate import classify, images_for, model_input, on_device
-from flags import cli, DeviceFlags, option, parse, UserError
+from flags import cli, option, parse, UserError
 from model import sparse_rate_reduction
 from optim import count
-from run import derive_seed, Processes
+from run import derive_seed, DeviceFlags, Processes
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "

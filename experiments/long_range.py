@@ -27,10 +27,10 @@ sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run wit
 from data import augment, images
 from data.show import print_table
 from experiments.neurons import averages
-from flags import cli, DeviceFlags, option, parse
+from flags import cli, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, set_lr, warmup_cosine
-from run import derive_seed, Processes
+from run import derive_seed, DeviceFlags, Processes
 
 # 197,000 parameters each beside the embeddings, in four layers
 SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2),

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
-from analyze import backbone_of, batches, OneModel, open_model, split_for
+from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
 from data.page import passages
 from data.show import print_table
@@ -70,13 +70,14 @@ class Codes(NamedTuple):
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    given, found, layers = [], [], backbone_of(loaded).layers
+    given, found, backbone = [], [], loaded.encoder or loaded.model
+    layers = backbone.layers
     number = c.layer or len(layers)
     if number > len(layers) or layers[number - 1].sparsification is None:
         raise UserError(f"layer {number} of {len(layers)} has no sparse code")
     layer = layers[number - 1]
     for index, x in batches(loaded, c):
-        half = backbone_of(loaded).trace(x)[number - 1].half
+        half = backbone.trace(x)[number - 1].half
         given.append(index.cpu())
         found.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
     given, values = torch.cat(given).numpy(), torch.cat(found)      # values (samples, tokens, m)

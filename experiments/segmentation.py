@@ -9,7 +9,7 @@ Two measures: the IoU of the object with saliency maps ([B] Eq. (7.2.41)), and M
     python train_vit.py shapes --data=camouflage --pool=class --epochs=36 --lr=2.5e-3 \
         --weight_decay=0.05
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt
-    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --random
+    python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --untrained
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --features=pixels
 
 Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two seeds, of a transformer
@@ -151,7 +151,7 @@ def open_objects(c):
         raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {last}")
     data = images_for(c.data, loaded.meta, c.data_dir)
     masks = torch.tensor(data.val_masks)[:, None]
-    masks = augment.center_crop(masks, min(size, masks.shape[-1])).bool()           # as at_size
+    masks = augment.at_size(masks, min(size, masks.shape[-1])).bool()
     return loaded, processes, number, data, on_device(data, "val", processes.device), masks
 
 
@@ -191,7 +191,7 @@ def segment(c):
              "prior: mean mask": prior, "a constant map": foreground}
     print_table([dict(map=name, IoU=value) for name, value in table.items()])
 
-    result = dict(data=c.data, encoder="random" if c.random else c.ckpt, layer=number,
+    result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
                   features=c.features, n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
                   foreground=foreground)
     thresholds = torch.arange(50, 100, 5).double() / 100

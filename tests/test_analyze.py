@@ -11,20 +11,12 @@ from torch.nn import functional as F
 
 import analyze
 import evaluate
+import model as models
 from checkpoint import TASKS
 from data import augment, images, show
 from data.prepare import read_picture
 from evaluate import model_input
 from flags import UserError
-from model import (
-    coding_rate,
-    ImageClassifier,
-    ImageConfig,
-    LayerTrace,
-    MAEConfig,
-    MaskedAutoencoder,
-    sparse_rate_reduction,
-)
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 
@@ -66,15 +58,16 @@ def validation(cache, index):
 def test_rates_of_large_tokens_and_bases():
     """Tokens of a trained layer are far from 0 and close together: float32 cannot factor them. Unit
     bases do not depend on the size of U, and orthonormal ones are left as they are."""
-    layer = ImageClassifier(ImageConfig(**TINY)).encoder.layers[0]
+    layer = models.ImageClassifier(models.ImageConfig(**TINY)).encoder.layers[0]
 
     def numbers(Z, **flags):
-        return evaluate.layer_numbers(layer, Z, LayerTrace(Z, Z, None), analyze.Layers(**flags))
+        trace = models.LayerTrace(Z, Z, None)
+        return evaluate.layer_numbers(layer, Z, trace, analyze.Layers(**flags))
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
-    assert coding_rate(Z, 0.1).isnan().any()
+    assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)
     assert all(values.isfinite().all() for values in found.values())
-    assert torch.allclose(found["rate"], coding_rate(Z.double(), 0.1))
+    assert torch.allclose(found["rate"], models.coding_rate(Z.double(), 0.1))
 
     out, srr = torch.randn(3, 5, 16).relu(), []
     U = torch.nn.init.orthogonal_(layer.attention.U.weight)
@@ -90,8 +83,8 @@ def test_rates_of_large_tokens_and_bases():
 def test_layers(save, call, cache, arch, eps=0.3):
     """Against [N] Figure 3's numbers and model.py's objective in float64, beside the untrained
     model. A masked autoencoder's encoder sees all."""
-    vit = ImageClassifier(ImageConfig(arch=arch, **TINY)).eval()
-    mae = MaskedAutoencoder(MAEConfig(arch="crate", decoder_layers=2, **TINY)).eval()
+    vit = models.ImageClassifier(models.ImageConfig(arch=arch, **TINY)).eval()
+    mae = models.MaskedAutoencoder(models.MAEConfig(arch="crate", decoder_layers=2, **TINY)).eval()
     a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
     runs = call("layers", f"--ckpt={a},{b}", *flags)["runs"]
@@ -112,10 +105,10 @@ def test_layers(save, call, cache, arch, eps=0.3):
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
             Rc, before, after, scaled = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
-            for key, values in dict(rate_of_subspaces=Rc, rate=coding_rate(out, eps),
+            for key, values in dict(rate_of_subspaces=Rc, rate=models.coding_rate(out, eps),
                                     attention=after - before, scaled=scaled - before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
-                                    srr=sparse_rate_reduction(out, U, eps, 0.2)).items():
+                                    srr=models.sparse_rate_reduction(out, U, eps, 0.2)).items():
                 wanted = [values.mean().item(), values.std(correction=0).item()]
                 found = [row[key], row[f"{key}_std"]]
                 assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), key
@@ -125,7 +118,7 @@ def test_layers(save, call, cache, arch, eps=0.3):
 @torch.no_grad()
 def test_subspaces_and_tokens(save, call, cache):
     """|<u, v>| of each pair of columns, 0 of orthogonal ones whatever their norm; and |Z^{l+1}|."""
-    model = ImageClassifier(ImageConfig(**TINY)).eval()
+    model = models.ImageClassifier(models.ImageConfig(**TINY)).eval()
     for layer in model.encoder.layers[:2]:
         torch.nn.init.orthogonal_(layer.attention.U.weight).mul_(5)
     *orthogonal, row = call("subspaces", f"--ckpt={save(model)}")
@@ -175,7 +168,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
 
 
 def test_neighbours_are_shown_in_order(sheets, monkeypatch):
-    """One validation picture a class, the nearest by angle first, wrong ones in a red frame;
+    """One validation picture a class, the nearest by angle first, wrong ones darkened;
     picture i is of grey i."""
     train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
                   for n in (20, 4))
@@ -188,9 +181,8 @@ def test_neighbours_are_shown_in_order(sheets, monkeypatch):
     (shown, columns, rows), = sheets
     for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
         nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:5].tolist()
-        assert row[:, 1, 1, 1].tolist() == [i, *nearest]
-        framed = [k for k in range(6) if row[k, :, 0, 0].tolist() == [255, 0, 0]]
-        assert framed == [k for k, j in enumerate(nearest, 1) if j % 3 != label]
+        shades = [j if j % 3 == label else round(0.4 * j) for j in nearest]
+        assert row[:, 1, 1, 1].tolist() == [i, *shades]
     assert columns == ["image", "1.", "2.", "3.", "4.", "5."] and rows == ["cat", "dog"]
 
 
@@ -208,7 +200,7 @@ def test_predict(tmp_path, save, call, sheets, cache, capsys):
         path = save(scrambled(model), task)
         return call("predict", f"--ckpt={path}", *paths, "--top=2"), *sheets[-1]
 
-    model = ImageClassifier(ImageConfig(**TINY))
+    model = models.ImageClassifier(models.ImageConfig(**TINY))
     shares, _, _, rows = predict(model, "vit")
     x = augment.normalize(pixels, data.mean, data.std)
     for share, wanted in zip(shares, model(x).softmax(-1).tolist()):
@@ -218,7 +210,7 @@ def test_predict(tmp_path, save, call, sheets, cache, capsys):
     assert [row.replace("\n", "  ") for row in rows] == lines[:2]
     assert lines[0].startswith("a [2J.png  ")
 
-    shares, shown, *_ = predict(MaskedAutoencoder(MAEConfig(**TINY)), "mae")
+    shares, shown, *_ = predict(models.MaskedAutoencoder(models.MAEConfig(**TINY)), "mae")
     std = torch.tensor(data.std).view(3, 1, 1)
     for (seen, masked, guess, _), share in zip(shown, shares, strict=True):
         error = ((guess - seen) / std)[:, (masked != seen).any(0)].square().mean().item()

@@ -13,9 +13,9 @@ import train_gpt
 import train_vit
 from data import images, text
 from data.tokenizer import CharTokenizer
-from flags import DeviceFlags, UserError
+from flags import UserError
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
-from run import Processes
+from run import DeviceFlags, Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
@@ -35,8 +35,7 @@ def run(tmp_path, capsys, cache):
     def run(command, *words):
         base = [f"--ckpt={tmp_path / 'ckpt.pt'}", f"--data_dir={cache}", "--device=cpu"]
         result = evaluate.main([command, *base, *words])
-        out, err = capsys.readouterr()
-        assert f"{command} --ckpt=" in err and json.loads(out.splitlines()[-1]) == result
+        assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
         return result
     return run
 
@@ -95,7 +94,7 @@ def test_accuracy_and_probes(train, tmp_path, run):
     result = run("accuracy", "--batch_size=30")
     assert result["n"] == 100 and result["acc"] == line["acc"]
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-5)
-    trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--random"]))
+    trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--untrained"]))
     assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
     assert run("knn", "--data=shapes", "--features=pixels")["encoder"] is None
 

@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.nn.attention import sdpa_kernel, SDPBackend
-from torch.utils.flop_counter import FlopCounterMode
 
 import model
 from checkpoint import TASKS
@@ -422,17 +420,6 @@ def test_train_flops(arch, matrices):
         net = MaskedAutoencoder(MAEConfig(arch=arch, width=16, heads=4, layers=2, image_size=16,
                                           patch_size=4, mask_tokens=mask_tokens, decoder_layers=3))
         assert model.train_flops(net) == layers(2, seen) + layers(3, 17)
-
-
-@pytest.mark.parametrize("kind, n", [(MSSA, 50), (MHSA, 50), (CBSA, 197), (CBSA, 17)])
-@torch.no_grad()
-def test_products(kind, n):
-    """Those that PyTorch counts in a forward, beside the weights', at grids of both kinds."""
-    op = build(kind, head_dim=5)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        op(torch.randn(1, n, 12))
-    weights = sum(p.numel() for p in op.parameters() if p.ndim == 2)
-    assert counter.get_total_flops() == 2 * (n * weights + op.products(n))
 
 
 @pytest.mark.parametrize("task, arch, counts", [

@@ -10,10 +10,10 @@ import torch
 from helpers import metrics
 from test_checkpoint import make
 
-from checkpoint import read_checkpoint
-from flags import RunFlags, Stopped, UserError
+from checkpoint import read_checkpoint, read_metrics
+from flags import RunEnded, UserError
 from optim import make_optimizers
-from run import Processes, read_metrics, Run
+from run import Processes, Run, RunFlags
 
 
 def run_in(out, log_every=1, **more):
@@ -98,7 +98,7 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
         return {path.name: (path.stat().st_mtime_ns, path.read_bytes())
                 for path in (tmp_path / "cut").iterdir() if path.name != ".lock"}
     train(tmp_path / "whole")
-    with open("/dev/full", "w") as full, monkeypatch.context() as patch, pytest.raises(Stopped):
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch, pytest.raises(RunEnded):
         patch.setattr("sys.stdout", full)
         train(tmp_path / "cut", until=9)
     train(tmp_path / "cut", resume=True)
@@ -141,7 +141,7 @@ def test_a_second_sigterm_waits_for_the_first(tmp_path):
     step()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(RunEnded) as stopped:
         run.end_step(content)
     assert stopped.value.exit_status == 143 and (tmp_path / "ckpt.pt").exists()
 

@@ -1,4 +1,4 @@
-"""Text from a checkpoint: where the prompt comes from, what is printed, and how gaps are filled."""
+"""Text from a checkpoint: where the prompt comes from, and what is printed."""
 import io
 import sys
 
@@ -67,30 +67,13 @@ def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
 
 
 def test_end_of_text_ends_it(checkpoint, bpe):
-    """At each text's own, which is not printed; with --stop=false all go on. Some ids only pad
-    the vocabulary."""
+    """At each text's own, which is not printed; with --stop=false all go on. Some ids only pad."""
     path, _ = checkpoint(bpe, padding=5)
     flags = ["--samples=4", "--temperature=2", "--top_k=none", "--tokens=2000", "--prompt=a"]
     whole, cut = write(path, *flags, "--stop=false"), write(path, *flags)
     end = "<|endoftext|>"
     assert len({words.index(end) for words in whole}) > 2
     assert cut == [words[:words.index(end)] for words in whole]
-
-
-@torch.no_grad()
-def test_gaps_are_filled_and_nothing_else(checkpoint, bpe, capsys):
-    path, model = checkpoint(masked=True)
-    found = write(path, "--fill=a b___d f.")
-    before, after = (CHARACTERS.encode(words).tolist() for words in ("a b", "d f."))
-    ids = torch.tensor([*before, 12, *after])
-    filled = CHARACTERS.decode([int(model(ids[None])[0, 3, :11].argmax())])
-    assert found == f"a b{filled}d f." and capsys.readouterr().out == found + "\n"
-    path, model = checkpoint(bpe, masked=True)          # GPT-2's words hold the space before them
-    ids = torch.tensor([*bpe.encode("so").tolist(), 268, *bpe.encode(" the").tolist(), 268])
-    filled = model(ids[None])[0, :, :268].argmax(-1)
-    assert write(path, "--fill=so ___ the ___") == bpe.decode(torch.where(ids == 268, filled, ids))
-    with pytest.raises(UserError, match="is a masked model"):
-        write(path, "--prompt=a")
 
 
 @pytest.mark.parametrize("arch, back", [("crate", None), ("crate-lm", "D"),

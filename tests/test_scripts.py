@@ -19,7 +19,7 @@ import train_simdino
 import train_vit
 from data import prepare
 from experiments import recall
-from flags import cli, Diverged, parse, Stopped, UserError
+from flags import cli, parse, RunEnded, UserError
 from run import Run
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
@@ -90,7 +90,7 @@ RESUMED = {
 def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, name):
     script, *flags = RESUMED[name]
     train(script, "whole", *flags)
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
+    with monkeypatch.context() as patch, pytest.raises(RunEnded):
         after_each_step(patch, lambda run: run.step == 8 and os.kill(os.getpid(), signal.SIGTERM))
         train(script, "cut", *flags)
     whole, cut = tmp_path / "whole", tmp_path / "cut"
@@ -125,7 +125,7 @@ def test_micro_batches_change_nothing(train, tmp_path, name):
 def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
     more = {train_simdino: ["--weight_decay_end=0"],    # gpt would sample from what is not finite
             train_gpt: ["--clip=0", "--sample=5", "--eval_every=2", "--log_every=9"]}
-    with pytest.raises(Diverged, match="not finite at step"):
+    with pytest.raises(RunEnded, match="not finite at step"):
         train(script, "a", "--lr=1e30", "--optimizer=lion", "--weight_decay=0", "--save_every=1",
               *more.get(script, []))
     assert all(loss is not None for loss in losses(tmp_path / "a"))

@@ -43,8 +43,7 @@ def test_detection_ap():
 
 
 def test_normalized_cut():
-    """Two blocks joined by edges of 1e-3, in random order: v has one sign on each. And (v, mu)
-    solves the eigenproblem."""
+    """Two blocks joined by edges of 1e-3: v has one sign on each, and solves the eigenproblem."""
     member = torch.rand(4, 20) < 0.4
     A = torch.where(member[:, :, None] == member[:, None], 1.0, 1e-3).double()
     v, mu = segmentation.normalized_cut(A)
@@ -94,7 +93,7 @@ def test_perfect_masks(tmp_path, monkeypatch):
     flags = [f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--batch_size=7"]
     result = segmentation.main([*flags, "--features=pixels"])
     assert result["box_ap"] == result["mask_ap"] == 1
-    assert segmentation.main([*flags, "--random"])["box_ap"] < 1
+    assert segmentation.main([*flags, "--untrained"])["box_ap"] < 1
 
 
 @pytest.mark.parametrize("arch", ["crate", "tost"])

@@ -1,5 +1,4 @@
-"""Kills and damaged files. A kill comes inside a chosen call, so that no test depends on when
-something happens."""
+"""Kills and damaged files. A kill comes inside a chosen call, so that no test depends on time."""
 import contextlib
 import os
 import pickle

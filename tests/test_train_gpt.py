@@ -3,12 +3,10 @@ import math
 
 import numpy as np
 import pytest
-from helpers import losses, metrics, same
+from helpers import losses, metrics
 
-import checkpoint
 import train_gpt
 from data import text
-from flags import UserError
 
 
 def entropy(tokens):
@@ -43,15 +41,3 @@ def test_the_last_evaluation_is_of_all_tokens(train, tmp_path, text_cache):
     assert done["best"] != last["loss"] and done["best"] < middle["loss"]
     tokens = text.load("tiny", text_cache).val
     assert middle["n"] == 10 * 16 and last["n"] == len(tokens) - 1
-
-
-def test_starting_from_weights(train, tmp_path):
-    """A rate of almost 0 leaves them as they are. Another width is refused."""
-    train(train_gpt, "a")
-    flag = f"--init_from={tmp_path / 'a' / 'ckpt.pt'}"
-    train(train_gpt, "b", flag, "--lr=1e-30", "--steps=1")
-    theirs, ours = (checkpoint.read_checkpoint(tmp_path / name / "ckpt.pt")["model"]
-                    for name in "ab")
-    assert same(ours, theirs)
-    with pytest.raises(UserError, match="positions is .16, 16. there, .16, 32. here"):
-        train(train_gpt, "c", flag, "--width=32")

@@ -135,16 +135,16 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
     """One step of DINO after another, by hand."""
     steps = []
-    loss, set_decay, update = (getattr(train_simdino, name)
-                               for name in ("dino_loss", "set_decay", "ema_update"))
+    loss, set_lr, update = (getattr(train_simdino, name)
+                            for name in ("dino_loss", "set_lr", "ema_update"))
 
     def dino_loss(student, teacher, center, temperature):
         seen = dict(center=center.clone(), temperature=temperature)
         steps.append(seen | dict(mean=teacher.mean((0, 1))))
         return loss(student, teacher, center, temperature)
 
-    def before_step(optimizers, decay):
-        set_decay(optimizers, decay)
+    def before_step(optimizers, lr, decay):
+        set_lr(optimizers, lr, decay)
         decayed, rest = optimizers[0].param_groups
         assert decayed["weight_decay"] == decay and rest["weight_decay"] == 0
         norms = torch.stack([p.grad.norm() for p in decayed["params"] if p.grad is not None])
@@ -158,7 +158,7 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
         prototypes, = (p.detach().clone() for p in student if p.shape == (24, 16))
         steps[-1] |= dict(momentum=momentum, prototypes=prototypes)
 
-    for name, function in (("dino_loss", dino_loss), ("set_decay", before_step),
+    for name, function in (("dino_loss", dino_loss), ("set_lr", before_step),
                            ("ema_update", ema_update)):
         monkeypatch.setattr(train_simdino, name, function)
     train(train_simdino, "a", "--method=dino", "--epochs=2", "--lr=1e-3", "--clip_each=0.001",

@@ -23,8 +23,10 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     model = train_vit.build_model(c, 5, start)
     torch.testing.assert_close(model.encoder(x), start.encoder(x))
     assert model(x).shape == (2, 5)
-    c.lambd = 0.7
-    with pytest.raises(UserError, match="--lambd=0.7 contradicts"):
+    c.lambd = 0.7                                               # a flag that is given counts
+    assert train_vit.build_model(c, 5, start).encoder.layers[0].sparsification.lambd == 0.7
+    c.layers = 3
+    with pytest.raises(UserError, match="layers.2.* is missing there"):
         train_vit.build_model(c, 5, start)
 
 
