@@ -31,10 +31,10 @@ class OneModel:
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
-    untrained: bool = option(False, "random weights instead; layers shows both")
+    untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
     seed: int = option(0, "of the random weights", low=0)
-    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
-    device: str = option("auto", "auto is what is there", choices=("auto", "cuda", "mps", "cpu"))
+    heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
+    device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the file; auto is out/analyze-COMMAND.png, of page .html")
 
@@ -80,7 +80,7 @@ def batches(loaded, c):
 @dataclass(kw_only=True)
 class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
-    layer: mean and deviation over samples. Rates are in nats. Without U, value maps take its place.
+    layer: mean and deviation over samples. Rates are in nats. MHSA has value maps for U.
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
     [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
@@ -167,7 +167,7 @@ class Subspaces(OneModel):
 
 @torch.no_grad()
 def subspaces(c):
-    """The mean of each layer for two columns of one subspace (NaN where p = 1) and of two."""
+    """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
     layers = (loaded.encoder or loaded.model).layers
     U = torch.stack([layer.attention.bases() for layer in layers])
@@ -341,7 +341,7 @@ def curves(c):
 
 @dataclass(kw_only=True)
 class Page(OneModel):
-    """One HTML file that runs the model itself in a browser: CRATE, -C, -N, -T, CRATE-alpha."""
+    """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
 
 
 def write_page(c):

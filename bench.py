@@ -34,7 +34,7 @@ class Flags(DeviceFlags):
 
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
 def literal_attend(self, q, k, v):
-    """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (37)."""
+    """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
     ssa = models.attention_map(q, k, self.scale, self.causal) @ v
     return ssa.transpose(1, 2).flatten(-2)
 

@@ -76,8 +76,8 @@ def read_checkpoint(path, task=None):
 
 
 def _read(path):
-    """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
-    zipfile looks at the CRC that torch.save gave to each part of the file, torch.load does not."""
+    """What torch.save wrote to a file, or to pretrained:NAME's: tensors, plain values, and the
+    argparse.Namespace of official files. testzip checks each part's CRC, torch.load does not."""
     kind, _, name = str(path).partition(":")
     if kind == "pretrained":
         names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
@@ -90,14 +90,14 @@ def _read(path):
     try:
         with zipfile.ZipFile(path) as file, \
                 torch.serialization.safe_globals([argparse.Namespace]):
-            if file.testzip() is None:
-                return torch.load(path, map_location="cpu", weights_only=True)
+            if file.testzip() is not None:
+                raise ValueError
+            return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception:                           # of many kinds, with a page of text
-        pass
-    raise ValueError("it is damaged, no torch file, or holds more than tensors and plain values, "
-                     "which could run code")
+        raise ValueError("it is damaged, no torch file, or holds more than tensors and plain "
+                         "values, which could run code") from None
 
 
 def _checked(content, tasks):

@@ -121,7 +121,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), torch.zeros(len(matrices), 1, 1)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
-        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one per batch
+        pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one shift a batch
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
@@ -144,16 +144,16 @@ def look(model, x, y, val_x, val_y):
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
     of the nearest class mean, because the head is trained on the last layer only."""
     rows, Zs, val_Zs = [], model.all_tokens(x), model.all_tokens(val_x)
-    for layer, Z, out, val_out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
+    for layer, Z, train_out, out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         half = Z + layer.attention(layer.norm1(Z))
         Rc, before, after = (subspace_coding_rate(T, U).mean()
                              for T in (F.layer_norm(Z, Z.shape[-1:]), Z, half))
-        means = torch.stack([out[y == c].mean((0, 1)) for c in range(10)])
-        near = torch.cdist(val_out.mean(1), means).argmin(1)
-        rows.append((Rc, after - before, sparse_rate_reduction(val_out, U).mean(),
-                     100 * (val_out != 0).float().mean(), 100 * (near == val_y).float().mean()))
+        means = torch.stack([train_out[y == c].mean((0, 1)) for c in range(10)])
+        near = torch.cdist(out.mean(1), means).argmin(1)
+        rows.append((Rc, after - before, sparse_rate_reduction(out, U).mean(),
+                     100 * (out != 0).float().mean(), 100 * (near == val_y).float().mean()))
     return rows
 
 

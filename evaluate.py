@@ -33,12 +33,12 @@ from run import derive_seed, DeviceFlags, Processes
 
 # ---- Scores of images ---------------------------------------------------------------------------
 def statistics_of(meta):
-    """(mean, std) per channel of a checkpoint's images; ImageNet's of a published one, {}."""
+    """(mean, std) per channel of a checkpoint's images; ImageNet's where meta is {} (published)."""
     return meta.get("mean", images.IMAGENET_MEAN), meta.get("std", images.IMAGENET_STD)
 
 
 def images_for(name, meta, cache):
-    """An image set, None the checkpoint's own, normalized as the checkpoint's images were."""
+    """An image set (None: the checkpoint's own), with mean and std of the checkpoint's images."""
     data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
     mean, std = statistics_of(meta)
     return replace(data, mean=mean, std=std)
@@ -191,8 +191,8 @@ def layer_numbers(layer, Z, trace, c):
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
     w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
     Z, half = in_float64(Z), in_float64(trace.half)
-    scaled = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, scaled))
+    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
     found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
                  scaled=scaled - before, rate=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
@@ -248,7 +248,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 @dataclass(kw_only=True)
 class Flags(DeviceFlags):
     ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
-    heads: int | None = option(None, "K of a published checkpoint of unpublished width", low=1)
+    heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     untrained: bool = option(False, "random weights instead of the checkpoint's")
     seed: int = option(0, "of the random weights, and of the tenth that linear holds out", low=0)
 
@@ -271,7 +271,7 @@ class Accuracy(Flags):
 
 @dataclass(kw_only=True)
 class Probe(Flags):
-    """How well the features of an encoder, trained or not, or the pixels separate classes."""
+    """How well features separate the classes: an encoder's, trained or not, or the pixels."""
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",

@@ -34,7 +34,7 @@ class RunEnded(Exception):
 
 
 TOO_LARGE = "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
-ENDS = (    # (error, words in its name or message, exit status, line): those without exit_status
+ENDS = (    # (class, pattern of its repr, status, line): the first that fits, without exit_status
     (KeyboardInterrupt, "", 130, ""),
     (BrokenPipeError, "", 0, ""),               # `... | head`: the reader has what it wanted
     (Exception, "MemoryError|allocate memory|Storage size", 2, TOO_LARGE),
@@ -44,8 +44,8 @@ ENDS = (    # (error, words in its name or message, exit status, line): those wi
 
 
 def cli(main):
-    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 / 143
-    after a saved signal. Each of these errors is one line on stderr."""
+    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
+    128 + signal after a saved one. An error is one line on stderr; Ctrl-C, a closed pipe: none."""
     signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
     for name in ("stdout", "stderr"):                   # None where the shell has closed them
         setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
@@ -60,11 +60,11 @@ def cli(main):
                 status, line = code, text
         if status is None:
             raise                                       # a mistake of the program
-        # errors before the processes join, and shared ones, are everybody's: one process speaks
-        alone = dist.is_initialized() and not getattr(error, "shared", False)
-        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
+        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
+        own = dist.is_initialized() and not getattr(error, "shared", False)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if own else "")
         printable = "".join(c if c.isprintable() else " " for c in line.format(error))
-        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+        if line and (own or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(printable.split())[:300]}\n")
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     flush_or_mute()
@@ -99,14 +99,14 @@ def option(default, help, displaces=(), **limits):
 
 @dataclass(kw_only=True)
 class ModelFlags:
-    """The layers: a named size, or width, heads and layers, or both. auto: the arch's own."""
+    """The layers: a named size, or width, heads and layers, or both."""
     arch: str | None = option(None, "a row of model.py's ARCHS; auto: crate, or the checkpoint's")
     size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
                               displaces=("width", "heads", "head_dim", "layers"))
-    width: int | None = option(None, "d", low=1)
-    heads: int | None = option(None, "K", low=1)
+    width: int | None = option(None, "d; auto is the size's or the checkpoint's, else 384", low=1)
+    heads: int | None = option(None, "K; auto likewise, else 6", low=1)
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
-    layers: int | None = option(None, "L", low=1, high=10_000)
+    layers: int | None = option(None, "L; auto likewise, else 12", low=1, high=10_000)
     eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
     lambd: float | None = option(None, "sparsity weight; auto is 0.1, in train_mae.py 0.5", low=0)
 
@@ -142,14 +142,14 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
               above=("more than", operator.gt), high=("at most", operator.le))
 
 
-def reader(field, kind, optional):
+def reader(f, kind, optional):
     """The function by which argparse turns the text of a flag into its value."""
     def read(text):
         if optional and text.lower() in ("none", "auto"):
             return None
         value = bool(("false", "true").index(text.lower())) if kind is bool else kind(text)
         for name, (words, holds) in LIMITS.items():
-            limit = field.metadata.get(name)
+            limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
@@ -199,7 +199,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
 def parse_command(commands, argv, doc):
     """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
     first = {name: re.split(r"(?<!Eq)\.(?: |$)", " ".join(c.__doc__.split()))[0]
-             for name, c in commands.items()}               # sentences
+             for name, c in commands.items()}       # the sentence, which "Eq." does not end
     if not argv or argv[0] in ("--help", "-h"):
         lines = [f"  {name:12}{sentence}" for name, sentence in first.items()]
         print(inspect.cleandoc(doc), "\nsubcommands, each with its own --help:", *lines, sep="\n")

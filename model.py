@@ -48,7 +48,7 @@ def attention_map(q, k, scale, causal=False):
 
 def shift(w, *shares):
     """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the token before
-    (Xu et al. 2025). w (..., K, n, p); one result for each a (K, 1, 1) in `shares`."""
+    (Xu et al. 2025, whose two weights are free). w (..., K, n, p); a (K, 1, 1) in `shares`."""
     change = F.pad(w[..., :-1, :], (0, 0, 1, 0)) - w                    # w_{i-1} - w_i, formed once
     return [torch.addcmul(w, change, a.to(w.dtype)) for a in shares]
 
@@ -130,9 +130,10 @@ class Attention(nn.Module, ABC):
         """U_k^* Z for every head, (B, K, n, p); MHSA returns (queries, keys, values)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
-    @abstractmethod
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
+        q, k, _ = self.queries_keys_values(Z)
+        return attention_map(q, k, self.scale, self.causal)
 
     @abstractmethod
     def forward(self, Z, cache=None):
@@ -194,10 +195,6 @@ class MSSA(Attention):
         seen = w if cache is None else cache.append(w)
         return self.compared(w, seen, seen)
 
-    def map(self, Z):
-        q, k, _ = self.queries_keys_values(Z)
-        return attention_map(q, k, self.scale, self.causal)
-
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
         if self.output != "learned":                        # W is the identity
@@ -220,7 +217,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 class Sparsification(nn.Module, ABC):
     """The interface of the operator that replaces the MLP. Its output is the code or depends on the
     code alone, so the model can be steered by replacing `code` on an instance."""
-    uses = ("eta", "lambd")     # fields of the config that it reads and others do not
+    uses = ("eta", "lambd")     # those of eta, lambd and step_size that it reads
 
     @abstractmethod
     def code(self, Z):
@@ -339,9 +336,9 @@ class Backbone(nn.Module):
 
 
 def train_flops(model):
-    """Operations of forward and backward for one image, or one text of full context, as nanoGPT
-    counts: n (6 N + 12 L n d) for n tokens, with N weights in the matrices of layers and tied head.
-    A causal map counts in full. What TSSA and CBSA compute without weights is left out."""
+    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
+    n (6 N + 12 L n d) for n tokens, N weights in the matrices of layers and tied head. A causal map
+    counts in full, a matrix once (ODL uses D 3 times), TSSA and CBSA without their own products."""
     c = model.config
     seen = c.context - (c.masked_patches() if getattr(c, "mask_tokens", "") == "after" else 0)
     multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
@@ -455,8 +452,6 @@ class MHSA(Attention):
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
         return self.compared(q, k, v)
-
-    map = MSSA.map
 
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
@@ -679,7 +674,7 @@ ARCHS = {
     "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
     "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    # an ablation: of CRATE-alpha's changes the residual alone, so step 2 is no proximal step
+    # an ablation: CRATE with one of CRATE-alpha's changes, the residual around step 2
     "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
     "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
@@ -1138,9 +1133,9 @@ def linear_cross_entropy(Z, W, targets, block=4096):
 
     Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
     outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
-    a factor: logits live for `block` tokens at a time. Ten lines with torch.utils.checkpoint and a
-    fourth product take 1.35 to 1.7 times as long on a CPU core (4,096 tokens in one block, V 97 and
-    50,304), and in blocks of 1,024 (V 50,304) also 3.4 to 4.5 times the memory."""
+    a factor: logits live for `block` tokens at a time. With torch.utils.checkpoint it takes ten
+    lines, but forms the logits twice: 1.35 to 1.7 times as long on a CPU core (4,096 tokens; V 97,
+    50,304); in blocks of 1,024 (V 50,304) it also takes 3.4 to 4.5 times the memory."""
     if torch.is_autocast_enabled(Z.device.type):
         dtype = torch.get_autocast_dtype(Z.device.type)
         Z, W = Z.to(dtype), W.to(dtype)

@@ -26,7 +26,7 @@ from optim import is_fast_in_bfloat16
 # ---- Processes, devices and seeds ---------------------------------------------------------------
 @dataclass(kw_only=True)
 class DeviceFlags:
-    device: str = option("auto", "auto is what is there", choices=("auto", "cuda", "mps", "cpu"))
+    device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = option("auto", "of autocast; auto is bfloat16 where there are instructions for it",
                         choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
@@ -176,7 +176,7 @@ class Run:
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
         self.step, self.best = 0, None      # steps done; the lowest loss that chose best.pt
-        self.signal, self.handlers = 0, {}  # received by this process; those before this run's
+        self.signal, self.handlers = 0, {}  # received by this process; those that ours replace
         self.losses, self.timed = [], []    # since the last line; (steps, seconds) of each lap
         self.bar, self.metrics = tqdm(disable=True), None   # until begin
         self.resuming = processes.main_only(self._open)
@@ -283,7 +283,7 @@ class Run:
         return due
 
     def _end_lap(self):
-        """Images or tokens per second of the lap; 0 of an evaluation, whose time does not count."""
+        """Images or tokens per second of the lap. An evaluation has no steps: not counted."""
         steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
         self.lap = self.step, time.perf_counter()
         if steps:
@@ -375,8 +375,8 @@ class Run:
     def done(self, *then):
         """Writes and returns the last line of metrics.jsonl, with the mean speed of all laps, and
         prints what to try next: commands for the last weights, {ckpt}, or the best, {best}."""
-        seconds, (steps, timed) = time.perf_counter() - self.began, zip((0, 1e-9), *self.timed)
-        speed = self.per_step * sum(steps) / sum(timed)
+        seconds, steps = time.perf_counter() - self.began, sum(n for n, _ in self.timed)
+        speed = self.per_step * steps / max(sum(t for _, t in self.timed), 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
         self.write(line)

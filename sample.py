@@ -28,7 +28,7 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 @dataclass(kw_only=True)
 class Sample(DeviceFlags):
     ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
-    prompt: str = option("", "the beginning (nanoGPT's --start); - reads stdin, none is a new text")
+    prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
     steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)

@@ -36,7 +36,7 @@ class Config(RunFlags, ModelFlags):
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
-    beta2: float = option(0.95, "second average", low=0, high=0.9999)
+    beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
     batch_size: int = option(384, "sequences per step, of all processes together", low=1)
     micro_batch: int | None = option(None, "sequences at once, to save memory; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
@@ -48,8 +48,7 @@ class Config(RunFlags, ModelFlags):
 
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
-    "openwebtext": dict(    # [B] 7.4: nanoGPT's setting
-        _OWT, micro_batch=16),              # meant for 40 GB, not tried
+    "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4, nanoGPT's setting; 16: 40 GB, untried
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base

@@ -34,17 +34,17 @@ class Config(RunFlags, ModelFlags):
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
     # the method
-    method: str = option("simdino", "or the original, DINO", choices=("simdino", "dino"))
+    method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
     gamma: float | None = option(None, "weight of the rate; auto is (p + N m) / (p N m)", low=0)
     rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
                           "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
-    output: int = option(256, "p, its output", low=2)
+    output: int = option(256, "p, the projector's output", low=2)
     momentum: float = option(0.996, "of the teacher; rises to 1 as a cosine", low=0, high=1)
     prototypes: int = option(65536, "DINO: size of its head", low=2)
-    teacher_temp: float = option(0.07, "DINO: reached linearly from 0.04", above=0)
-    warmup_temp_epochs: float = option(30, "DINO: until it is teacher_temp", low=0)
+    teacher_temp: float = option(0.07, "DINO: of the teacher, from 0.04 upwards", above=0)
+    warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -60,7 +60,7 @@ class Config(RunFlags, ModelFlags):
     local_size: int = option(16, "pixels per side of a local view", low=1)
     local_views: int = option(4, "small views of an image, beside the two global ones", low=0)
     global_area: float = option(0.4, "least share of the area in a global view", above=0, high=1)
-    local_area: float = option(0.05, "in a local one, global_area being the most", above=0, high=1)
+    local_area: float = option(0.05, "local views: from this to global_area", above=0, high=1)
     blur: float = option(2.0, "largest deviation of the blur, pixels; 0: none", low=0)
     k: int = option(20, "neighbours of the evaluation", low=1)
 

@@ -26,15 +26,15 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     data: str = option("shapes", "which images: a prepared set")
-    train_images: int | None = option(None, "use only the first N training images", low=1)
-    val: int = option(0, "choose flags on the last N training images; report a run on all", low=0)
+    train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
+    val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
-        None, "a checkpoint whose encoder to start from, ours or a published one",
+        None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
         displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -42,7 +42,7 @@ class Config(RunFlags, ModelFlags):
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    beta2: float = option(0.99, "second average", low=0, high=0.9999)
+    beta2: float = option(0.99, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
     batch_size: int = option(128, "of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)

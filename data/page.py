@@ -13,7 +13,7 @@ from data import augment
 from flags import ROOT, UserError
 
 ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
-SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")     # beside their equations
+SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")  # with line numbers
 
 
 def base64_of(*tensors):
@@ -29,8 +29,8 @@ def passages(values, count):
 
 
 def text_examples(model, data, tokens):
-    """(a text to begin with; for each entry of each code five passages that excite it most, with
-    the place of the character that does), logits."""
+    """(a text, from after the first full stop; for each entry of each code five passages that
+    excite it most, with the place of the character that does), logits."""
     n, decode, entries = min(model.config.context, len(tokens)), data.tokenizer.decode, []
     windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
     Z = model.tokens(windows)
@@ -45,8 +45,8 @@ def text_examples(model, data, tokens):
 
 
 def image_examples(model, task, data):
-    """(eight pictures of as many classes as there are; of an autoencoder the patches that are
-    `masked`), and of the first: logits, the token that an encoder pools, or predicted patches."""
+    """(eight pictures, of different classes if there are; of an autoencoder the `masked` patches),
+    and of the first: logits, an encoder's class token, or predicted patches."""
     c, labels = model.config, data.val_labels
     index = [*dict.fromkeys([*np.unique(labels, return_index=True)[1], *range(8)])][:8]
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
@@ -55,16 +55,16 @@ def image_examples(model, task, data):
     found = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
                  classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
-        mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # well spread
+        mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # spread
         found["masked"] = mask[0].nonzero()[:, 0].tolist()
         return found, model.predicted(x, mask)
-    return found, model(x) if task == "vit" else models.ImageClassifier.pool(model, model(x))
+    return found, model(x) if task == "vit" else model(x)[:, 0]
 
 
 @torch.no_grad()
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
-    model, c = loaded.model.half().float(), loaded.model.config    # what the page computes with
+    model, c = loaded.model.half().float(), loaded.model.config    # rounded as in the page
     state = model.state_dict()
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")

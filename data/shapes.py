@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-# Whether points (x, y), y upwards, lie in a shape of about the unit circle's reach, 1.07
+# Which points (x, y), y upwards, lie in the shape; none lies beyond 1.07 of the centre
 SHAPES = {
     "circle": lambda x, y: x * x + y * y < 0.8 ** 2,
     "ellipse": lambda x, y: x * x + (y / 0.5) ** 2 < 1.05 ** 2,
@@ -20,7 +20,7 @@ SHAPES = {
                            < (1.3 * x) ** 2 * (1.3 * y + 0.1) ** 3),
     "arrow": lambda x, y: np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1)),
 }
-# Contrasts to learn from and to be scored at; small, so that no one place is a good guess
+# Contrasts to learn from and to score on; small objects, so that no one place is a good guess
 CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
                   val=dict(contrast=(0.3, 0.3), scale=(0.18, 0.28)))
 
