@@ -274,7 +274,8 @@ class Run:
             loss.item()
             self.lap = self.step, time.perf_counter()
         last = self.step == self.total
-        line, due = (last or self.step % n == 0 for n in (self.config.log_every, self.eval_every))
+        line = last or self.step % self.config.log_every == 0
+        due = last or self.step % self.eval_every == 0
         if line or due:
             mean, speed = self._mean_loss(), self._end_lap()
         if line:
@@ -313,7 +314,7 @@ class Run:
                               f"checkpoint in {self.dir} is of a step before")
         return sum(losses) / len(losses)
 
-    def record(self, content, scores, chosen_by=None):
+    def record(self, snapshot, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
         is given and the lowest so far."""
         self.write(dict(step=self.step, split="val", **scores))
@@ -322,25 +323,25 @@ class Run:
         self.say(f"step {self.step}: validation " + ", ".join(shown))
         best = chosen_by is not None and (self.best is None or chosen_by < self.best)
         self.best = chosen_by if best else self.best
-        self.save(content, best)
+        self.save(snapshot, best)
 
-    def end_step(self, content):
+    def end_step(self, snapshot):
         """Saves every --save_every steps, and leaves, with a checkpoint, after a signal."""
         stopping = self.processes.largest(int(self.signal)) if self.step < self.total else 0
         due = self.config.save_every and self.step % self.config.save_every == 0
         if stopping or due and self.saved_step != self.step:
-            self.save(content)
+            self.save(snapshot)
         if stopping:
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
             self.close()
             raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
-    def save(self, content, best=False):
+    def save(self, snapshot, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a run killed between them evaluates that step
-        again. content() returns {model, model_config, data_meta, optimizer, extra}."""
+        again. snapshot() returns {model, model_config, data_meta, optimizer, extra}."""
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                         **content())
+                         **snapshot())
             if best:
                 write_checkpoint(self.dir / "best.pt", whole | dict(optimizer={}, extra={}),
                                  keep_previous=False)

@@ -135,9 +135,10 @@ def main(argv):
         model.compile()
     run.begin(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
               f"({len(data.train):,} tokens), batches of {c.batch_size} x {c.context} tokens",
-              c.steps, 1000, "tokens", c.batch_size * c.context, train_flops(model) / c.context)
+              total=c.steps, eval_every=1000, unit="tokens", per_step=c.batch_size * c.context,
+              flops=train_flops(model) / c.context)
 
-    def content():
+    def snapshot():
         meta = dict(name=c.data, tokenizer=tokenizer.meta())
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=[o.state_dict() for o in optimizers], data_meta=meta)
@@ -187,8 +188,8 @@ def main(argv):
                 scores = validate(model, data.val)
             if c.sample and not masked and run.is_main:
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
-            run.record(content, scores, chosen_by)
-        run.end_step(content)
+            run.record(snapshot, scores, chosen_by)
+        run.end_step(snapshot)
     return run.done("python evaluate.py lm --ckpt={best}",
                     *["python sample.py --ckpt={best} --prompt='The '"] * (not masked))
 

@@ -133,10 +133,10 @@ def main(argv):
         model.compile()
     run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
               f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} "
-              f"patches hidden, batches of {c.batch_size}", total, epoch, "images", c.batch_size,
-              train_flops(model))
+              f"patches hidden, batches of {c.batch_size}", total, eval_every=epoch,
+              unit="images", per_step=c.batch_size, flops=train_flops(model))
 
-    def content():
+    def snapshot():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
@@ -177,8 +177,8 @@ def main(argv):
                 noise = validation_noise(model, 0, len(x), device)
                 show.write_sheet(run.dir / f"step{run.step}.png",
                                  *show.reconstructions(model, x, noise, data.mean, data.std))
-            run.record(content, scores)
-        run.end_step(content)
+            run.record(snapshot, scores)
+        run.end_step(snapshot)
     return run.done("python evaluate.py linear --ckpt={ckpt}",
                     f"python train_vit.py finetune-shapes --data={c.data} "
                     f"--image_size={c.image_size} --init_from={{ckpt}}")

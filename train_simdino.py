@@ -275,10 +275,10 @@ def main(argv):
     run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
               f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
               f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
-              f"{c.local_size}, batches of {c.batch_size}", total, epoch, "images", c.batch_size,
-              cost * train_flops(student.encoder))
+              f"{c.local_size}, batches of {c.batch_size}", total, eval_every=epoch,
+              unit="images", per_step=c.batch_size, flops=cost * train_flops(student.encoder))
 
-    def content():
+    def snapshot():
         extra = dict(student=student.state_dict(), center=center)
         return dict(model=teacher.state_dict(), model_config=asdict(config), extra=extra,
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
@@ -343,8 +343,8 @@ def main(argv):
 
         # evaluate
         if run.log_step(loss, schedule["lr"][step], statistics):
-            run.record(content, score_neighbours(teacher, train, val, data, c, processes))
-        run.end_step(content)
+            run.record(snapshot, score_neighbours(teacher, train, val, data, c, processes))
+        run.end_step(snapshot)
     return run.done("python evaluate.py knn --ckpt={ckpt}",
                     "python analyze.py saliency --ckpt={ckpt}")
 

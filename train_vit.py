@@ -212,10 +212,10 @@ def main(argv):
     if wants_compile(c, device):
         model.compile()
     run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
-              f"at {c.image_size} px, batches of {c.batch_size}", total, epoch, "images",
-              c.batch_size, train_flops(model))
+              f"at {c.image_size} px, batches of {c.batch_size}", total, eval_every=epoch,
+              unit="images", per_step=c.batch_size, flops=train_flops(model))
 
-    def content():
+    def snapshot():
         return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
                     optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
@@ -256,8 +256,8 @@ def main(argv):
 
         # evaluate
         if run.log_step(loss, schedule[step]):
-            run.record(content, classify(model, val, data, c, processes))
-        run.end_step(content)
+            run.record(snapshot, classify(model, val, data, c, processes))
+        run.end_step(snapshot)
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 
