@@ -326,8 +326,8 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    content = {key: meta[key] for key in ("images", "tokens", "classes") if key in meta}
-    print(f"{name} is ready in {folder}: {str(content)[1:120]}", file=sys.stderr)
+    content = [f"{key} {meta[key]}" for key in ("images", "tokens", "classes") if key in meta]
+    print(f"{name} is ready in {folder}: {', '.join(content)[:200]}", file=sys.stderr)
 
 
 @contextlib.contextmanager
