@@ -132,7 +132,6 @@ class Loaded(NamedTuple):
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
     """Any checkpoint, ours or a published one, as `Loaded`.
-
     `tasks` names those that are accepted; `heads` gives K of a published file whose width matches
     no published size. With an `untrained_seed` the weights are those at initialization. Raises
     UserError, and ConfigError for a config that no model has."""
@@ -227,7 +226,6 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
 
 def translated(content, heads=None):
     """What `load_model` needs of a published file, which is a state dict or holds one.
-
     Sizes are read off the tensors, heads off the published sizes: a width that none of these has
     needs `heads`, except crate-lm's (d / 64). Raises ValueError."""
     for key in ("state_dict", "model"):

@@ -348,6 +348,8 @@ def lambada(c):
     ", and the word may come anywhere in the next ten tokens, in any case."""
     loaded, processes = load(c, "gpt")
     model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
+    if not model.config.causal:
+        raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs --objective=causal")
     n, hits = 10, []                # ten: GPT-2's tokens of LAMBADA's longest word
     longest = max(model.config.context - n, 1)
     for passage in with_bar(text.load("lambada", cache=c.data_dir).passages, "passages"):

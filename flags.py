@@ -107,8 +107,8 @@ class ModelFlags:
     heads: int | None = option(None, "K; auto likewise, else 6", low=1)
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
     layers: int | None = option(None, "L; auto likewise, else 12", low=1, high=10_000)
-    eta: float | None = option(None, "step of ISTA and ODL; auto is 0.1", low=0)
-    lambd: float | None = option(None, "sparsity weight; auto is 0.1, in train_mae.py 0.5", low=0)
+    eta: float | None = option(None, "step of ISTA and ODL; auto: 0.1 or the checkpoint's", low=0)
+    lambd: float | None = option(None, "sparsity weight; auto: 0.1 (mae 0.5) or the file's", low=0)
 
 
 def model_fields(cls, config, **given):

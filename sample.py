@@ -54,12 +54,15 @@ def steer(model, words):
 
 
 def main(argv):
+    """Writes the texts to stdout and returns them, each with its prompt."""
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
     loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if c.steer is not None:
         steer(model, c.steer)
+    if not model.config.causal:
+        raise UserError(f"{c.ckpt} is a masked model: it continues no text")
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     new_document = tokenizer.encode("\n").tolist() if tokenizer.eot is None else [tokenizer.eot]

@@ -23,6 +23,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
+    """The recipe's defaults are nanoGPT's; a preset changes them."""
     data: str = option("pydoc", "a prepared text set")
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
@@ -97,6 +98,7 @@ def write_sample(model, tokenizer, c, run, device):
 
 
 def main(argv):
+    """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
     processes = Processes(c.device, c.dtype)

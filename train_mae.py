@@ -24,6 +24,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
+    """--width, --heads and --layers are those of the encoder."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
@@ -105,6 +106,7 @@ def validate(model, val, data, c, processes, batch_size=256):
 
 
 def main(argv):
+    """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)

@@ -29,6 +29,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
+    """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("shapes", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
@@ -167,7 +168,6 @@ def squared_distance(student, teacher):
 
 def global_coding_rate(Z, eps, processes):
     """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z Z^*), [B] Eq. (7.2.34).
-
     Z (2, m, p) of each of N processes. The covariance is summed over the processes, in float32. DDP
     averages gradients, so each process gives N times the gradient of its own samples: no second
     exchange is needed."""
@@ -182,7 +182,6 @@ def global_coding_rate(Z, eps, processes):
 
 def dino_loss(student, teacher, center, temperature):
     """The mean over pairs of -<softmax((t - center) / temperature), log softmax(s / 0.1)>.
-
     [B] Eq. (7.2.28), for logits (V, b, prototypes) and (2, b, prototypes). As in DINO the teacher's
     temperature rises and the student's is fixed; [B]'s text has it the other way round."""
     target = ((teacher.float() - center) / temperature).softmax(-1)
@@ -233,6 +232,7 @@ def score_neighbours(teacher, train, val, data, c, processes):
 
 
 def main(argv):
+    """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if c.local_area > c.global_area:

@@ -25,6 +25,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
+    """Beside --init_from, None takes what the checkpoint has."""
     data: str = option("shapes", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
@@ -150,7 +151,6 @@ def lr_scale(name, L, decay):
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def srr_loss(model, x, which, seed, eps=0.5):
     """The mean of R^c(Z^{l+1} | U^l), l being all layers, one drawn from seed, or a numbered one.
-
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
     the cross-entropy keeps U away from it, so the weight has to be small."""
@@ -165,6 +165,7 @@ def srr_loss(model, x, which, seed, eps=0.5):
 
 
 def main(argv):
+    """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
     if name.startswith("finetune") and c.init_from is None:

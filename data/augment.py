@@ -84,7 +84,6 @@ def _bicubic(t):
 
 def _resampling(start, length, size, out):
     """Matrices (B, out, size) that resample [start, start + length) of `size` pixels to `out`.
-
     As Pillow: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with
     s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the pixels
     that the stretch touches."""
@@ -187,7 +186,6 @@ def _hue(x, shift):
 
 def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
     """With probability p, the four changes in an order of the sample's own.
-
     Strength b draws a factor from [1 - b, 1 + b] for factor x + (1 - factor) base, where base is
     black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift from
     [-hue, hue], in turns."""
@@ -256,7 +254,6 @@ def views(x, count, size, rng, scale, blur, solar, sigma):
 # ---- RandAugment: x in 8-bit levels 0 ... 255, s (B, 1, 1, 1) = +1 or -1, m the magnitude --------
 def _affine(x, a, b, c, d, e, f):
     """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside.
-
     In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
     pixels, where floats would be rounded either way."""
     side = x.shape[-1]

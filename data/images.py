@@ -47,7 +47,6 @@ def load(name, cache=CACHE):
 # ---- Batches ------------------------------------------------------------------------------------
 def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
     """Endless generator: the indices of this rank's `rows` of the global batch, from start_step on.
-
     Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size), of a permutation drawn
     from (seed, e). What is left of an epoch and fills no batch is skipped."""
     epoch, batch = divmod(start_step, n // batch_size)
@@ -95,7 +94,6 @@ class Images:
 
     def batches(self, index_batches, workers=0):
         """Yields `batch(index)` for each index array of an iterable, which may be endless.
-
         A split that is not resident is read ahead by `workers` processes, each fetching whole
         batches: they consume `index_batches` a few steps before they are yielded."""
         if self.resident or workers == 0:

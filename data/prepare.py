@@ -350,6 +350,7 @@ def opened(name, kind, cache):
 
 
 def main(argv):
+    """Prepares one set, for the command line."""
     parser = Parser(prog="prepare.py", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", help=f"{', '.join([*IMAGES, *TEXTS])}, or your own")

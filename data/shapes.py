@@ -38,7 +38,6 @@ def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
 
 def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
     """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
-
     One whole object an image, of random place, tilt, colour and scale (half its height, in heights
     of the image). Colours and texture have the background's distribution, so that only the outline
     tells the class. With `contrast` (low, high) the colours are that far apart, under a texture of

@@ -53,7 +53,6 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
 
 def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
     """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
-
     n is `context`, or less if the text is. y is -1 beyond the end and in rows that fill the last
     batch. A causal model does not see the padding after a last window; any other would, so its last
     window ends with the text and overlaps the one before. All ranks get equally many batches of one
