@@ -1,5 +1,4 @@
-"""
-Pictures of trained checkpoints, and the numbers behind them.
+"""Pictures of trained checkpoints, and the numbers behind them.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
@@ -36,7 +35,7 @@ class OneModel:
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
-    out: str | None = option(None, "the file; auto is out/analyze-COMMAND.png, of page .html")
+    out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
 
 
 def open_model(path, c, untrained=False, tasks=None):
@@ -132,13 +131,15 @@ def layers(c):
 
 
 def draw_layers(runs, c):
-    """R^c, R, nonzeros and sparse rate reduction over the layers; bands are one deviation."""
+    """The numbers of the table over the layers; bands are one deviation."""
     panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
+              "attention": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", f"nats, eps {c.eps:g}"),
+              "scaled": ("the same difference at equal norm", f"nats, eps {c.eps:g}"),
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
                       f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
-    figure, axes = show.new_figure(2, 2, 5.2, 3.4)
+    figure, axes = show.new_figure(2, 3, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
             l, y, std = (np.array([row[name] for row in run["layers"]])
@@ -149,7 +150,7 @@ def draw_layers(runs, c):
         ax.set(title=title, xlabel="layer l", ylabel=ylabel)
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.grid(alpha=0.3)
-    axes[1, 0].legend(fontsize="small")
+    axes[0, 0].legend(fontsize="small")
     figure.savefig(c.out, dpi=120)
 
 
@@ -289,7 +290,7 @@ def predict(c):
 @dataclass(kw_only=True)
 class Neighbours(evaluate.Probe):
     """The first validation picture of each of eight classes, beside the training pictures whose
-    features are the nearest by cosine, darkened where of another class."""
+    features are the nearest by cosine, framed in red where of another class."""
     k: int = option(8, "how many are shown", low=1)
     out: str | None = option(None, "the PNG")
 
@@ -303,7 +304,10 @@ def neighbours(c):
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    shown[:, 1:][wrong] *= 0.4
+    edge, strangers = shown.shape[-1] // 16 + 1, shown[:, 1:][wrong]
+    frame = F.pad(torch.ones_like(strangers[..., edge:-edge, edge:-edge]), 4 * (edge,))
+    red = torch.tensor([1.0, 0, 0])[:, None, None]
+    shown[:, 1:][wrong] = torch.where(frame > 0, strangers, red)
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest

@@ -1,7 +1,6 @@
-"""
-Speed: the fast paths beside the literal form of the same function, and a transformer.
+"""Speed: the fast paths beside the literal form of the same function, and a transformer.
 
-    python bench.py vit             training steps of image models; mae, gpt
+    python bench.py vit             training steps of image models (a CPU: 3 minutes); mae, gpt
     python bench.py length          growth of attention with the number of tokens
     python bench.py generate        the next token, with and without the cache
 
@@ -20,13 +19,12 @@ from torch.nn import functional as F
 
 import model as models
 from checkpoint import TASKS
-from flags import cli, option, parse_command
+from flags import cli, option, parse
 from run import device_name, DeviceFlags, Processes
 
 
 @dataclass(kw_only=True)
 class Flags(DeviceFlags):
-    """Median times, shares and rates."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
     longest: int = option(4096, "of `length` and `generate`: the largest number of tokens", low=64)
@@ -193,10 +191,10 @@ COMMANDS |= dict(length=bench_length, generate=bench_generate)
 
 
 def main(argv):
-    command, c = parse_command(dict.fromkeys(COMMANDS, Flags), argv, __doc__)
+    c, table = parse(Flags, dict.fromkeys(COMMANDS, {}), argv, __doc__, default="vit")
     processes = Processes(c.device, c.dtype)
     print(f"{device_name(processes.device)}, torch {torch.__version__}")
-    COMMANDS[command](c, processes)
+    COMMANDS[table](c, processes)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""
-Checkpoints: files written whole, one `load_model` for every task and for published ones.
+"""Checkpoints: files written whole, one `load_model` for every task and for published ones.
 
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
 optimizer, extra}. `model` is what one evaluates, of SimDINO the teacher; extra["student"] holds the

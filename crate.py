@@ -1,5 +1,4 @@
-"""
-CRATE in one file: a transformer whose layers are derived from optimization steps.
+"""CRATE in one file: a transformer whose layers are derived from optimization steps.
 
     python crate.py         trains on drawn shapes, then looks inside every layer
 
@@ -13,6 +12,7 @@ a step on R^c, to compress Z; ISTA takes a step on a LASSO in place of R - lambd
 Equations are those of arXiv 2311.13110, where Z is d x n, one token per column; here it is
 (B, n, d), one token per row. model.py has the same operators made fast, and their variants.
 """
+import argparse
 import math
 
 import torch
@@ -164,6 +164,7 @@ def shapes(n, seed):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
     print("drawing 12,000 pictures, looking at the untrained model ...", flush=True)
     torch.manual_seed(0)
     (x, y), (val_x, val_y) = shapes(10_000, seed=0), shapes(2_000, seed=1)

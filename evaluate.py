@@ -1,5 +1,4 @@
-"""
-Numbers of a trained checkpoint, and the scores that the training scripts share.
+"""Numbers of a trained checkpoint, and the scores that the training scripts share.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/ckpt.pt      top-1 on its validation split
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
@@ -167,7 +166,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 
     def score(decay, fit, test, labels):
         W, b = logistic_regression(x[fit], y[fit], classes, decay)
-        return ((test @ W + b).argmax(1) == labels).float().mean().item()
+        return ((test @ W + b).argmax(1) == labels).sum().item() / len(labels)
     decays = with_bar([10.0 ** e for e in range(-5, 1)], "decays")
     best = max(decays, key=lambda decay: score(decay, kept, x[held], y[held]))
     return dict(acc=score(best, order, x_test, y_test), decay=best)

@@ -1,5 +1,4 @@
-"""
-White-box transformers: every operator of the CRATE papers beside its equation, then the models.
+"""White-box transformers: every operator of the CRATE papers beside its equation, then the models.
 
 A layer is one step of an optimizer for the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:

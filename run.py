@@ -197,7 +197,8 @@ class Run:
         resuming = saved and (c.resume or restarted)
         there = {path.name for path in self.dir.iterdir()} - {".lock"}
         if there and not (resuming or c.overwrite or restarted):
-            raise UserError(f"{self.dir} is not empty: --resume continues, --overwrite deletes it")
+            raise UserError(f"{self.dir} is not empty: --resume continues it, "
+                            "--overwrite deletes it, --out_dir names another folder")
         if not resuming:
             pictures = (path.name for path in self.dir.glob("step*.png"))
             for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):

@@ -1,5 +1,4 @@
-"""
-Text from a trained causal language model.
+"""Text from a trained causal language model.
 
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
@@ -44,11 +43,11 @@ def steer(model, words):
     if found is None:
         raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:148:5")
     layer, entry, value = int(found[1]), int(found[2]), float(found[3])
-    operator = model.layers[layer - 1].sparsification if 1 <= layer <= len(model.layers) else None
+    L = len(model.layers)
+    operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
     entries = 0 if operator is None else operator.code(model.positions[None, :1]).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: layers are 1 to {len(model.layers)}, and the entries of "
-                        f"layer {layer} are 0 to {entries - 1}")
+        raise UserError(f"--steer={words}: layer {layer} of {L} has {entries} entries, from 0 on")
     code, column = operator.code, torch.arange(entries, device=model.positions.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 

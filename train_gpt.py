@@ -1,5 +1,4 @@
-"""
-Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as the baseline.
+"""Language models: causal CRATE, CRATE-alpha, ToST, attention-only, and GPT-2 as the baseline.
 
     torchrun --standalone --nproc_per_node=8 train_gpt.py    causal CRATE-Base, OpenWebText
     python train_gpt.py pydoc                                Python's manual, two CPU cores

@@ -1,5 +1,4 @@
-"""
-Masked autoencoding with CRATE-MAE, and ViT-MAE (--mask_tokens=after) as the baseline.
+"""Masked autoencoding with CRATE-MAE, and ViT-MAE (--mask_tokens=after) as the baseline.
 
     python train_mae.py shapes                                   drawn images, two CPU cores
     python train_mae.py cifar10 --arch=transformer --mask_tokens=after       any preset, any flag

@@ -1,5 +1,4 @@
-"""
-Self-supervised learning with SimDINO, and with the DINO that it simplifies.
+"""Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 
     python train_simdino.py shapes                               drawn images, two CPU cores
     python train_simdino.py cifar10 --arch=transformer           any preset, any flag

@@ -1,5 +1,4 @@
-"""
-Supervised image classification with CRATE, its variants, and ViT.
+"""Supervised image classification with CRATE, its variants, and ViT.
 
     python train_vit.py shapes                                   drawn images, two CPU cores
     python train_vit.py cifar10 --arch=transformer --width=192   any preset, any flag

@@ -6,8 +6,9 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-If all your files are in DIR/train or DIR/val, or are called so, these are the splits; else a share
-validates. The set NAME is then the folder data/cache/NAME, with meta.json and
+If all your files are in DIR/train or DIR/val, or are called so, these are the splits; else a tenth
+of the pictures validates, a hundredth of the documents, or the last tenth of a single document. The
+set NAME is then the folder data/cache/NAME, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
@@ -130,7 +131,7 @@ def own_files(source, pattern):
     hold them, if each is one of SPLITS; else all are for training."""
     files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
     if not files:
-        raise ValueError(f"no file is DIR/{pattern}")
+        raise ValueError(f"no file matches DIR/{pattern}")
     names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
@@ -212,7 +213,7 @@ def write_images(name, size, source, draft):
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
         classes = classes or [str(i) for i in range(max(labels, default=0) + 1)]
         if len(classes) < 2 or not labels:
-            raise ValueError(f"no two classes of {part} can be read {problems[:3]}")
+            raise ValueError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
         if problems:
             print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
     return image_meta(classes, draft)
@@ -362,6 +363,8 @@ def main(argv):
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
+    if Path(c.name).name != c.name:
+        raise UserError(f"{c.name}: the name of a set is a word, not a path")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size)

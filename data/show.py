@@ -1,6 +1,4 @@
-"""
-What commands show: tables, figures, and sheets of pictures as PNG files.
-"""
+"""What commands show: tables, figures, and sheets of pictures as PNG files."""
 import math
 import re
 

@@ -1,5 +1,4 @@
-"""
-Does the MSSA step lower R^c?
+"""Does the MSSA step lower R^c?
 
 Claim of [J] Eq. (31)-(36): an MSSA step approximates a gradient step on R^c(Z | U). [S] tests it
 in a toy. Here five updates are iterated on random tokens and subspaces, and R^c is followed.

@@ -1,5 +1,4 @@
-"""
-Does sparse rate reduction predict generalization?
+"""Does sparse rate reduction predict generalization?
 
 Claim of [S] Table 1: over a grid of runs the SRR measure, the negative of the sparse rate
 reduction, correlates with the generalization gap better than other complexity measures (Kendall's

@@ -1,5 +1,4 @@
-"""
-Is attention on subspaces a denoiser of tokens drawn from them?
+"""Is attention on subspaces a denoiser of tokens drawn from them?
 
 Claim of [J] Eq. (46)-(49), [N] Section A.1: for tokens U_s alpha, alpha ~ N(0, I), s uniform ([J]
 Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[clean | noisy].

@@ -1,5 +1,4 @@
-"""
-Does attention by token statistics lose anything on long sequences?
+"""Does attention by token statistics lose anything on long sequences?
 
 Claim, [B] Table "Long-range arena": ToST's attention, whose cost grows as n and not as n^2, loses
 nothing by it: on average over the tasks ToST reaches 59.90, the transformer 59.24. Here its task

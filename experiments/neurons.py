@@ -1,5 +1,4 @@
-"""
-Can single neurons be read?
+"""Can single neurons be read?
 
 A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's Z^{l+1},
 ODL's a_2, or what comes out of an MLP's GELU. Means and standard errors over an arch's checkpoints.

@@ -1,5 +1,4 @@
-"""
-What does one matrix for query, key and value cost?
+"""What does one matrix for query, key and value cost?
 
 In-context recall: small causal models read pairs of a random key and a random value, then each key
 again in another order, and say its value: Zoology's task (Arora et al., 2023) without gaps, and
@@ -8,6 +7,7 @@ values may repeat. aot is aot-mhsa with one matrix for all three; --tie gives tw
     python -m experiments.recall
     python -m experiments.recall --archs=aot-mhsa --tie=qk          # or kv
     python -m experiments.recall --archs=crate --shift              # or --rotary
+    python -m experiments.recall --ckpt=pretrained:pydoc-crate      # which heads of it copy
 
 Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): most of recall, at this size. Attention alone
 with three matrices learns it in 260 +- 10 steps, with one matrix it does not (60.5 % right), and
@@ -17,6 +17,10 @@ symmetric: looking for the token before needs another query.
 
 "steps" is the mean, over the seeds that got there, of the steps until 95 % of the values are right,
 looked at every 50 steps; "accuracy" the last of each seed's. Behind +- stands the standard error.
+
+With --ckpt random tokens come twice. "copies" is the mean weight that a token of the second time
+gives to what followed it the first time (induction heads: Olsson et al., 2022), "before" that for
+the token before, a and b are the shares of --shift; chance is about 0.01.
 """
 import sys
 from dataclasses import dataclass
@@ -26,6 +30,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
+from checkpoint import load_model
 from data.show import print_table
 from evaluate import with_bar
 from experiments.neurons import averages
@@ -37,7 +42,7 @@ from run import derive_seed
 
 @dataclass(kw_only=True)
 class Recall:
-    """Flags of the task and of the models that learn it."""
+    ckpt: str | None = option(None, "a trained model of text: show its heads instead")
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
@@ -117,9 +122,29 @@ def train(c, arch, seed):
     return dict(steps=None, accuracy=accuracy)
 
 
+@torch.no_grad()
+def heads_of(model):
+    """[{"layer", "head", "copies", "before", "a", "b"}, ...] of every head of a causal model."""
+    n, rows = model.config.context // 2, []
+    torch.manual_seed(derive_seed("heads"))
+    ids = torch.randint(model.config.vocab_size, (32, n)).repeat(1, 2)
+    for l, (step, layer) in enumerate(zip(model.trace(ids), model.layers), 1):
+        A, mix = step.attention.mean(0), layer.attention.mix            # (K, 2 n, 2 n)
+        copies, before = A.diagonal(1 - n, -2, -1)[:, 1:], A.diagonal(-1, -2, -1)
+        parts = dict(copies=copies.mean(-1), before=before.mean(-1))
+        parts |= zip("ab", [] if mix is None else mix.sigmoid().chunk(2))
+        rows += [dict(layer=l, head=k + 1) | {name: part[k].item() for name, part in parts.items()}
+                 for k in range(len(A))]
+    return rows
+
+
 def main(argv):
-    """[{"arch", "parameters", "learnt", "steps", "accuracy"}, ...]."""
+    """[{"arch", "parameters", "learnt", "steps", "accuracy"}, ...], or heads_of."""
     c, _ = parse(Recall, {}, argv, __doc__)
+    if c.ckpt:
+        rows = heads_of(load_model(c.ckpt, ("gpt",)).model)
+        print_table(rows)
+        return rows
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
     counts = {arch: build(c, arch).count() - shared for arch in c.archs.split(",")}
     rows = []

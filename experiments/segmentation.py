@@ -1,5 +1,4 @@
-r"""
-Do a supervised CRATE's features separate objects from background better than a transformer's?
+r"""Do a supervised CRATE's features separate objects from background better than a transformer's?
 
 [B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
 ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
@@ -40,10 +39,7 @@ class Config(Flags):
     dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
 
 
-# -------------------------------------------------------------------------------------------------
-# MaskCut
-# -------------------------------------------------------------------------------------------------
-
+# ---- MaskCut ------------------------------------------------------------------------------------
 def normalized_cut(A):
     """(v, mu) of graphs A (B, n, n): the second smallest mu in (D - A) v = mu D v, D = diag(A 1),
     and its v (Shi and Malik, 2000).
@@ -100,10 +96,7 @@ def patch_features(encoder, x, number, kind):
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
 
 
-# -------------------------------------------------------------------------------------------------
-# Scores
-# -------------------------------------------------------------------------------------------------
-
+# ---- Scores -------------------------------------------------------------------------------------
 def iou(a, b):
     """|a and b| / |a or b| of masks (..., H, W), 0 of two empty ones: (...) float64."""
     return (a & b).sum((-2, -1)).double() / (a | b).sum((-2, -1)).clamp_min(1)

@@ -168,8 +168,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
 
 
 def test_neighbours_are_shown_in_order(sheets, monkeypatch):
-    """One validation picture a class, the nearest by angle first, wrong ones darkened;
-    picture i is of grey i."""
+    """One validation picture a class, the nearest by angle first, wrong ones in a red frame."""
     train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
                   for n in (20, 4))
     data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
@@ -181,8 +180,9 @@ def test_neighbours_are_shown_in_order(sheets, monkeypatch):
     (shown, columns, rows), = sheets
     for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
         nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:5].tolist()
-        shades = [j if j % 3 == label else round(0.4 * j) for j in nearest]
-        assert row[:, 1, 1, 1].tolist() == [i, *shades]
+        assert row[:, 1, 1, 1].tolist() == [i, *nearest]                 # picture i is of grey i
+        red = [255 if j % 3 != label else j for j in nearest]
+        assert row[:, 0, 0, 1].tolist() == [i, *red]
     assert columns == ["image", "1.", "2.", "3.", "4.", "5."] and rows == ["cat", "dog"]
 
 

@@ -60,7 +60,6 @@ ARCHS = ("crate", "tost", "transformer")
     ("length", ["TSSA", "CBSA", "MSSA", "MHSA"] * 4),
     ("generate", [f"{arch}, {how}" for arch in ARCHS for how in ("cached", "uncached")] * 2)])
 def test_tables(monkeypatch, table, variants):
-    """Of small models. Rates and shares are of the times in the row."""
     tables = dict(vit=[("a", 2, IMAGE)], mae=[("a", 2, MAE)], gpt=[("a", 2, TEXT)])
     rows = []
     monkeypatch.setattr(bench, "MODELS", tables)

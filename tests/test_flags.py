@@ -70,8 +70,7 @@ def test_subcommands():
 @pytest.mark.parametrize("error, status, says", [
     (UserError("no\n such \tthing\x1b[31m" + " word" * 1000), 2, "no such thing [31m word"),
     (ConfigError("d"), 2, "d"), (flags.RunEnded(3, "step 3"), 3, "step 3"),
-    (KeyboardInterrupt(), 130, ""),
-    (BrokenPipeError(), 0, ""), (MemoryError(), 2, "--micro_batch"),
+    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 0, ""), (MemoryError(), 2, "--micro_batch"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
     (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: 'a.pt'")])
 def test_exit_statuses(monkeypatch, capsys, error, status, says):

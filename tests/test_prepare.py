@@ -109,7 +109,7 @@ def test_own_pictures(tmp_path, capsys):
     assert "1 pictures left out: " in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
     for file in (tmp_path / "split/val").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"no two classes of val .*test \d+\.\w+ \(", prepare.prepare, "none",
+    assert_fails(r"fewer than two classes of val .*test \d+\.\w+ \(", prepare.prepare, "none",
                  tmp_path / "split", tmp_path / "cache")
 
 

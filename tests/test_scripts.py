@@ -26,8 +26,6 @@ SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
 KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--clip=1", "--micro_batch=10", "--randaugment=1",
             "--crop=resized", "--optimizer=lion", "--lr=1e-4", "--cutmix=0.5"]
-
-
 PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 
 
@@ -135,8 +133,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 
 MISTAKES = {        # one of each kind, and what the line says
     train_vit: {"--widht=3": "did you mean --width",
-                "shape": "did you mean shapes",
-                "--heads=3": "does not divide width",
+                "shape": "did you mean shapes", "--heads=3": "does not divide width",
                 "--eta=0.2 --arch=crate-mm": "eta=0.2 has no effect in",
                 "--batch_size=500": "batch_size=500 is more than the 400",
                 "--data=cifar10": "--source DIR",
