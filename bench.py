@@ -1,10 +1,10 @@
 """Speed: the fast paths beside the literal form of the same function, and a transformer.
 
-    python bench.py vit             training steps of image models (a CPU: 3 minutes); mae, gpt
+    python bench.py vit             training steps of image models; mae, gpt
     python bench.py length          growth of attention with the number of tokens
     python bench.py generate        the next token, with and without the cache
 
-Literal is the same function of the same parameters without one of our fast paths, or without all.
+A literal model computes the same function of the same parameters without our fast paths.
 The variants of a table take turns, so that a disturbance meets all; times are medians.
 """
 import copy

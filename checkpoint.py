@@ -71,7 +71,7 @@ def reading(path):
 def read_checkpoint(path, task=None):
     """The content of a checkpoint of this project, of the given task if any, or UserError."""
     with reading(path):
-        return _checked(_read(path), task and [task])
+        return _checked(_read(path), [task] if task else None, path)
 
 
 def _read(path):
@@ -99,12 +99,12 @@ def _read(path):
                          "values, which could run code") from None
 
 
-def _checked(content, tasks):
+def _checked(content, tasks, path):
     """The content, if it is of our format and of one of `tasks`, if given."""
     if content.get("format") != FORMAT:
         raise ValueError(f"it is not of format {FORMAT}")
     if tasks and content["task"] not in tasks:
-        raise ValueError(f"it is of task {content['task']}, not {' or '.join(tasks)}")
+        raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
     return content
 
 
@@ -122,8 +122,8 @@ class Loaded(NamedTuple):
     task: str                       # vit, mae, simdino, gpt
     model: nn.Module
     encoder: nn.Module | None       # of image models
-    meta: dict                      # data_meta: classes, mean ...; of a published one its tokenizer
-    content: dict                   # of the checkpoint; run_config and step are ours alone
+    meta: dict                      # data_meta: classes, mean ..., or the tokenizer
+    content: dict                   # the whole file; published ones have no run_config, no step
 
     def __repr__(self):
         return f"Loaded({self.task}, {self.model.config})"      # not its tensors
@@ -138,7 +138,7 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
         content = _read(path)
         if "format" not in content:
             content = translated(content, heads)
-        task, state = _checked(content, tasks)["task"], content["model"]
+        task, state = _checked(content, tasks, path)["task"], content["model"]
         fields, meta = content["model_config"], content["data_meta"]
     model_class, config_class = TASKS[task]
     if task == "simdino":

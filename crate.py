@@ -24,7 +24,7 @@ from data.shapes import draw_shapes
 
 def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8), of Z (..., n, d)."""
-    n, d = Z.shape[-2:]                                                # for U_k^* Z, d is p
+    n, d = Z.shape[-2:]                                                # of U_k^* Z: n, p
     return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
 
 
@@ -128,7 +128,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
         for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as in AdamW
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()

@@ -218,9 +218,9 @@ def tokens_for(name, split, meta, cache):
 
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None):
-    """Loss in nats over a text, each token but the first predicted once: dict(loss, ppl, n). Of a
-    masked model, the loss of the masked tokens and their top-1 accuracy "acc"; the mask of a window
-    is a function of its number, at every evaluation, on any number of processes."""
+    """Loss in nats over a text: dict(loss, ppl, n). A causal model predicts each token but the
+    first, once; a masked one the masked tokens, with their top-1 accuracy "acc". The mask of a
+    window is a function of its number, at every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, not masked)
@@ -233,10 +233,14 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
                 x[row], targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, mask_rate)
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
         x, y = x.to(processes.device), y.to(processes.device)
-        count = (y >= 0).sum()
+        count, right = (y >= 0).sum(), torch.zeros((), device=y.device)
         with processes.autocast():
-            loss = model(x, y) * count
-            right = (model(x).argmax(-1) == y).sum() if masked else torch.zeros_like(count)
+            if masked:
+                logits = model(x).flatten(0, 1).float()
+                loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
+                right = (logits.argmax(-1) == y.flatten()).sum()
+            else:
+                loss = model(x, y) * count
         total += torch.stack([loss, right, count])
     loss, right, n = processes.sum(total).tolist()
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))

@@ -202,8 +202,7 @@ def parse_command(commands, argv, doc):
              for name, c in commands.items()}       # the sentence, which "Eq." does not end
     if not argv or argv[0] in ("--help", "-h"):
         lines = [f"  {name:12}{sentence}" for name, sentence in first.items()]
-        print(inspect.cleandoc(doc), "\nsubcommands, each with its own --help:", *lines, sep="\n",
-              file=sys.stdout if argv else sys.stderr)
+        print(inspect.cleandoc(doc), "\nsubcommands, each with its own --help:", *lines, sep="\n")
         sys.exit(0 if argv else 2)
     name, *rest = argv
     if name not in commands:

@@ -116,8 +116,8 @@ class Attention(nn.Module, ABC):
         self.dropout, self.rotary, self.mix = config.dropout, config.rotary, None
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
         if config.shift:
-            # logits of all a_k, then of all b_k. Heads differ from the start: the last one's keys
-            # are mostly the token before (a = 0.88), its values the token itself (b = 0.12)
+            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
+            # the start: keys of the last are mostly the token before, its values the token itself
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
@@ -136,10 +136,10 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). With a Cache (causal), Z follows its tokens and joins them."""
+        """Z (B, n, d) -> (B, n, d). A cache holds the tokens before Z, and keeps those of Z."""
 
-    def compared(self, q, k, v):
-        """Queries, keys and values (B, K, n, p) as attention takes them; q are k's last tokens.
+    def positioned(self, q, k, v):
+        """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
         shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
         and k_i turn by R_i. In MSSA q = k = v = w. Its scores w_i^* w_j are symmetric in i and j,
@@ -192,7 +192,7 @@ class MSSA(Attention):
         """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        return self.compared(w, seen, seen)
+        return self.positioned(w, seen, seen)
 
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
@@ -450,7 +450,7 @@ class MHSA(Attention):
         q, k, v = self.projections(Z)
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
-        return self.compared(q, k, v)
+        return self.positioned(q, k, v)
 
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
@@ -686,6 +686,7 @@ ARCHS = {
     "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
 }
 
+
 def _size(width, heads, layers):
     return dict(width=width, heads=heads, layers=layers)
 
@@ -763,7 +764,7 @@ class BackboneConfig:
         deep = self.task != "text" and self.layers > 12
         layer_scale = arch.deep_layer_scale if deep else arch.layer_scale
         for name, value in dict(self.family()._asdict(), layer_scale=layer_scale).items():
-            if getattr(self, name, 0) is None:
+            if getattr(self, name, 0) is None:      # 0: this config has no such field
                 setattr(self, name, value)
         if self.head_dim is None:
             if d % K:
@@ -1045,7 +1046,7 @@ class MaskedAutoencoder(nn.Module):
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.normal_(self.encoder.class_token, std=0.02)
 
-    def draw_mask(self, noise):
+    def mask_from(self, noise):
         """Which patches are masked, bool (B, n): those with the largest noise (B, n)."""
         visible = self.config.patches() - self.config.masked_patches()
         return noise.argsort(1).argsort(1) >= visible
@@ -1071,7 +1072,7 @@ class MaskedAutoencoder(nn.Module):
 
     def forward(self, x, noise):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
-        masked = self.draw_mask(noise)
+        masked = self.mask_from(noise)
         target = at_least_float32(patchify(x, self.config.patch_size))
         if self.config.normalize_targets:       # 1e-6 for flat patches, as in the released code
             mean, var = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
@@ -1081,71 +1082,6 @@ class MaskedAutoencoder(nn.Module):
 
 
 # ---- Text models --------------------------------------------------------------------------------
-def block_cross_entropy(Z, W, targets, needs_grad):
-    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W. As
-    a function of its own it frees the logits of one block before those of the next are made."""
-    valid, index = targets >= 0, targets.clamp_min(0)
-    p = at_least_float32(Z @ W.mT)
-    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
-    logit = p.gather(-1, index)
-    norm = p.exp_().sum(-1, keepdim=True)
-    losses = torch.where(valid, norm.log() - logit, 0.0)
-    if not needs_grad:
-        return losses.sum(), None, None
-    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
-    # entry p - 1 is written: the other way round a compiler would store all of it in float32
-    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
-    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
-    return losses.sum(), p @ W, p.mT @ Z
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The summed loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed."""
-
-    @staticmethod
-    def forward(ctx, Z, W, targets, block, needs_grad):
-        total, dZ, dW = 0.0, None, None
-        if needs_grad:
-            dZ, dW = torch.empty_like(Z), at_least_float32(torch.zeros_like(W))
-        for start in range(0, len(Z), block):
-            part = slice(start, start + block)
-            loss, dz, dw = block_cross_entropy(Z[part], W, targets[part, None], needs_grad)
-            total = total + loss
-            if needs_grad:
-                dZ[part] = dz
-                dW += dw
-        ctx.save_for_backward(dZ, dW)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        # the saved gradients have no history; a compiler refuses a second derivative by itself
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
-        dZ, dW = ctx.saved_tensors
-        dZ_scaled = (grad * dZ.to(grad.dtype)).to(dZ.dtype)     # bfloat16 would round grad
-        return dZ_scaled, (grad * dW).to(dZ.dtype), None, None, None
-
-
-def linear_cross_entropy(Z, W, targets, block=4096):
-    """Mean over targets >= 0 of -log softmax(Z W^*)_target.  [B] Eq. (7.4.1), (7.4.9).
-
-    Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
-    outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
-    a factor: logits live for `block` tokens at a time. With torch.utils.checkpoint it takes ten
-    lines, but forms the logits twice: 1.35 to 1.7 times as long on a CPU core (4,096 tokens; V 97,
-    50,304); in blocks of 1,024 (V 50,304) it also takes 3.4 to 4.5 times the memory."""
-    if torch.is_autocast_enabled(Z.device.type):
-        dtype = torch.get_autocast_dtype(Z.device.type)
-        Z, W = Z.to(dtype), W.to(dtype)
-    needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
-    with torch.autocast(Z.device.type, enabled=False):
-        total = _CrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
-        # divided here: inside, a compiler would fuse the gradients into one kernel, which keeps
-        # the logits of all blocks at once
-        return total / (targets >= 0).sum().clamp_min(1)
-
-
 # Kernels for generation, without cuDNN's, which plans anew for each length
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -1245,3 +1181,69 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+# ---- Cross-entropy in blocks --------------------------------------------------------------------
+def block_cross_entropy(Z, W, targets, needs_grad):
+    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W. As
+    a function of its own it frees the logits of one block before those of the next are made."""
+    valid, index = targets >= 0, targets.clamp_min(0)
+    p = at_least_float32(Z @ W.mT)
+    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
+    logit = p.gather(-1, index)
+    norm = p.exp_().sum(-1, keepdim=True)
+    losses = torch.where(valid, norm.log() - logit, 0.0)
+    if not needs_grad:
+        return losses.sum(), None, None
+    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
+    # entry p - 1 is written: the other way round a compiler would store all of it in float32
+    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
+    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
+    return losses.sum(), p @ W, p.mT @ Z
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The summed loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed."""
+
+    @staticmethod
+    def forward(ctx, Z, W, targets, block, needs_grad):
+        total, dZ, dW = 0.0, None, None
+        if needs_grad:
+            dZ, dW = torch.empty_like(Z), at_least_float32(torch.zeros_like(W))
+        for start in range(0, len(Z), block):
+            part = slice(start, start + block)
+            loss, dz, dw = block_cross_entropy(Z[part], W, targets[part, None], needs_grad)
+            total = total + loss
+            if needs_grad:
+                dZ[part] = dz
+                dW += dw
+        ctx.save_for_backward(dZ, dW)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        # the saved gradients have no history; a compiler refuses a second derivative by itself
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
+        dZ, dW = ctx.saved_tensors
+        dZ_scaled = (grad * dZ.to(grad.dtype)).to(dZ.dtype)     # bfloat16 would round grad
+        return dZ_scaled, (grad * dW).to(dZ.dtype), None, None, None
+
+
+def linear_cross_entropy(Z, W, targets, block=4096):
+    """Mean over targets >= 0 of -log softmax(Z W^*)_target.  [B] Eq. (7.4.1), (7.4.9).
+
+    Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
+    outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
+    a factor: logits live for `block` tokens at a time. With torch.utils.checkpoint it takes ten
+    lines, but forms the logits twice: 1.35 to 1.7 times as long on a CPU core (4,096 tokens; V 97,
+    50,304); in blocks of 1,024 (V 50,304) it also takes 3.4 to 4.5 times the memory."""
+    if torch.is_autocast_enabled(Z.device.type):
+        dtype = torch.get_autocast_dtype(Z.device.type)
+        Z, W = Z.to(dtype), W.to(dtype)
+    needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
+    with torch.autocast(Z.device.type, enabled=False):
+        total = _CrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
+        # divided here: inside, a compiler would fuse the gradients into one kernel, which keeps
+        # the logits of all blocks at once
+        return total / (targets >= 0).sum().clamp_min(1)

@@ -68,10 +68,12 @@ class Lion(torch.optim.Optimizer):
 
 
 def is_fast_in_bfloat16(device):
-    """Whether the device has instructions for bfloat16: a GPU, or a CPU with AMX or AVX512-BF16.
-    Other CPUs emulate them: Newton-Schulz takes 30 times as long as in float32."""
+    """Whether the device has instructions for bfloat16: a GPU from Ampere on, a CPU with AMX or
+    AVX512-BF16. Others emulate them: Newton-Schulz then takes a CPU 30 times as long."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return device.type == "cuda" or bool(can.get("amx_bf16") or can.get("avx512_bf16"))
+    return bool(can.get("amx_bf16") or can.get("avx512_bf16"))
 
 
 def newton_schulz(G, dtype):
@@ -134,33 +136,36 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
     not, as in timm (released CRATE decays all). Raises ValueError if Muon gets no matrix."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
-    chosen, others = {}, {}         # (spared from decay, scale) -> parameters
+    chosen, others = {}, {}         # (decays, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         decays = p.ndim == 2 and key.split(".")[-1] != "positions"
         members = chosen if decays and p in inside else others
-        members.setdefault((not decays, scale(key)), []).append(p)
+        members.setdefault((decays, scale(key)), []).append(p)
     if name == "muon" and not chosen:
         raise ValueError("no matrix of the model is in `hidden`")
 
     def groups(members):            # as PyTorch's optimizers take them
-        return [dict(params=params, weight_decay=0.0 if spared else weight_decay,
-                     decays=not spared, scale=factor)
-                for (spared, factor), params in sorted(members.items())]
+        return [dict(params=params, weight_decay=weight_decay if decays else 0.0, decays=decays,
+                     scale=factor)
+                for (decays, factor), params in sorted(members.items(), reverse=True)]
     if name == "lion":
         return [Lion(groups(others), lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(groups(others), lr=lr, betas=betas, fused=True)
     return [Muon(groups(chosen), lr=lr), adamw] if name == "muon" else [adamw]
 
 
-def set_lr(optimizers, lr, weight_decay=None):
-    """The learning rate of every group, times the group's own scale, and the weight decay, if it
-    is given, of every group that is decayed."""
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group["lr"] = lr * group["scale"]
-        if weight_decay is not None and group["decays"]:
-            group["weight_decay"] = weight_decay
+def take_step(optimizers, lr, weight_decay=None):
+    """One step of every optimizer at learning rate lr, times a group's own scale, with the weight
+    decay, if it is given, in every group that is decayed. Then it drops the gradients."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"]
+            if weight_decay is not None and group["decays"]:
+                group["weight_decay"] = weight_decay
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @torch.no_grad()

@@ -148,8 +148,8 @@ def device_name(device):
 
 
 # Dense bf16 FLOP/s of the data sheets, without sparsity; of the SXM version where there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10": 125e12,
-        "4090": 165e12, "3090": 71e12}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+        "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
 # ---- The run ------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class Run:
         os.replace(tmp, path)
         self.metrics = open(path, "a", buffering=1)
 
-    def log_step(self, loss, lr, values=dict):
+    def log_step(self, loss, lr, values=lambda: {}):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
         stay on the device until then, and values(). Returns whether an evaluation is due."""
         self.step += 1
@@ -277,7 +277,7 @@ class Run:
         last = self.step == self.total
         line = last or self.step % self.config.log_every == 0
         due = last or self.step % self.eval_every == 0
-        if line or due:
+        if line or due:                         # due: a loss that is not finite is not evaluated
             mean, speed = self._mean_loss(), self._end_lap()
         if line:
             self.losses = []
@@ -356,7 +356,7 @@ class Run:
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A second Ctrl-C ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        if number == signal.SIGINT == self.signal and self.processes.world == 1:
+        if number == self.signal == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
         self.signal = self.signal or number

@@ -64,8 +64,7 @@ def main(argv):
         raise UserError(f"{c.ckpt} is a masked model: it continues no text")
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
-    new_document = tokenizer.encode("\n").tolist() if tokenizer.eot is None else [tokenizer.eot]
-    ids = tokenizer.encode(prompt).tolist() or new_document
+    ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
     opening = tokenizer.decode(ids) if prompt else ""      # the prompt as the model reads it
     if UNKNOWN in opening and UNKNOWN not in prompt:
         print(f"note: characters unknown to the model are read as {UNKNOWN}", file=sys.stderr)

@@ -17,14 +17,14 @@ from data import augment, images, show
 from evaluate import model_input, on_device, validation_noise, with_bar
 from flags import cli, model_fields, ModelFlags, option, parse
 from model import mae_config, MAEConfig, MaskedAutoencoder, train_flops
-from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
+from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
 from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the encoder."""
-    data: str = option("shapes", "which images: a prepared set")
+    data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
@@ -164,10 +164,7 @@ def main(argv):
         # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-        set_lr(optimizers, schedule[step])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers, schedule[step])
 
         # evaluate
         if run.log_step(loss, schedule[step]):

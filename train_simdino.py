@@ -22,14 +22,14 @@ from data import augment, images
 from evaluate import features, nearest_neighbours, on_device
 from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
-from optim import count, ema_update, make_optimizers, set_lr, steps_per_epoch, warmup_cosine
+from optim import count, ema_update, make_optimizers, steps_per_epoch, take_step, warmup_cosine
 from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
-    data: str = option("shapes", "which images: a prepared set")
+    data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
@@ -215,11 +215,11 @@ def feature_statistics(Z, eps, processes):
     n = Z.shape[0] * processes.world
     if not total.isfinite().all():
         return dict.fromkeys(("coding_rate", "effective_rank", "cosine"), math.nan)
-    gram, mean = total[:-1], total[-1]
+    gram, summed = total[:-1], total[-1]
     share = torch.linalg.eigvalsh(gram.cpu().double() / n).clamp_min(1e-12)
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
-                cosine=(mean.square().sum().item() - n) / (n * (n - 1)))
+                cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
 
 
 def score_neighbours(teacher, train, val, data, c, processes):
@@ -321,10 +321,7 @@ def main(argv):
             clip_each(params, c.clip_each)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
-        set_lr(optimizers, schedule["lr"][step], schedule["weight_decay"][step])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers, schedule["lr"][step], schedule["weight_decay"][step])
         ema_update(averages, params, schedule["momentum"][step])
 
         def statistics():

@@ -18,14 +18,14 @@ from data import augment, images
 from evaluate import classify, images_for, pooling
 from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate, train_flops
-from optim import count, make_optimizers, micro_batches, set_lr, steps_per_epoch, warmup_cosine
+from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
 from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """Beside --init_from, None takes what the checkpoint has."""
-    data: str = option("shapes", "which images: a prepared set")
+    data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
@@ -249,10 +249,7 @@ def main(argv):
         # clip and step
         if c.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
-        set_lr(optimizers, schedule[step])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers, schedule[step])
 
         # evaluate
         if run.log_step(loss, schedule[step]):

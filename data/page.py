@@ -45,17 +45,17 @@ def text_examples(model, data, tokens):
 
 
 def image_examples(model, task, data):
-    """(eight pictures, of different classes if there are; of an autoencoder the `masked` patches),
+    """(up to eight pictures, of different classes if there are; an autoencoder's `masked` patches),
     and of the first: logits, an encoder's class token, or predicted patches."""
     c, labels = model.config, data.val_labels
-    index = [*dict.fromkeys([*np.unique(labels, return_index=True)[1], *range(8)])][:8]
+    index = [*dict.fromkeys([*np.unique(labels, return_index=True)[1], *range(len(labels))])][:8]
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
     pixels = (255 * x).round().byte()                       # the page has no more
     x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
     found = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
                  classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
-        mask = model.draw_mask(torch.arange(c.patches())[None] * 0.618 % 1)     # spread
+        mask = model.mask_from(torch.arange(c.patches())[None] * 0.618 % 1)     # spread
         found["masked"] = mask[0].nonzero()[:, 0].tolist()
         return found, model.predicted(x, mask)
     return found, model(x) if task == "vit" else model(x)[:, 0]

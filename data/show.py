@@ -71,7 +71,7 @@ def write_overlays(path, x, maps, columns, rows=None):
 def reconstructions(model, x, noise, mean, std):
     """(pictures (n, 4, 3, H, H), their titles) of images x, normalized with mean and std: input,
     masked, reconstruction, and the reconstruction with the visible patches pasted in."""
-    c, mask = model.eval().config, model.draw_mask(noise)
+    c, mask = model.eval().config, model.mask_from(noise)
     target = patchify(x, c.patch_size)
     masked, guess = mask[..., None], model.predicted(x, mask).float()
     # back to pixels with the patch's own statistics, which the model does not know

@@ -2,6 +2,7 @@
 prepare.py makes the files, on first use those of the small sets."""
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -36,16 +37,22 @@ def load(name, cache=CACHE):
 
 
 # ---- Batches ------------------------------------------------------------------------------------
+@lru_cache(1)
+def window_order(windows, seed):
+    """A permutation of the windows of a text: OpenWebText has 9 million of them."""
+    return np.random.default_rng(seed).permutation(windows)
+
+
 def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False):
     """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
     All batch_size windows are drawn from (seed, step) alone, so that any rank or resumed run finds
     its rows of the same global batch. once: the text is cut into windows, whose order is drawn from
     the seed, and no token is a target twice."""
-    rng = np.random.default_rng(seed if once else [seed, step])
     if once:
-        order = rng.permutation((len(tokens) - 1) // context)
+        order = window_order((len(tokens) - 1) // context, seed)
         starts = context * order[step * batch_size:(step + 1) * batch_size]
     else:
+        rng = np.random.default_rng([seed, step])
         starts = rng.integers(len(tokens) - context, size=batch_size)
     windows = np.stack([tokens[i:i + context + 1] for i in starts[rows]]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

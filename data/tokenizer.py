@@ -26,6 +26,7 @@ class CharTokenizer:
         self.n_vocab = len(characters) + 1
         self.table = np.full(0x110000, len(characters), dtype=np.uint16)
         self.table[[ord(character) for character in characters]] = np.arange(len(characters))
+        self.start = int(self.encode("\n")[0])      # what a new document follows
 
     def encode(self, text):
         """str -> uint16 (number of characters,)."""
@@ -54,7 +55,7 @@ class GPT2Tokenizer:
             raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder of them") from None
         self.n_vocab = self.known = self.encoding.n_vocab
-        self.eot = self.encoding.eot_token
+        self.eot = self.start = self.encoding.eot_token
 
     def encode(self, text):
         """str -> uint16 (n,); text that looks like a special token is encoded as text."""

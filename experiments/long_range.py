@@ -28,7 +28,7 @@ from data.show import print_table
 from experiments.neurons import averages
 from flags import cli, option, parse
 from model import LanguageModel, TextConfig
-from optim import make_optimizers, set_lr, warmup_cosine
+from optim import make_optimizers, take_step, warmup_cosine
 from run import derive_seed, DeviceFlags, Processes
 
 # 197,000 parameters each beside the embeddings, in four layers
@@ -78,10 +78,7 @@ def train(c, arch, seed, x, y, processes):
             loss = F.cross_entropy(model(x[index]), y[index])
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        set_lr(optimizers, rates[step])
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers, rates[step])
         loss.item()                         # waits for the device, so that the clock is right
         seconds.append(time.perf_counter() - start)
     return model, statistics.median(seconds[1:])

@@ -36,7 +36,7 @@ from evaluate import with_bar
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, TextConfig
-from optim import make_optimizers, set_lr
+from optim import make_optimizers, take_step
 from run import derive_seed
 
 
@@ -109,10 +109,7 @@ def train(c, arch, seed):
     held_out, answers = sequences(c, 1000, seed, "held out")
     for step in with_bar(range(1, c.steps + 1), f"{arch}, seed {seed}"):
         model(*sequences(c, c.batch_size, seed, step)).backward()
-        set_lr(optimizers, c.lr * min(1, step / 50))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        take_step(optimizers, c.lr * min(1, step / 50))
         if step % 50 == 0 or step == c.steps:
             with torch.no_grad():
                 right = (model(held_out).argmax(-1) == answers)[answers >= 0]
@@ -139,7 +136,7 @@ def heads_of(model):
 
 
 def main(argv):
-    """[{"arch", "parameters", "learnt", "steps", "accuracy"}, ...], or heads_of."""
+    """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...], or heads_of."""
     c, _ = parse(Recall, {}, argv, __doc__)
     if c.ckpt:
         rows = heads_of(load_model(c.ckpt, ("gpt",)).model)
@@ -151,8 +148,8 @@ def main(argv):
     for arch, count in counts.items():
         print(f"{arch}, {c.seeds} runs ...", file=sys.stderr, flush=True)
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
-        learnt = sum(run["steps"] is not None for run in runs)
-        rows.append(dict(arch=arch, parameters=count, learnt=f"{learnt}/{c.seeds}")
+        learned = sum(run["steps"] is not None for run in runs)
+        rows.append(dict(arch=arch, parameters=count, learned=f"{learned}/{c.seeds}")
                     | averages(runs))
     print_table(rows)
     return rows

@@ -82,7 +82,7 @@ def test_forward(fields, normalize_targets):
     x[0, :, :8] = 0.7                                                   # patches of one colour
     literal = [forward_literally(net, image, draw) for image, draw in zip(x, noise.tolist())]
     predicted, errors = zip(*literal)
-    assert_near(net.predicted(x, net.draw_mask(noise)), torch.stack(predicted))
+    assert_near(net.predicted(x, net.mask_from(noise)), torch.stack(predicted))
     assert_near(net(x, noise), torch.cat(errors).mean())
 
 
@@ -97,7 +97,7 @@ def test_compiled_equals_eager(fields):
 def test_masked_patches(image_size, patch_size, ratio, masked):
     """As many as the released code masks; test_forward has which ones."""
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
-    assert MaskedAutoencoder(c).draw_mask(torch.rand(1, c.patches())).sum() == masked
+    assert MaskedAutoencoder(c).mask_from(torch.rand(1, c.patches())).sum() == masked
 
 
 @torch.no_grad()

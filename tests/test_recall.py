@@ -1,4 +1,4 @@
-"""In-context recall: its sequences, its ties, and that it is learnt."""
+"""In-context recall: its sequences, its ties, and that it is learned."""
 import pytest
 import torch
 
@@ -44,8 +44,8 @@ def test_recall():
     """One pair is recalled by any arch that can copy; two seeds have a mean and its error."""
     flags = "--archs=aot-mhsa", "--layers=1", "--width=16", "--heads=2", "--pairs=1", "--symbols=4"
     row, = recall.main([*flags, "--seeds=2", "--steps=400", "--lr=1e-2"])
-    assert row["learnt"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
+    assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
-    assert row["learnt"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
+    assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
     with pytest.raises(UserError, match="--tie=qk: aot has one matrix"):
         recall.main(["--archs=aot", "--tie=qk"])

@@ -40,7 +40,7 @@ def test_validation_and_the_sheet(cache, normalize):
     sheet, _ = show.reconstructions(model, x[:3], noise[:3], data.mean, data.std)
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
     torch.testing.assert_close(255 * given, torch.tensor(data.val_images[:3]).float())
-    hidden = model.draw_mask(noise[:3]).view(3, 4, 4)
+    hidden = model.mask_from(noise[:3]).view(3, 4, 4)
     hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)
     torch.testing.assert_close(masked[hidden], torch.tensor(data.mean).expand_as(masked[hidden]))
     assert torch.equal(pasted[hidden], guess[hidden])

@@ -135,20 +135,20 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
 def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
     """One step of DINO after another, by hand."""
     steps = []
-    loss, set_lr, update = (getattr(train_simdino, name)
-                            for name in ("dino_loss", "set_lr", "ema_update"))
+    loss, take_step, update = (getattr(train_simdino, name)
+                               for name in ("dino_loss", "take_step", "ema_update"))
 
     def dino_loss(student, teacher, center, temperature):
         seen = dict(center=center.clone(), temperature=temperature)
         steps.append(seen | dict(mean=teacher.mean((0, 1))))
         return loss(student, teacher, center, temperature)
 
-    def before_step(optimizers, lr, decay):
-        set_lr(optimizers, lr, decay)
+    def one_step(optimizers, lr, decay):
         decayed, rest = optimizers[0].param_groups
-        assert decayed["weight_decay"] == decay and rest["weight_decay"] == 0
         norms = torch.stack([p.grad.norm() for p in decayed["params"] if p.grad is not None])
         assert norms.max() < 0.001001 and (norms > 0.00099).sum() > 1   # each is clipped by itself
+        take_step(optimizers, lr, decay)
+        assert decayed["weight_decay"] == decay and rest["weight_decay"] == 0
         steps[-1] |= dict(lr=(decayed["lr"], rest["lr"]), decay=decay)
 
     def ema_update(teacher, student, momentum):
@@ -158,7 +158,7 @@ def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
         prototypes, = (p.detach().clone() for p in student if p.shape == (24, 16))
         steps[-1] |= dict(momentum=momentum, prototypes=prototypes)
 
-    for name, function in (("dino_loss", dino_loss), ("set_lr", before_step),
+    for name, function in (("dino_loss", dino_loss), ("take_step", one_step),
                            ("ema_update", ema_update)):
         monkeypatch.setattr(train_simdino, name, function)
     train(train_simdino, "a", "--method=dino", "--epochs=2", "--lr=1e-3", "--clip_each=0.001",
