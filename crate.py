@@ -127,7 +127,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
-        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):
+        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov's
             p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as in AdamW
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
@@ -150,8 +150,8 @@ def look(model, x, y, val_x, val_y):
         half = Z + layer.attention(layer.norm1(Z))
         Rc, before, after = (subspace_coding_rate(T, U).mean()
                              for T in (F.layer_norm(Z, Z.shape[-1:]), Z, half))
-        means = torch.stack([train_out[y == c].mean((0, 1)) for c in range(10)])
-        near = torch.cdist(out.mean(1), means).argmin(1)
+        means = torch.stack([train_out[y == c][:, 1:].mean((0, 1)) for c in range(10)])
+        near = torch.cdist(out[:, 1:].mean(1), means).argmin(1)
         rows.append((Rc, after - before, sparse_rate_reduction(out, U).mean(),
                      100 * (out != 0).float().mean(), 100 * (near == val_y).float().mean()))
     return rows
