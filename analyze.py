@@ -170,8 +170,8 @@ class Subspaces(OneModel):
 def subspaces(c):
     """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
     loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
-    layers = (loaded.encoder or loaded.model).layers
-    U = torch.stack([layer.attention.bases() for layer in layers])
+    backbone = loaded.encoder or loaded.model
+    U = torch.stack([layer.attention.bases() for layer in backbone.layers])
     _, K, d, p = U.shape
     columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
     gram = (columns.mT @ columns).abs()
@@ -350,15 +350,15 @@ class Page(OneModel):
 
 def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
-    path, tokens = needed(c.ckpt, "ckpt"), None
+    path, ids = needed(c.ckpt, "ckpt"), None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
     if (arch := loaded.model.config.arch) not in page.ARCHS:
         raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.ARCHS)}")
     if loaded.task == "gpt":
-        data, _, tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+        data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
         data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
-    text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, tokens)
+    text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, ids)
     Path(c.out).write_text(text, encoding="utf-8")
     return dict(megabytes=len(text) / 1e6)
 

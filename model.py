@@ -45,11 +45,11 @@ def attention_map(q, k, scale, causal=False):
     return gram.softmax(-1)
 
 
-def shift(w, *shares):
+def shift(w, a):
     """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the token before
-    (Xu et al. 2025, whose two weights are free). w (..., K, n, p); a (K, 1, 1) in `shares`."""
-    change = F.pad(w[..., :-1, :], (0, 0, 1, 0)) - w                    # w_{i-1} - w_i, formed once
-    return [torch.addcmul(w, change, a.to(w.dtype)) for a in shares]
+    (Xu et al. 2025, whose two weights are free). w (..., K, n, p), shares a (K, 1, 1)."""
+    before = F.pad(w[..., :-1, :], (0, 0, 1, 0))                        # w_{i-1}
+    return w.lerp(before, a.to(w.dtype))
 
 
 def turns(n, p, like):
@@ -146,7 +146,7 @@ class Attention(nn.Module, ABC):
         but w_i^* R_{j-i} k_j are not: a head can tell which of two tokens comes first."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
-            k, v = shift(k, a, b) if k is v else (*shift(k, a), *shift(v, b))
+            k, v = shift(k, a), shift(v, b)
         if self.rotary:
             turn = turns(k.shape[2], self.p, k)
             q, k = rotate(q, turn[-q.shape[2]:]), rotate(k, turn)
