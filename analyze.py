@@ -304,10 +304,9 @@ def neighbours(c):
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    edge, strangers = shown.shape[-1] // 16 + 1, shown[:, 1:][wrong]
-    frame = F.pad(torch.ones_like(strangers[..., edge:-edge, edge:-edge]), 4 * (edge,))
-    red = torch.tensor([1.0, 0, 0])[:, None, None]
-    shown[:, 1:][wrong] = torch.where(frame > 0, strangers, red)
+    edge, other = shown.shape[-1] // 16 + 1, shown[:, 1:][wrong]
+    frame = F.pad(torch.ones_like(other[..., edge:-edge, edge:-edge]), 4 * (edge,))
+    shown[:, 1:][wrong] = torch.where(frame > 0, other, torch.tensor([1.0, 0, 0])[:, None, None])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest

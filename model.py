@@ -48,8 +48,7 @@ def attention_map(q, k, scale, causal=False):
 def shift(w, a):
     """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the token before
     (Xu et al. 2025, whose two weights are free). w (..., K, n, p), shares a (K, 1, 1)."""
-    before = F.pad(w[..., :-1, :], (0, 0, 1, 0))                        # w_{i-1}
-    return w.lerp(before, a.to(w.dtype))
+    return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
 def turns(n, p, like):
@@ -684,6 +683,9 @@ ARCHS = {
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
     "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
+    # what lies between: one matrix for query, key and value; ISTA in place of the MLP
+    "mssa-mlp": Arch(MSSA, MLP, "vit", residual=True),
+    "mhsa-ista": Arch(MHSA, ISTA, "crate"),
 }
 
 

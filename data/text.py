@@ -52,8 +52,7 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
         order = window_order((len(tokens) - 1) // context, seed)
         starts = context * order[step * batch_size:(step + 1) * batch_size]
     else:
-        rng = np.random.default_rng([seed, step])
-        starts = rng.integers(len(tokens) - context, size=batch_size)
+        starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, batch_size)
     windows = np.stack([tokens[i:i + context + 1] for i in starts[rows]]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
