@@ -204,8 +204,7 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
     (r"^to_patch_embedding\.2\.", "encoder.embed.1."),
     (r"^to_patch_embedding\.3\.", "encoder.embed.2."),
     (r"^norm\.", "encoder.norm."),              # of CRATE-MAE; below, of crate-lm
-    (r"^mlp_head\.", "head."),
-    (r"^decoder_pred\.", "predict."),
+    (r"^mlp_head\.", "head."), (r"^decoder_pred\.", "predict."),
     (r"^transformer\.wte\.", "embed."),
     (r"^transformer\.wpe\.weight$", "positions"),
     (r"^transformer\.ln_f\.", "norm."),

@@ -328,6 +328,7 @@ class LM(Flags):
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=text.SPLITS)
     batch_size: int = option(16, "windows at once", low=1)
+    context: int | None = option(None, "tokens a window; with rotary positions also more", low=1)
 
 
 @dataclass(kw_only=True)
@@ -338,7 +339,8 @@ class Lambada(Flags):
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
-    mask_rate = loaded.content["run_config"].get("mask_rate")
+    mask_rate, config = loaded.content["run_config"].get("mask_rate"), loaded.model.config
+    config.context = c.context or config.context
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate)

@@ -706,9 +706,7 @@ SIZES = {
         "crate": CRATE_SIZES,
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12), medium=_size(512, 8, 24)),
-        "aot": CRATE_SIZES,
-        "cbsa": VIT_SIZES,
-        "vit": VIT_SIZES},
+        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "vit": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
         "tost": dict(small=_size(384, 8, 12)),
@@ -858,7 +856,7 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-    rotary: bool = False            # rotary positions, beside the learned ones: `rotate`
+    rotary: bool = False            # rotary positions in place of the learned ones: `rotate`
     shift: bool = False             # keys and values that see the token before: `shift`
 
     def __post_init__(self):
@@ -1089,7 +1087,8 @@ FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 class LanguageModel(Backbone):
-    """Token and position embeddings, layers, a last LN, and the embedding as head.  [B] 7.4.
+    """Token embeddings plus learned positions (none with rotary ones, whose context one may
+    change), layers, a last LN, and the embedding as head.  [B] 7.4.
 
     model(ids): (B, n) -> logits (B, n, V). model(ids, targets): mean loss over targets >= 0."""
 
@@ -1097,7 +1096,7 @@ class LanguageModel(Backbone):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.width)
-        self.positions = nn.Parameter(torch.zeros(c.context, c.width))
+        self.positions = None if c.rotary else nn.Parameter(torch.zeros(c.context, c.width))
         self.layers = make_layers(c)
         self.norm = layer_norm(c)
         self.init_weights()
@@ -1112,14 +1111,17 @@ class LanguageModel(Backbone):
                 std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
                 init_linears(module, nn.init.normal_, std=std)
         nn.init.normal_(self.embed.weight, std=0.02)
-        nn.init.normal_(self.positions, std=0.02)
+        if self.positions is not None:
+            nn.init.normal_(self.positions, std=0.02)
 
     def tokens(self, ids, start=0):
         """Z^1 of [B] Eq. (7.4.2): (B, n) -> (B, n, d), the first token at position `start`."""
-        end = start + ids.shape[1]
-        if end > self.config.context:
-            raise ConfigError(f"{end} tokens exceed the context of {self.config.context}")
-        Z = self.embed(ids) + self.positions[start:end]
+        end, Z = start + ids.shape[1], self.embed(ids)
+        context = self.config.context if self.positions is None else len(self.positions)
+        if end > context:
+            raise ConfigError(f"{end} tokens exceed the context of {context}")
+        if self.positions is not None:
+            Z = Z + self.positions[start:end]
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, ids, targets=None):

@@ -43,12 +43,12 @@ def steer(model, words):
     if found is None:
         raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:207:6")
     layer, entry, value = int(found[1]), int(found[2]), float(found[3])
-    L = len(model.layers)
+    L, token = len(model.layers), next(model.parameters()).new_zeros(1, 1, model.config.width)
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
-    entries = 0 if operator is None else operator.code(model.positions[None, :1]).shape[-1]
+    entries = 0 if operator is None else operator.code(token).shape[-1]
     if entry >= entries:
         raise UserError(f"--steer={words}: layer {layer} of {L} has {entries} entries, from 0 on")
-    code, column = operator.code, torch.arange(entries, device=model.positions.device) == entry
+    code, column = operator.code, torch.arange(entries, device=token.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 

@@ -28,7 +28,7 @@ class Config(RunFlags, ModelFlags):
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
-    rotary: bool = option(False, "rotary positions beside the learned ones")
+    rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the token before")
     dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
     # optimization

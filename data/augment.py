@@ -332,8 +332,7 @@ RAND_AUGMENT = {
     "Sharpness": _sharpness,
     "Posterize": lambda x, s, m: x - x % 2 ** round(m / 7.5),   # 8 bits at magnitude 0, 4 at 30
     "Solarize": lambda x, s, m: torch.where(x >= 255 - 8.5 * m, 255 - x, x),
-    "AutoContrast": _autocontrast,
-    "Equalize": _equalize,
+    "AutoContrast": _autocontrast, "Equalize": _equalize,
 }
 
 

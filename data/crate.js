@@ -176,7 +176,7 @@ function embedPicture({c, embed, positions, class_token, mask_token}, {mean, std
 const idsOf = ({characters}, words) => [...words].map(y => [...characters, y].indexOf(y));
 const embedText = ({embed: {weight: {cols: d, at}}, positions}, ids, from) =>
   made(ids.length - from, d, t =>
-    at[ids[from + (t / d | 0)] * d + t % d] + positions.at[from * d + t]);
+    at[ids[from + (t / d | 0)] * d + t % d] + (positions ? positions.at[from * d + t] : 0));
 // The largest difference from what PyTorch made of the first picture or text
 function check(data, model) {
   const {config: c, task} = data, knobs = {eta: c.eta, lambda: c.lambd, off: [], hold: []};

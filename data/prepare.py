@@ -68,8 +68,7 @@ def wikitext_articles(rows):
 
 
 IMAGES = {
-    "shapes": ImageSet(32),
-    "camouflage": ImageSet(32),
+    "shapes": ImageSet(32), "camouflage": ImageSet(32),
     "cifar10": ImageSet(32, dict(path="uoft-cs/cifar10")),
     "cifar100": ImageSet(32, dict(path="uoft-cs/cifar100")),
     "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102")),

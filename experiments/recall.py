@@ -46,7 +46,7 @@ class Recall:
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
-    rotary: bool = option(False, "rotary positions beside the learned ones")
+    rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the token before")
     layers: int = option(2, "of each model", low=1)
     width: int = option(64, "d", low=1)

@@ -64,8 +64,7 @@ def test_pixels_and_sizes():
     assert torch.equal(augment.at_size(x, 12), augment.resize(x, 12))
 
 
-@pytest.mark.parametrize("operation, p, definition", [
-    (augment.flip, 0.5, lambda x: x.flip(3)),
+@pytest.mark.parametrize("operation, p, definition", [(augment.flip, 0.5, lambda x: x.flip(3)),
     (partial(augment.grayscale, p=0.5), 0.5,
      lambda x: (x * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)),
     (partial(augment.solarize, p=0.2), 0.2, lambda x: x.where((255 * x).round() < 128, 1 - x))])
