@@ -2,7 +2,7 @@
 
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
-    python sample.py --ckpt=... --steer=2:207:6    entry 207 of layer 2's code is always 6
+    python sample.py --ckpt=... --steer=1:31:4     entry 31 of layer 1's code is always 4
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
 """
@@ -41,7 +41,7 @@ def steer(model, words):
     """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
     found = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
     if found is None:
-        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 2:207:6")
+        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 1:31:4")
     layer, entry, value = int(found[1]), int(found[2]), float(found[3])
     L, token = len(model.layers), next(model.parameters()).new_zeros(1, 1, model.config.width)
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
