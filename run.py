@@ -197,8 +197,7 @@ class Run:
         resuming = saved and (c.resume or restarted)
         there = {path.name for path in self.dir.iterdir()} - {".lock"}
         if there and not (resuming or c.overwrite or restarted):
-            raise UserError(f"{self.dir} is not empty: --resume continues it, "
-                            "--overwrite deletes it, --out_dir names another folder")
+            raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
             pictures = (path.name for path in self.dir.glob("step*.png"))
             for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):
@@ -211,9 +210,10 @@ class Run:
         if not self.resuming:
             return None
         content = self.processes.main_only(self._newest_whole)
-        fixed = asdict(model_config)    # with the values that auto stands for
-        theirs = content["run_config"] | content["model_config"]
-        for name, value in (fixed | dict(optimizer=self.config.optimizer)).items():
+        shared = {name: getattr(self.config, name, None)
+                  for name in ("optimizer", "data", "seed", "batch_size", "train_images")}
+        theirs = content["run_config"] | content["model_config"]    # values that auto stands for
+        for name, value in (shared | asdict(model_config)).items():
             if theirs.get(name, value) != value:
                 raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
                                 f"flags say {value}; give those of its config.json again")

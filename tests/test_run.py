@@ -106,7 +106,7 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
         found = {line["step"]: line["loss"] for line in metrics(tmp_path / name)}
         assert found == {6: 2.5, 12: at_12, 18: 14.5, 20: 18.5}, name
     before = files()
-    train(tmp_path / "cut", resume=True, seed=3)
+    train(tmp_path / "cut", resume=True, workers=3)
     assert "nothing left to do" in capsys.readouterr().out and files() == before
 
 
