@@ -148,6 +148,8 @@ class Branch(nn.Module):
 def build_model(c):
     """The branch that the flags describe. A LayerNorm before the projector bounds its input."""
     config = image_config(c.size, **model_fields(ImageConfig, c, classes=1, final_norm=True))
+    if c.local_views and c.local_size % config.patch_size:
+        raise UserError(f"patch_size={config.patch_size} does not divide local_size={c.local_size}")
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 
