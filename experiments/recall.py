@@ -42,6 +42,7 @@ from run import derive_seed
 
 @dataclass(kw_only=True)
 class Recall:
+    """The task and the models that learn it; or the trained model whose heads are shown."""
     ckpt: str | None = option(None, "a trained model of text: show its heads instead")
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
