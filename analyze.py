@@ -10,7 +10,7 @@
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, MISSING
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +20,18 @@ from torch.nn import functional as F
 import evaluate
 from checkpoint import load_model, read_metrics
 from data import augment, page, show
-from flags import CACHE, cli, needed, option, parse_command, ROOT, UserError
+from flags import CACHE, cli, option, parse_command, ROOT, UserError
 from model import saliency
 from run import Processes
 
 
 @dataclass(kw_only=True)
 class OneModel:
-    ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
+    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
-    seed: int = option(0, "of the random weights", low=0)
+    seed: int = option(0, "draws the random weights", low=0)
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
@@ -85,7 +85,7 @@ class Layers(OneModel):
     [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
     R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. For
     "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}."""
-    ckpt: str | None = option(None, "checkpoints of any task, separated by commas")
+    ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
@@ -116,7 +116,7 @@ def layer_table(loaded, c):
 def layers(c):
     """{"runs": [{"ckpt", "untrained", "srr", "layers"}, ...]}, srr the mean over layers."""
     runs = []
-    for path in needed(c.ckpt, "ckpt").split(","):
+    for path in c.ckpt.split(","):
         for untrained in (False, True) if c.untrained else (False,):
             loaded = open_model(path, c, untrained)
             table = layer_table(loaded, c)
@@ -169,7 +169,7 @@ class Subspaces(OneModel):
 @torch.no_grad()
 def subspaces(c):
     """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
-    loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained)
+    loaded = open_model(c.ckpt, c, c.untrained)
     backbone = loaded.encoder or loaded.model
     U = torch.stack([layer.attention.bases() for layer in backbone.layers])
     _, K, d, p = U.shape
@@ -193,7 +193,7 @@ class Pictures(OneModel):
 def open_pictures(c, count):
     """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded = open_model(needed(c.ckpt, "ckpt"), c, c.untrained, ("vit", "mae", "simdino"))
+    loaded = open_model(c.ckpt, c, c.untrained, ("vit", "mae", "simdino"))
     if c.files:
         names = ["".join(char if char.isprintable() else " " for char in Path(file).name)
                  for file in c.files]
@@ -349,7 +349,7 @@ class Page(OneModel):
 
 def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
-    path, ids = needed(c.ckpt, "ckpt"), None
+    path, ids = c.ckpt, None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
     if (arch := loaded.model.config.arch) not in page.ARCHS:
         raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.ARCHS)}")

@@ -27,7 +27,7 @@ from run import device_name, DeviceFlags, Processes
 class Flags(DeviceFlags):
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
-    longest: int = option(4096, "of `length` and `generate`: the largest number of tokens", low=64)
+    longest: int = option(4096, "most tokens of `length` and `generate`", low=64)
 
 
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------

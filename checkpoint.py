@@ -44,7 +44,7 @@ def write_checkpoint(path, content, keep_previous=True):
         if keep_previous and path.exists():
             os.replace(path, path.with_suffix(".prev.pt"))
         os.replace(tmp, path)
-    except (OSError, RuntimeError) as error:    # of torch.save; behind it may be the full disk
+    except (OSError, RuntimeError) as error:    # torch.save's own may hide a full disk
         tmp.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise UserError(f"cannot write {path}: {cause}") from None
@@ -94,7 +94,7 @@ def _read(path):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except Exception:                           # of many kinds, with a page of text
+    except Exception:                           # any kind, and a page of text
         raise ValueError("it is damaged, no torch file, or holds more than tensors and plain "
                          "values, which could run code") from None
 

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, MISSING, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from checkpoint import load_model
 from data import augment, images, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, needed, option, parse_command, UserError
+from flags import cli, DataFlags, option, parse_command, UserError
 from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from run import derive_seed, DeviceFlags, Processes
 
@@ -38,7 +38,7 @@ def statistics_of(meta):
 
 def images_for(name, meta, cache):
     """An image set (None: the checkpoint's own), with mean and std of the checkpoint's images."""
-    data = images.load(needed(name or meta.get("name"), "data"), cache=cache)
+    data = images.load(name or meta.get("name", ""), cache=cache)
     mean, std = statistics_of(meta)
     return replace(data, mean=mean, std=std)
 
@@ -206,7 +206,7 @@ def layer_numbers(layer, Z, trace, c):
 def tokens_for(name, split, meta, cache):
     """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
     there is none, val. `meta` is the checkpoint's data_meta."""
-    data = text.load(needed(name or meta.get("name"), "data"), cache=cache)
+    data = text.load(name or meta.get("name", ""), cache=cache)
     if data.tokenizer.meta() != meta["tokenizer"]:
         raise UserError(f"--data={data.name} has another tokenizer than the checkpoint")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
@@ -249,16 +249,16 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Flags(DeviceFlags):
-    ckpt: str | None = option(None, "a checkpoint: ours, a published one, pretrained:NAME")
+class Flags(DeviceFlags, DataFlags):
+    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     untrained: bool = option(False, "random weights instead of the checkpoint's")
-    seed: int = option(0, "of the random weights, and of the tenth that linear holds out", low=0)
+    seed: int = option(0, "draws the random weights, and the tenth that linear holds out", low=0)
 
 
 def load(c, *tasks):
     """(`Loaded`, on its device, with --untrained at random initialization; Processes)."""
-    loaded = load_model(needed(c.ckpt, "ckpt"), tasks, c.heads, c.seed if c.untrained else None)
+    loaded = load_model(c.ckpt, tasks, c.heads, c.seed if c.untrained else None)
     processes = Processes(c.device, c.dtype)
     loaded.model.to(processes.device)
     return loaded, processes

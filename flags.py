@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import typing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
 
 import torch.distributed as dist
@@ -92,9 +92,15 @@ def flush_or_mute():
 
 # ---- Fields -------------------------------------------------------------------------------------
 def option(default, help, displaces=(), **limits):
-    """A field with its --help text and limits: choices, low <= value <= high, value > above. Given
-    on the command line, it removes the preset's values of the fields in `displaces`."""
+    """A field (default MISSING: a flag that is needed) with its --help text and limits: choices,
+    low <= value <= high, value > above. Given, it removes the preset's values of `displaces`."""
     return field(default=default, metadata=dict(help=help, displaces=displaces, **limits))
+
+
+@dataclass(kw_only=True)
+class DataFlags:
+    data_dir: str = option(str(CACHE), "where prepared data lies")
+    workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
 
 @dataclass(kw_only=True)
@@ -115,13 +121,6 @@ def model_fields(cls, config, **given):
     """`given`, and every field of `cls` that `config` sets: how flags reach a model."""
     shared = {f.name: getattr(config, f.name, None) for f in fields(cls)}
     return {k: v for k, v in shared.items() if v is not None} | given
-
-
-def needed(value, flag):
-    """The value of a flag that has no default."""
-    if value is None:
-        raise UserError(f"--{flag} is needed")
-    return value
 
 
 def not_one_of(word, words):
@@ -177,10 +176,11 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
             parser.add_argument(flag, nargs="*", help=f.metadata["help"])
             continue
         value = values.get(flag, f.default)
-        shown = f"{f.metadata['help']} [{'auto' if value is None else value}]".replace("%", "%%")
-        parser.add_argument(f"--{flag}", help=shown,
-                            metavar="|".join(f.metadata.get("choices", [kind.__name__])),
-                            type=reader(f, kind, optional))
+        shown = {None: "auto", MISSING: "needed"}.get(value, value)
+        parser.add_argument(
+            f"--{flag}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
+            metavar="|".join(f.metadata.get("choices", [kind.__name__])),
+            type=reader(f, kind, optional), required=value is MISSING)
         if kind is bool:
             argv = [f"{word}=true" if word == f"--{flag}" else word for word in argv]
     given, unknown = parser.parse_known_intermixed_args(argv)

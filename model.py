@@ -21,7 +21,6 @@ Practice of Deep Representation Learning, Chapter 7. "Released code" is that of 
 The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token per row, and
 U_k^* Z is w = Z @ U_k. The column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT (a
 Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
-import difflib
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -625,9 +624,7 @@ class ConfigError(ValueError):
 
 def check_word(name, word, words):
     if word not in words:
-        near = difflib.get_close_matches(str(word), words, 1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}{hint}")
+        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}")
 
 
 class Family(NamedTuple):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from checkpoint import load_into, load_optimizers, read_checkpoint, read_metrics, write_checkpoint
-from flags import CACHE, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
+from flags import DataFlags, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
 
@@ -27,10 +27,8 @@ from optim import is_fast_in_bfloat16
 @dataclass(kw_only=True)
 class DeviceFlags:
     device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "of autocast; auto is bfloat16 where there are instructions for it",
+    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
                         choices=("auto", "float32", "bfloat16"))
-    data_dir: str = option(str(CACHE), "where prepared data lies")
-    workers: int = option(8, "processes that read a data set too large for memory", low=0)
 
 
 class Processes:
@@ -154,7 +152,7 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 
 
 # ---- The run ------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class RunFlags(DeviceFlags):
+class RunFlags(DeviceFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same flags")
     overwrite: bool = option(False, "delete the run in out_dir first")

@@ -9,7 +9,7 @@ One text streams to the terminal. Text goes to stdout, the rate in tokens/s to s
 import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, MISSING
 
 import torch
 from torch.nn.attention import sdpa_kernel
@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, needed, option, parse, UserError
+from flags import cli, option, parse, UserError
 from model import FOR_ANY_LENGTH
 from run import derive_seed, DeviceFlags, Processes
 
@@ -26,7 +26,7 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 
 @dataclass(kw_only=True)
 class Sample(DeviceFlags):
-    ckpt: str | None = option(None, "a checkpoint of train_gpt.py, or pretrained:NAME")
+    ckpt: str = option(MISSING, "a checkpoint of train_gpt.py, or pretrained:NAME")
     prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
     steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
     tokens: int = option(300, "how many to write", low=1)
@@ -56,7 +56,7 @@ def main(argv):
     """Writes the texts to stdout and returns them, each with its prompt."""
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
-    loaded = load_model(needed(c.ckpt, "ckpt"), ("gpt",))
+    loaded = load_model(c.ckpt, ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if c.steer is not None:
         steer(model, c.steer)

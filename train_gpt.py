@@ -30,7 +30,7 @@ class Config(RunFlags, ModelFlags):
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the token before")
-    dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
+    dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)

@@ -32,7 +32,7 @@ class Config(RunFlags, ModelFlags):
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
-    drop_path: float = option(0.1, "of the student's residual branches", low=0, high=0.99)
+    drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
     # the method
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
@@ -41,7 +41,7 @@ class Config(RunFlags, ModelFlags):
                           "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, the projector's output", low=2)
-    momentum: float = option(0.996, "of the teacher; rises to 1 as a cosine", low=0, high=1)
+    momentum: float = option(0.996, "the teacher's; rises to 1 as a cosine", low=0, high=1)
     prototypes: int = option(65536, "DINO: size of its head", low=2)
     teacher_temp: float = option(0.07, "DINO: of the teacher, from 0.04 upwards", above=0)
     warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
@@ -54,7 +54,7 @@ class Config(RunFlags, ModelFlags):
     weight_decay_end: float = option(0.4, "weight decay at the end of the run", low=0)
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
-    warmup_epochs: float = option(10, "of linear warm-up", low=0)
+    warmup_epochs: float = option(10, "epochs of linear warm-up", low=0)
     clip_each: float = option(3.0, "largest norm of a parameter's gradient; 0: no limit", low=0)
     # views
     local_size: int = option(16, "pixels per side of a local view", low=1)

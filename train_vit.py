@@ -31,7 +31,7 @@ class Config(RunFlags, ModelFlags):
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
-    dropout: float = option(0.0, "of embeddings, attention maps, and outputs", low=0, high=0.99)
+    dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
@@ -43,10 +43,10 @@ class Config(RunFlags, ModelFlags):
     min_lr: float = option(0.0, "where the cosine ends", low=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta2: float = option(0.99, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
-    batch_size: int = option(128, "of all processes together", low=1)
+    batch_size: int = option(128, "images a step, of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
-    warmup_epochs: float = option(0.5, "of linear warm-up", low=0)
+    warmup_epochs: float = option(0.5, "epochs of linear warm-up", low=0)
     clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
@@ -59,7 +59,7 @@ class Config(RunFlags, ModelFlags):
     crop_area: float = option(0.08, "smallest share of the area in crop=resized", above=0, high=1)
     flip: bool = option(True, "mirror half of the images")
     randaugment: int = option(0, "operations of RandAugment an image", low=0)
-    magnitude: int = option(9, "of RandAugment, 0 to 30", low=0, high=30)
+    magnitude: int = option(9, "RandAugment's strength, 0 to 30", low=0, high=30)
     cutmix: float = option(0.0, "share of images with a square of another", low=0, high=1)
 
 
@@ -181,7 +181,8 @@ def main(argv):
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = images_for(c.data, loaded.meta, c.data_dir)
     rest = max(len(data.train_labels) - c.val, 0)           # the first are trained on
-    n = min(rest, c.train_images or rest)
+    if rest < (n := c.train_images or rest):
+        raise UserError(f"--train_images={n}: {c.data} has {rest}")
     train, val = (data.train_images[:n], data.train_labels[:n]), (data.val_images, data.val_labels)
     if c.val:
         val = data.train_images[rest:], data.train_labels[rest:]

@@ -337,7 +337,7 @@ def opened(name, kind, cache):
     if not name or not folder.exists():
         if name not in sets:
             own = (path.name for path in folder.parent.glob("[!.]*"))
-            raise UserError(f"--data: {not_one_of(name, sorted({*own, *sets}))}; "
+            raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
                             "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:
             raise UserError(f"{name} is not prepared: {how_to(name, cache)}")

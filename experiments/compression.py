@@ -40,7 +40,7 @@ class Compression:
     eps: float = option(0.5, "distortion of the rates", low=1e-6)
     step: float = option(0.1, "step size times beta; an exact step descends below 2", above=0)
     iterations: int = option(30, "how many steps", low=1)
-    seed: int = option(0, "of all that is drawn", low=0)
+    seed: int = option(0, "draws everything", low=0)
     out: str = option("out/compression.png", "the figure")
 
 

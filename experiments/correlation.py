@@ -30,7 +30,7 @@ from checkpoint import load_model
 from data import images
 from data.show import print_table
 from evaluate import classify, images_for, model_input, on_device
-from flags import cli, option, parse, UserError
+from flags import cli, DataFlags, option, parse, UserError
 from model import sparse_rate_reduction
 from optim import count
 from run import derive_seed, DeviceFlags, Processes
@@ -46,15 +46,15 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 
 @dataclass(kw_only=True)
-class Correlation(DeviceFlags):
+class Correlation(DeviceFlags, DataFlags):
     out_dir: str = option("out/grid", "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
     samples: int = option(1000, "training images for SRR, margin and flatness", low=1)
     eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", above=0)
     lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure; likewise", low=0)
-    draws: int = option(5, "of the noise on the weights (flatness)", low=1)
-    dtype: str = option("float32", "of autocast", choices=("float32", "bfloat16"))
+    draws: int = option(5, "draws of the noise on the weights (flatness)", low=1)
+    dtype: str = option("float32", "autocast's", choices=("float32", "bfloat16"))
 
 
 # ---- Measures -----------------------------------------------------------------------------------

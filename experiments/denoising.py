@@ -33,8 +33,8 @@ class Denoising:
     width: int = option(64, "d", low=1)
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(500, "n", low=1)
-    steps: int = option(100, "of sde", low=1)
-    seed: int = option(0, "of all that is drawn", low=0)
+    steps: int = option(100, "steps of sde", low=1)
+    seed: int = option(0, "draws everything", low=0)
 
 
 def posterior_mean(z, U, sigma):

@@ -26,7 +26,7 @@ sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run wit
 from data import augment, images
 from data.show import print_table
 from experiments.neurons import averages
-from flags import cli, option, parse
+from flags import cli, DataFlags, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, take_step, warmup_cosine
 from run import derive_seed, DeviceFlags, Processes
@@ -37,11 +37,11 @@ SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2)
 
 
 @dataclass(kw_only=True)
-class LongRange(DeviceFlags):
+class LongRange(DeviceFlags, DataFlags):
     side: int = option(16, "pixels per side of a picture, a divisor of 32", low=1, high=32)
     held_out: int = option(5000, "pictures to test on", low=1)
     seeds: int = option(3, "runs of each arch", low=1)
-    steps: int = option(1000, "of each run; the first is not timed", low=2)
+    steps: int = option(1000, "steps of each run; the first is not timed", low=2)
     batch_size: int = option(16, "sequences per step", low=1)
     lr: float = option(1e-3, "AdamW's; warm-up over a tenth of the steps, cosine to 0", above=0)
 

@@ -36,7 +36,7 @@ class Config(Flags):
     features: str = option("keys", "what MaskCut compares: the keys U^* LN(Z), or pixels",
                            choices=("keys", "pixels"))
     batch_size: int = option(100, "images at once", low=1)
-    dtype: str = option("float32", "of autocast", choices=("auto", "float32", "bfloat16"))
+    dtype: str = option("float32", "autocast's", choices=("auto", "float32", "bfloat16"))
 
 
 # ---- MaskCut ------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ import train_gpt
 import train_vit
 from data import images, text
 from data.tokenizer import CharTokenizer
-from flags import UserError
+from flags import DataFlags, UserError
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
-from run import DeviceFlags, Processes
+from run import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
@@ -71,7 +71,7 @@ def test_features(cache):
     processes.world, processes.sum = 2, parts.append
     for kind, expected in (("class", Z[:, 0]), ("mean", Z[:, 1:].mean(1))):
         for processes.rank in range(2):
-            evaluate.features(encoder, split, data, DeviceFlags(), processes, kind, 2)
+            evaluate.features(encoder, split, data, DataFlags(), processes, kind, 2)
         torch.testing.assert_close(parts.pop() + parts.pop(), expected)
 
 

@@ -144,7 +144,7 @@ MISTAKES = {        # one of each kind, and what the line says
     train_simdino: {"--local_size=12": "patch_size=8 does not divide local_size=12"},
     train_gpt: {"--context=50000": "too few for --context=50000",
                 "--data=exam": "no training or"},
-    sample: {"": "--ckpt is needed"},
+    sample: {"": "are required: --ckpt"},
     evaluate: {"acuracy": "did you mean accuracy",
                "accuracy --ckpt=pretrained:shapes": "did you mean shapes-"},
     analyze: {"layers --eps=1e-300": "at least 1e-06"},
