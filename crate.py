@@ -24,7 +24,7 @@ from data.shapes import draw_shapes
 
 def coding_rate(Z, eps=0.5):
     """R(Z) = 1/2 logdet(I + d / (n eps^2) Z Z^*), Eq. (8), of Z (..., n, d)."""
-    n, d = Z.shape[-2:]                                                # of U_k^* Z: n, p
+    n, d = Z.shape[-2:]                                                # d is p where Z is U_k^* Z
     return 0.5 * torch.logdet(torch.eye(d).to(Z) + d / (n * eps ** 2) * Z.mT @ Z)
 
 

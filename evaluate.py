@@ -8,7 +8,7 @@
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. A score counts every sample once.
-Baselines of linear and knn: --untrained, and --features=pixels.
+Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt.
 """
 import json
 import math

@@ -165,8 +165,8 @@ class RunFlags(DeviceFlags, DataFlags):
 
 class Run:
     """One training run in one folder. A script calls Run, restore and begin; in each step log_step,
-    record if that says so, and end_step; at the end done. All processes call every method, rank 0
-    writes. A write that fails ends the run; --resume continues from the last checkpoint."""
+    record if that says so, and end_step; at the end done. Every process calls every method; only
+    rank 0 writes. A write that fails ends the run; --resume continues from the last checkpoint."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes

@@ -269,7 +269,7 @@ def main(argv):
     if wants_compile(c, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
-    # of an image, about: the student's views, the teacher's two forwards, a third of a step's each
+    # about, in steps on one global view; a forward pass is a third of one
     cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
     config = student.encoder.config
     run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "

@@ -62,7 +62,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None)
-        return evaluate.layer_numbers(layer, Z, trace, analyze.Layers(**flags))
+        return evaluate.layer_numbers(layer, Z, trace, analyze.Layers(ckpt="", **flags))
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)
@@ -176,7 +176,7 @@ def test_neighbours_are_shown_in_order(sheets, monkeypatch):
                            val_labels=np.array([2, 2, 1, 1]))          # no ant
     x, x_test = torch.randn(20, 3), torch.randn(4, 3)
     monkeypatch.setattr(evaluate, "probe", lambda c: ({}, [x, None, x_test, None], None, data))
-    analyze.neighbours(analyze.Neighbours(k=5))
+    analyze.neighbours(analyze.Neighbours(ckpt="", k=5))
     (shown, columns, rows), = sheets
     for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
         nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:5].tolist()

@@ -45,9 +45,8 @@ def test_codes_of_text(tmp_path, text_cache, capsys):
     data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
     model = LanguageModel(TextConfig(arch="crate-alpha", width=16, heads=2, layers=2, context=11,
                                      vocab_size=8)).eval()
-    meta = dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=data.tokenizer.n_vocab)
-    write_model(path, model, "gpt", meta)
-    c = neurons.Neurons(data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
+    write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=8))
+    c = neurons.Neurons(ckpt="", data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
     codes, layer = neurons.read_codes(load_model(path), c), model.layers[-1]
     assert np.array_equal(codes.kinds[:11], data.val[:11])
     half = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1].half
@@ -75,7 +74,8 @@ def test_neurons_of_images(pool, tmp_path, cache):
         write_model(paths[-1], model, "vit", data.meta())
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", f"--data_dir={cache}"])
     assert [row["code"] for row in rows] == ["crate", "transformer"]
-    loaded, c = load_model(paths[1]), neurons.Neurons(samples=30, data_dir=str(cache), device="cpu")
+    c = neurons.Neurons(ckpt=paths[1], samples=30, data_dir=str(cache), device="cpu")
+    loaded = load_model(c.ckpt)
     codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()
     assert np.array_equal(codes.kinds, data.val_labels[index])
     red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0

@@ -165,7 +165,7 @@ def test_javascript_is_pytorch(kind, computed):
     of_first_example(model, data)
     for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
         step = layer.trace(Z)
-        wanted = evaluate.layer_numbers(layer, Z, step, analyze.Layers(unit_bases=True))
+        wanted = evaluate.layer_numbers(layer, Z, step, analyze.Layers(ckpt="", unit_bases=True))
         code = layer.sparsification.code(layer.norm2(step.half))
         assert rates == pytest.approx(dict(
             rate=wanted["rate_of_subspaces"].item(), change=wanted["scaled"].item(),
