@@ -1,4 +1,4 @@
-"""Pictures of trained checkpoints, and the numbers behind them.
+"""Pictures of trained checkpoints, and the numbers behind them. COMMAND --help lists its flags.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
@@ -351,8 +351,8 @@ def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
     path, ids = c.ckpt, None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
-    if (arch := loaded.model.config.arch) not in page.ARCHS:
-        raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.ARCHS)}")
+    if (arch := loaded.model.config.arch) not in page.RUNNABLE:
+        raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":
         data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 import model as models
 from checkpoint import TASKS
 from flags import cli, option, parse
-from run import device_name, DeviceFlags, Processes
+from run import device_name, DeviceFlags, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
@@ -104,7 +104,7 @@ def loss_function(model, batch, device):
         return lambda: model(ids, targets)
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
     if isinstance(c, models.MAEConfig):
-        return partial(model, x, torch.rand(batch, c.patches(), device=device))
+        return partial(model, x, torch.rand(batch, c.patches, device=device))
     labels = torch.randint(c.classes, (batch,), device=device)
     return lambda: F.cross_entropy(model(x), labels)
 
@@ -135,7 +135,7 @@ def bench_steps(table, c, processes):
         variants["transformer"] = model_class(config_class(**fields | half)).to(device)
         for name, model in variants.items():
             loss = loss_function(model, batch, device)
-            if c.compile or (c.compile is None and device.type == "cuda"):
+            if wants_compile(c, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
         times = alternate(steps, device, c.repeats)

@@ -8,6 +8,7 @@
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. A score counts every sample once.
+COMMAND --help lists its flags.
 Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt.
 """
 import json
@@ -162,7 +163,7 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
     x, x_test = (x - mean) / std, (x_test - mean) / std
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
-    held, kept = order[:len(x) // 10], order[len(x) // 10:]
+    held, kept = order.tensor_split([max(len(x) // 10, 1)])
 
     def score(decay, fit, test, labels):
         W, b = logistic_regression(x[fit], y[fit], classes, decay)
@@ -175,11 +176,12 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
 def validation_noise(model, first, n, device):
     """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
     rng = augment.BatchRandom(derive_seed("validation", first), n)
-    return rng.uniform(model.config.patches()).to(device)
+    return rng.uniform(model.config.patches).to(device)
 
 
 def in_float64(Z):
-    return Z.cpu().double() if Z.device.type == "mps" else Z.double()       # mps has none
+    """Z in float64; on the CPU where its device is mps, which has none."""
+    return Z.cpu().double() if Z.device.type == "mps" else Z.double()
 
 
 def layer_numbers(layer, Z, trace, c):
@@ -230,7 +232,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
                 rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
-                x[row], targets = text.mask_tokens(x[row:row + 1], rng, n_vocab, mask_rate)
+                x[row], targets = text.mask_some(x[row:row + 1], rng, n_vocab, mask_rate)
                 y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
         x, y = x.to(processes.device), y.to(processes.device)
         count, right = (y >= 0).sum(), torch.zeros((), device=y.device)

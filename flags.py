@@ -198,11 +198,8 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
 
 def parse_command(commands, argv, doc):
     """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
-    first = {name: re.split(r"(?<!Eq)\.(?: |$)", " ".join(c.__doc__.split()))[0]
-             for name, c in commands.items()}       # the sentence, which "Eq." does not end
     if not argv or argv[0] in ("--help", "-h"):
-        lines = [f"  {name:12}{sentence}" for name, sentence in first.items()]
-        print(inspect.cleandoc(doc), "\nsubcommands, each with its own --help:", *lines, sep="\n")
+        print(inspect.cleandoc(doc))
         sys.exit(0 if argv else 2)
     name, *rest = argv
     if name not in commands:

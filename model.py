@@ -23,7 +23,7 @@ U_k^* Z is w = Z @ U_k. The column softmax of (U_k^*Z)^*(U_k^*Z) is the row soft
 Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -106,7 +106,8 @@ class Cache:
 
 
 class Attention(nn.Module, ABC):
-    """The interface of a compression operator. K heads of dimension p."""
+    """A compression operator with K heads of dimension p. One class adds U (or its own `bases`) and
+    `forward`; one whose queries, keys and values differ also `queries_keys_values`."""
 
     def __init__(self, config):
         super().__init__()
@@ -124,8 +125,14 @@ class Attention(nn.Module, ABC):
         return self.U.weight.view(self.heads, self.p, -1).mT
 
     def projections(self, Z):
-        """U_k^* Z for every head, (B, K, n, p); MHSA returns (queries, keys, values)."""
+        """U_k^* Z for every head, (B, K, n, p)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
+
+    def queries_keys_values(self, Z, cache=None):
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
+        w = self.projections(Z)
+        seen = w if cache is None else cache.append(w)
+        return self.positioned(w, seen, seen)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
@@ -185,12 +192,6 @@ class MSSA(Attention):
         self.W = nn.Identity()
         if self.output == "learned" and not (self.heads == 1 and self.p == config.width):
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
-
-    def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
-        w = self.projections(Z)
-        seen = w if cache is None else cache.append(w)
-        return self.positioned(w, seen, seen)
 
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
@@ -440,12 +441,9 @@ class MHSA(Attention):
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
-    def projections(self, Z):
-        heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
-        return heads.permute(2, 0, 3, 1, 4).unbind(0)
-
     def queries_keys_values(self, Z, cache=None):
-        q, k, v = self.projections(Z)
+        heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
+        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
         return self.positioned(q, k, v)
@@ -520,8 +518,9 @@ class CBSA(Attention):
     last, although the class token stands first, so its grid is shifted by one patch."""
 
     def __init__(self, config):
-        if isinstance(config, TextConfig):
-            raise ConfigError(f"{config.arch} pools a grid of patches: it is for images, not text")
+        if isinstance(config, TextConfig) or getattr(config, "mask_tokens", "") == "after":
+            raise ConfigError(f"{config.arch} pools a whole grid of patches: it is neither for "
+                              "text nor for mask_tokens=after")
         super().__init__(config)
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
         self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
@@ -770,7 +769,9 @@ class BackboneConfig:
             self.head_dim = d // K
         if arch.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
-        own = getattr(arch.sparsification, "uses", ()) + ("step_size",) * (arch.output != "learned")
+        own = [*getattr(arch.sparsification, "uses", ())]
+        if arch.output != "learned":
+            own.append("step_size")
         for name, default in self.defaults.items():
             value = getattr(self, name)
             if name not in own and value not in (None, default):
@@ -801,11 +802,8 @@ class ImageConfig(BackboneConfig):
         check_word("positions", self.positions, ("learned", "sincos"))
         check_word("pool", self.pool, ("class", "mean"))
         self.side = self.image_size // self.patch_size              # in patches
-        self.context = 1 + self.side ** 2                           # tokens of an image
-
-    def patches(self):
-        """n, the number of patches of an image."""
-        return self.side ** 2
+        self.patches = self.side ** 2
+        self.context = 1 + self.patches                             # tokens of an image
 
 
 @dataclass(kw_only=True)
@@ -829,7 +827,7 @@ class MAEConfig(ImageConfig):
             if getattr(self, f"decoder_{name}") is None:
                 setattr(self, f"decoder_{name}", getattr(self, name))
         check_word("mask_tokens", self.mask_tokens, ("before", "after"))
-        n, masked, d = self.patches(), self.masked_patches(), self.decoder_width
+        n, masked, d = self.patches, self.masked_patches(), self.decoder_width
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
         if self.mask_tokens == "before" and d != self.width:
@@ -843,7 +841,7 @@ class MAEConfig(ImageConfig):
 
     def masked_patches(self):
         """How many are masked. As released, the rest is rounded down; 1e-9 for 100 * (1 - 0.9)."""
-        return self.patches() - int(self.patches() * (1 - self.mask_ratio) + 1e-9)
+        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)
 
 
 @dataclass(kw_only=True)
@@ -864,18 +862,18 @@ class TextConfig(BackboneConfig):
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
 
-def make_config(cls, size=None, arch="crate", **fields):
-    """A config: the size's row of SIZES, then `fields`; what both leave open, the arch decides."""
+def make_config(cls, size=None, arch="crate", **given):
+    """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
         sizes = sizes_of(cls.task, arch)
         check_word(f"{arch} of size", size, sizes)
-        fields = sizes[size] | fields
-    for name in fields:
-        check_word(f"{cls.__name__}: field", name, cls.__dataclass_fields__)
-    return cls(arch=arch, **fields)
+        given = sizes[size] | given
+    for name in given:
+        check_word(f"{cls.__name__}: field", name, [field.name for field in fields(cls)])
+    return cls(arch=arch, **given)
 
 
-image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **fields)
+image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **given)
 mae_config = partial(make_config, MAEConfig)
 text_config = partial(make_config, TextConfig)
 
@@ -1045,7 +1043,7 @@ class MaskedAutoencoder(nn.Module):
 
     def mask_from(self, noise):
         """Which patches are masked, bool (B, n): those with the largest noise (B, n)."""
-        visible = self.config.patches() - self.config.masked_patches()
+        visible = self.config.patches - self.config.masked_patches()
         return noise.argsort(1).argsort(1) >= visible
 
     def predicted(self, x, masked):
@@ -1139,8 +1137,9 @@ class LanguageModel(Backbone):
         if not caches:
             caches.extend(Cache(self.config.context) for _ in self.layers)
         Z = self.tokens(ids, caches[0].n)
-        for layer, cache in zip(self.layers, caches):
-            Z = layer(Z, cache)
+        with sdpa_kernel(FOR_ANY_LENGTH):
+            for layer, cache in zip(self.layers, caches):
+                Z = layer(Z, cache)
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
@@ -1170,8 +1169,7 @@ class LanguageModel(Backbone):
 
     def generate(self, ids, n, **options):
         """The texts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
-        with sdpa_kernel(FOR_ANY_LENGTH):
-            return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
+        return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
 
 
 def choose(logits, temperature=1.0, top_k=None, generator=None):
@@ -1236,9 +1234,8 @@ def linear_cross_entropy(Z, W, targets, block=4096):
 
     Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
     outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
-    a factor: logits live for `block` tokens at a time. With torch.utils.checkpoint it takes ten
-    lines, but forms the logits twice: 1.35 to 1.7 times as long on a CPU core (4,096 tokens; V 97,
-    50,304); in blocks of 1,024 (V 50,304) it also takes 3.4 to 4.5 times the memory."""
+    a factor: logits live for `block` tokens at a time. torch.utils.checkpoint would take ten lines,
+    but forms the logits twice: on a CPU core it takes 1.35 to 1.7 times as long."""
     if torch.is_autocast_enabled(Z.device.type):
         dtype = torch.get_autocast_dtype(Z.device.type)
         Z, W = Z.to(dtype), W.to(dtype)

@@ -10,8 +10,7 @@ from flags import UserError
 def steps_per_epoch(samples, batch_size):
     """Whole batches in an epoch. Raises UserError if there is none."""
     if batch_size > samples:
-        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images; at "
-                        f"most --batch_size={samples}")
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
     return samples // batch_size
 
 

@@ -208,8 +208,8 @@ class Run:
         if not self.resuming:
             return None
         content = self.processes.main_only(self._newest_whole)
-        shared = {name: getattr(self.config, name, None)
-                  for name in ("optimizer", "data", "seed", "batch_size", "train_images")}
+        names = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
+        shared = {name: getattr(self.config, name, None) for name in names}
         theirs = content["run_config"] | content["model_config"]    # values that auto stands for
         for name, value in (shared | asdict(model_config)).items():
             if theirs.get(name, value) != value:
@@ -247,7 +247,7 @@ class Run:
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
         self.lap = self.step, self.began        # where the steps began that are being timed
-        resuming = f"resuming after step {self.start}: " * (0 < self.start < total)
+        resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
                  f"{'bfloat16' if self.processes.half else 'float32'}")
 
@@ -283,7 +283,7 @@ class Run:
         return due
 
     def _end_lap(self):
-        """Images or tokens per second of the lap. An evaluation has no steps: not counted."""
+        """Images or tokens per second of the lap. An evaluation has no steps and is not counted."""
         steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
         self.lap = self.step, time.perf_counter()
         if steps:
@@ -294,8 +294,9 @@ class Run:
         rates = {self.speed_name: speed, "mfu": speed * self.unit_mfu}
         self.write(dict(step=self.step, split="train", loss=mean, lr=lr) | values
                    | {name: rate for name, rate in rates.items() if rate})
-        text = (f"loss {mean:.4f}" + f", {speed:,.0f} {self.unit}/s" * (speed > 0)
-                + f", mfu {rates['mfu']:.1%}" * (rates["mfu"] > 0))
+        rate = f", {speed:,.0f} {self.unit}/s" if speed else ""
+        mfu = f", mfu {rates['mfu']:.1%}" if rates["mfu"] else ""
+        text = f"loss {mean:.4f}{rate}{mfu}"
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done = (self.step - self.start) / (self.total - self.start)

@@ -12,13 +12,11 @@ import time
 from dataclasses import dataclass, MISSING
 
 import torch
-from torch.nn.attention import sdpa_kernel
 from tqdm import tqdm
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
 from flags import cli, option, parse, UserError
-from model import FOR_ANY_LENGTH
 from run import derive_seed, DeviceFlags, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
@@ -74,7 +72,7 @@ def main(argv):
     stop, began = tokenizer.eot if c.stop else None, time.perf_counter()
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     start, written, pending = torch.tensor([ids] * c.samples, device=processes.device), [], []
-    with processes.autocast(), sdpa_kernel(FOR_ANY_LENGTH):
+    with processes.autocast():
         stream = model.stream(start, c.tokens, c.temperature, c.top_k, stop, generator,
                               tokenizer.known)
         for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):

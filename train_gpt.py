@@ -107,7 +107,7 @@ def main(argv):
     data = text.load(c.data, cache=c.data_dir)
     tokenizer = data.tokenizer
     if data.train is None or data.val is None:
-        raise UserError(f"{c.data} has no training or no validation part: it is for evaluate.py")
+        raise UserError(f"{c.data} lacks a part to train or to validate on: it is for evaluate.py")
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
                         f"--context={c.context}: use a smaller context")
@@ -151,7 +151,7 @@ def main(argv):
         x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows, c.once)
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
-            x, y = text.mask_tokens(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)
+            x, y = text.mask_some(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)
         if device.type == "cuda":
             x, y = x.pin_memory(), y.pin_memory()           # so that the copy does not wait
         x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)

@@ -133,7 +133,7 @@ def main(argv):
     if wants_compile(c, device):
         model.compile()
     run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
-              f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches()} "
+              f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
               f"patches hidden, batches of {c.batch_size}", total, eval_every=epoch,
               unit="images", per_step=c.batch_size, flops=train_flops(model))
 
@@ -150,7 +150,7 @@ def main(argv):
         # batch
         pixels, _ = next(batches)
         x = augmented(pixels, draw(derive_seed(c.seed, step, "augment")), c, data)
-        noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches())
+        noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches)
         noise = images.to_device(noise, device)
 
         # forward and backward

@@ -12,6 +12,7 @@ by the coding rate of the features, which falls if they collapse.
 import copy
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -287,6 +288,20 @@ def main(argv):
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     warned = []
+
+    def statistics(Z, terms):
+        """Collapse of the features Z (m, p) and the loss's terms, for a line of metrics.jsonl."""
+        seen = feature_statistics(Z, c.eps, processes)
+        for name, term in terms.items():
+            seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
+        # not during warm-up, when random features look collapsed
+        collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
+        if collapsed and not warned and run.step > min(c.warmup_epochs * epoch, total // 2):
+            warned.append(run.step)
+            run.say(f"step {run.step}: the features have collapsed (effective rank "
+                    f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
+        return seen
+
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.step, total):
@@ -325,21 +340,8 @@ def main(argv):
         take_step(optimizers, schedule["lr"][step], schedule["weight_decay"][step])
         ema_update(averages, params, schedule["momentum"][step])
 
-        def statistics():
-            """Of the step's first view, for its line of metrics.jsonl."""
-            seen = feature_statistics(s[0].detach(), c.eps, processes)
-            for name, term in terms.items():
-                seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
-            # not during warm-up, when random features look collapsed
-            collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
-            if collapsed and not warned and step >= min(c.warmup_epochs * epoch, total // 2):
-                warned.append(step)
-                run.say(f"step {step + 1}: the features have collapsed (effective rank "
-                        f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-            return seen
-
-        # evaluate
-        if run.log_step(loss, schedule["lr"][step], statistics):
+        # evaluate; the statistics of a line are of the step's first view
+        if run.log_step(loss, schedule["lr"][step], partial(statistics, s[0].detach(), terms)):
             run.record(snapshot, score_neighbours(teacher, train, val, data, c, processes))
         run.end_step(snapshot)
     return run.done("python evaluate.py knn --ckpt={ckpt}",

@@ -36,7 +36,7 @@ class ImageData:
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "images", cache) as (folder, meta):
-        files = {folder / f"{split}_{kind}.npy"
+        files = {folder / f"{split}_{kind}.npy"         # must be there; masks may be
                  for split in ("train", "val") for kind in ("images", "labels")}
         arrays = {path.stem: np.load(path, None if "labels" in path.stem else "r")
                   for path in files.union(folder.glob("*.npy"))}

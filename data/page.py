@@ -12,7 +12,7 @@ import model as models
 from data import augment
 from flags import ROOT, UserError
 
-ARCHS = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
+RUNNABLE = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
 SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")  # with line numbers
 
 
@@ -55,7 +55,7 @@ def image_examples(model, task, data):
     found = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
                  classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
-        mask = model.mask_from(torch.arange(c.patches())[None] * 0.618 % 1)     # spread
+        mask = model.mask_from(torch.arange(c.patches)[None] * 0.618 % 1)     # spread
         found["masked"] = mask[0].nonzero()[:, 0].tolist()
         return found, model.predicted(x, mask)
     return found, model(x) if task == "vit" else model(x)[:, 0]

@@ -6,9 +6,9 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-If all your files are in DIR/train or DIR/val, or are called so, these are the splits; else a tenth
-of the pictures validates, a hundredth of the documents, or the last tenth of a single document. The
-set NAME is then the folder data/cache/NAME, with meta.json and
+If all your files are in DIR/train, DIR/val or DIR/test, or are called so, these are the splits, and
+without a val test validates pictures; else a tenth of the pictures validates, a hundredth of the
+documents, or the last tenth of a single one. The set is then data/cache/NAME, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
@@ -130,7 +130,8 @@ def own_files(source, pattern):
     hold them, if each is one of SPLITS; else all are for training."""
     files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
     if not files:
-        raise ValueError(f"no file matches DIR/{pattern}")
+        raise UserError(f"no file matches DIR/{pattern}: pictures lie in DIR/CLASS/FILE, and text "
+                        "needs --tokenizer")
     names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
@@ -194,7 +195,7 @@ def write_images(name, size, source, draft):
     from datasets import Image as ImageColumn
     from datasets import load_dataset
 
-    row = IMAGES.get(name, ImageSet(size, val="val"))
+    row = IMAGES.get(name, ImageSet(size))
     if row.hub:
         sets = read_rows(row.hub, source, draft, streaming=True)
     else:
@@ -205,7 +206,7 @@ def write_images(name, size, source, draft):
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
-    for split, part in (("train", "train"), ("val", row.val)):
+    for split, part in (("train", "train"), ("val", "val" if "val" in sets else row.val)):
         rows = sets[part].cast_column(column, ImageColumn(decode=False))
         labels, problems = write_pictures(draft / f"{split}_images.npy", rows, column, label,
                                           row.size)
@@ -277,12 +278,11 @@ def write_text(name, tokenizer, source, draft):
 
 # ---- Preparing and opening ----------------------------------------------------------------------
 def how_to(name, cache):
-    """What a set needs, for messages."""
+    """How to get a set of the Hub, for messages; None for any other."""
     hub = getattr(IMAGES.get(name) or TEXTS.get(name), "hub", None)
-    if hub is None:
-        return "pictures lie in DIR/CLASS/FILE; text needs --tokenizer"
-    return (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source DIR "
-            f"with the files of huggingface.co/datasets/{hub['path']}")
+    return hub and (
+        f"python data/prepare.py {name} --data_dir={cache} with a network, or --source DIR "
+        f"with the files of huggingface.co/datasets/{hub['path']}")
 
 
 @contextlib.contextmanager
@@ -294,7 +294,8 @@ def one_line(name, advice):
         raise UserError(f"{name}: {error}") from None
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}; {advice}"
+        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
+        reason += f"; {advice}" if advice else ""
         # numpy says "9 requested and 5 written", `datasets` "Not enough disk space"
         if re.search("No space left|Not enough .* space|requested and", reason):
             reason = "No space left on device"

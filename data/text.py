@@ -75,7 +75,7 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
-def mask_tokens(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
+def mask_some(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
     """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted. A
     token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
     after the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws

@@ -6,10 +6,10 @@ nothing by it: on average over the tasks ToST reaches 59.90, the transformer 59.
 
     python -m experiments.long_range                # 16 x 16 pixels; the claim's: --side=32
 
-Verdict (2026-11-24; --seeds=1 --steps=400 --held_out=3000): the cost is as claimed: a step of 16
-pictures takes ToST 440 ms of a busy core, the transformer 766, CRATE 1,023 (32 x 32 pixels, on
-2026-11-21: 673, 1,851, 3,155). 16.6, 17.6 and 20.4 % are right, with a standard error of 0.7: CRATE
-is ahead of both; whether ToST loses anything to the transformer takes the command's three seeds.
+Verdict (2026-11-24; --seeds=1 --steps=400 --held_out=3000): the cost is as claimed. A step on 16
+pictures of 16 x 16 pixels takes ToST 440 ms of a busy core, the transformer 766 and CRATE 1,023
+(32 x 32, on 2026-11-21: 673, 1,851 and 3,155). ToST gets 16.6 % right, the transformer 17.6, CRATE
+20.4, each +- 0.7. One seed of so short a run cannot tell whether ToST loses to the transformer.
 """
 import statistics
 import sys

@@ -9,18 +9,19 @@ values may repeat. aot is aot-mhsa with one matrix for all three; --tie gives tw
     python -m experiments.recall --archs=crate --shift              # or --rotary
     python -m experiments.recall --ckpt=pretrained:pydoc-crate      # which heads of it copy
 
-Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): most of recall, at this size. Attention alone
-with three matrices learns it in 260 +- 10 steps, with one matrix it does not (60.5 % right), and
-neither does CRATE. Tying the query costs most (2 of 5 runs learn), tying key and value hardly
-anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
-symmetric: looking for the token before needs another query.
+Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): it costs the model most of recall, at this
+size. Attention alone learns the task in 260 +- 10 steps with three matrices, but not with one (60.5
+% right); neither does CRATE. Tying the query costs most (2 of 5 runs learn), tying key and value
+hardly anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
+symmetric: looking for the token before needs another query, or --shift.
 
 "steps" is the mean, over the seeds that got there, of the steps until 95 % of the values are right,
 looked at every 50 steps; "accuracy" the last of each seed's. Behind +- stands the standard error.
 
-With --ckpt random tokens come twice. "copies" is the mean weight that a token of the second time
-gives to what followed it the first time (induction heads: Olsson et al., 2022), "before" that for
-the token before, a and b are the shares of --shift; chance is about 0.01.
+With --ckpt a trained model reads random tokens, then the same again. "copies" is the mean weight
+that a token gives, the second time, to what followed it the first time (induction heads: Olsson et
+al., 2022); "before" is the mean weight of the token before. Chance is about 0.01. a and b are the
+shares of the token before in --shift's keys and values.
 """
 import sys
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ from data import augment
 from data.show import print_table, stretched
 from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar
 from flags import cli, option, parse, UserError
-from model import MHSA, patchify, saliency
+from model import patchify, saliency
 
 
 @dataclass(kw_only=True)
@@ -91,8 +91,7 @@ def patch_features(encoder, x, number, kind):
         return patchify(x, encoder.config.patch_size)
     layer = encoder.layers[number - 1]
     Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
-    w = layer.attention.projections(layer.norm1(Z))
-    keys = w[1] if isinstance(layer.attention, MHSA) else w
+    _, keys, _ = layer.attention.queries_keys_values(layer.norm1(Z))
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from conftest import ROOT
-from helpers import FLAGS, metrics, same, weights
+from helpers import ADAMW, FLAGS, metrics, same, weights
 
 from data.prepare import prepare
 
@@ -18,8 +18,9 @@ GPT = ["train_gpt", "--micro_batch=3", "--steps=10", "--eval_every=5"]
 RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5 + 5
     "vit": ("train_vit", "--crop=resized", "--randaugment=1", "--epochs=0.5",
             "--micro_batch=5", "--cutmix=0.5"),
-    "mae-before": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=before"),
-    "mae-after": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=after"),
+    "mae-before": ("train_mae", "--epochs=0.5", "--micro_batch=5", *ADAMW),
+    "mae-after": ("train_mae", "--epochs=0.5", "--micro_batch=5", "--mask_tokens=after",
+                  *ADAMW),
     "simdino": (*SIMDINO, "--method=simdino"), "dino": (*SIMDINO, "--method=dino"),
     "gpt": (*GPT, "--arch=crate-alpha", "--optimizer=adamw", "--lr=1e-3"),
     "gpt-muon": (*GPT, "--optimizer=muon", "--lr=3e-3"),

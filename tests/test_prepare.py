@@ -88,9 +88,9 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
 
 
 def test_own_pictures(tmp_path, capsys):
-    """DIR/val validates, or a tenth. What is no picture is left out."""
+    """DIR/test validates, or a tenth. What is no picture is left out."""
     for i, suffix in enumerate((".png", ".gif", ".bmp", ".tiff", ".webp") * 4):
-        for root in ("split/train", "split/val", "flat"):
+        for root in ("split/train", "split/test", "flat"):
             file = tmp_path / root / ("cat" if i < 9 else "dog") / f"test {i}{suffix}"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40 + i % 3, 36), (12 * i,) * 3).save(file)
@@ -107,9 +107,9 @@ def test_own_pictures(tmp_path, capsys):
     assert 2 <= len(val) <= 3
     told = capsys.readouterr().err
     assert "1 pictures left out: " in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
-    for file in (tmp_path / "split/val").rglob("*.*"):
+    for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"fewer than two classes of val .*test \d+\.\w+ \(", prepare.prepare, "none",
+    assert_fails(r"fewer than two classes of test .*test \d+\.\w+ \(", prepare.prepare, "none",
                  tmp_path / "split", tmp_path / "cache")
 
 

@@ -26,7 +26,7 @@ def test_ties():
     for tie, expected in (("qk", [True, False]), ("kv", [False, True])):
         c = recall.Recall(tie=tie, width=8, heads=2)
         attention = recall.build(c, "aot-mhsa").layers[0].attention
-        q, k, v = attention.projections(torch.randn(1, 3, 8))
+        q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
         assert [torch.equal(q, k), torch.equal(k, v)] == expected
 
 

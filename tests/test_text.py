@@ -71,7 +71,7 @@ def test_each_target_is_counted_once(n, world, causal):
 def test_masking_rates():
     n, p, vocab = 400_000, 0.15, 1000
     x = torch.randint(vocab, (400, n // 400))
-    inputs, targets = text.mask_tokens(x, torch.Generator().manual_seed(1), vocab)
+    inputs, targets = text.mask_some(x, torch.Generator().manual_seed(1), vocab)
     selected = targets >= 0
     assert torch.equal(targets[selected], x[selected])
     assert torch.equal(inputs[~selected], x[~selected])
