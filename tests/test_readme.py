@@ -67,8 +67,8 @@ def test_the_lines_of_python_run(tmp_path, monkeypatch):
     code, = re.findall(r"```python\n(from .*?)```", TEXTS["README.md"], re.S)
     found = {}
     exec(code, found)
-    assert torch.equal(found["layers"][-1].out, found["tokens"])
-    assert len(found["layers"]) == 8 and found["U"].shape == (8, 256, 32)
+    assert torch.equal(found["trace"][-1].out, found["tokens"])
+    assert len(found["trace"]) == 8 and found["U"].shape == (8, 256, 32)
 
 
 def test_the_diff_applies():
