@@ -1,7 +1,8 @@
 // CRATE once more, in JavaScript, for page.html: the layers of model.py, in plain loops.
 //
 // A matrix is {rows, cols, at}: one token a row, as in model.py. It has four spare rows, because
-// `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix.
+// `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix. A last
+// argument with a default, as d in normalize, is a local variable.
 "use strict";
 const matrix = (rows, cols) => ({rows, cols, at: new Float32Array((rows + 4) * cols)});
 const rowsOf = (M, from, n) => ({rows: n - from, cols: M.cols, at: M.at.subarray(from * M.cols)});
@@ -150,10 +151,10 @@ function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
     const {U: {weight: U}, W, mix} = L.attention, D = L.D ?? L.sparsification.D;
     const heads = l < c.layers ? c.heads : c.decoder_heads;
     const own = output === "transpose" ? U : transposed(U);
-    const step = output === "negative" ? -c.step_size : c.step_size;        // of crate-c, -n, -t
+    const s = output === "negative" ? -c.step_size : c.step_size;           // of crate-c, -n, -t
     Object.assign(L, {number: l + 1, heads, p: U.rows / heads, U, bias: W?.bias, decodes: !!L.D,
       D, Dt: transposed(D), mix: mix?.at.map(y => 1 / (1 + Math.exp(-y))), W: W?.weight ??
-        made(U.cols, U.rows, t => output !== "learned" ? step * own.at[t] : +!(t % (U.cols + 1)))});
+        made(U.cols, U.rows, t => output !== "learned" ? s * own.at[t] : +!(t % (U.cols + 1)))});
   });
   return model;
 }

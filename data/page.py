@@ -1,5 +1,5 @@
-"""The page of a checkpoint (`analyze.py page`): page.html, and in it crate.js, which runs the
-model, its weights, and examples with what PyTorch makes of them."""
+"""The page of a checkpoint (`analyze.py page`): page.html, and in it page.css, crate.js, which runs
+the model, its weights, and examples with what PyTorch makes of them."""
 import base64
 import inspect
 import json
@@ -20,7 +20,7 @@ def base64_of(*tensors):
     return base64.b64encode(torch.cat([tensor.flatten() for tensor in tensors]).numpy()).decode()
 
 
-def passages(values, count):
+def strongest(values, count):
     """For every entry of codes (windows, n, m) the (window, token) that excite it most, if any."""
     peaks, tokens = values.max(1)                                           # (windows, m)
     heights, windows = peaks.topk(min(count, len(peaks)), 0)
@@ -38,7 +38,7 @@ def text_examples(model, data, tokens):
         half = layer.compress(Z)
         values, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
         entries += [[[(decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40)) for w, t in places]
-                     for places in passages(values, 5)]]
+                     for places in strongest(values, 5)]]
     words = decode(tokens[:10_000]).partition(". ")[2][:min(n, 64)] or decode(tokens[:n])
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
     return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
@@ -82,9 +82,10 @@ def html(name, loaded, untrained, data, tokens=None):
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
         trained=dict(at=base64_of(*(t.half() for t in state.values()))), untrained=dict(
             scales=scales, at=base64_of(*((t / s).round().char() for t, s in zip(other, scales)))))
-    page, script = ((ROOT / "data" / file).read_text("utf-8") for file in ("page.html", "crate.js"))
+    page, style, script = ((ROOT / "data" / file).read_text("utf-8")
+                           for file in ("page.html", "page.css", "crate.js"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
-    page = page.replace("{crate.js}", script).replace("{data}", text)
+    page = page.replace("{page.css}", style).replace("{crate.js}", script).replace("{data}", text)
     if len(page) > 7e6:
         raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 7 is the most")
     return page

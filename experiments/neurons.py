@@ -7,7 +7,7 @@ k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
 images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
 the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
-mean over 100 that fire 20 times. Each model offers as many neurons as the narrowest is wide.
+mean over at most 100 that fire 20 times. Each model offers as many as the narrowest is wide.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
     python -m experiments.neurons --ckpt=a.pt --examples                what excites five of them
@@ -23,10 +23,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
-from data.page import passages
+from data.page import strongest
 from data.show import print_table
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
@@ -136,7 +135,7 @@ def examples(loaded, c):
         values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
         lines += [f"entry {entries[i]}, at most {values.max():.3g}, "
                   f"correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
-        for window, at in passages(values[..., None], 10)[0]:
+        for window, at in strongest(values[..., None], 10)[0]:
             row, ids = values[window], codes.kinds.reshape(values.shape)[window]
             pieces = [decode([i]).replace("\n", "↵") for i in ids]
             pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]

@@ -102,11 +102,11 @@ def test_what_is_inside(kind, cache, text_cache):
     torch.testing.assert_close(expected, of_first_example(model, data).flatten())
 
 
-def test_passages():
+def test_the_strongest_tokens():
     """Each entry's best windows, the best first; where it stays 0 there is none."""
     values = torch.zeros(4, 5, 2)
     values[2, 1, 0], values[0, 4, 0], values[2, 3, 0] = 3, 2, 1
-    assert page.passages(values, 3) == [[(2, 1), (0, 4)], []]
+    assert page.strongest(values, 3) == [[(2, 1), (0, 4)], []]
 
 
 NODE = """
