@@ -33,7 +33,7 @@ class OneModel:
     untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
     seed: int = option(0, "draws the random weights", low=0)
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
-    device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
+    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
 
@@ -228,10 +228,9 @@ def tokens(c):
 @dataclass(kw_only=True)
 class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
-    ([B] Eq. (7.2.41)), or that of --head alone. For a mean-pooled model or a masked autoencoder:
-    what the patches attend to on average. For TSSA, without a map: each patch's membership Pi."""
+    ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
+    on average. For TSSA, without a map: each patch's membership Pi."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
-    head: int | None = option(None, "k, counted from 1; auto is all, and their mean", low=1)
     pictures: int = option(8, "how many images, one per row", low=1)
 
 
@@ -240,16 +239,12 @@ def saliency_maps(c):
     """{"heads": names, "maps": (images, heads, patches)}."""
     loaded, names, pixels, x = open_pictures(c, c.pictures)
     K, L = loaded.encoder.config.heads, len(loaded.encoder.layers)
-    for flag, value, most in (("layer", c.layer, L), ("head", c.head, K)):
-        if value and value > most:
-            raise UserError(f"--{flag}={value}: {c.ckpt} has {most}")
-
+    if c.layer and c.layer > L:
+        raise UserError(f"--layer={c.layer}: {c.ckpt} has {L}")
     attention = loaded.encoder.trace(x)[(c.layer or L) - 1].attention
     maps = saliency(attention, evaluate.pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
-    if c.head:
-        maps, heads = maps[:, [c.head]], [heads[c.head]]
     show.write_overlays(c.out, pixels, maps, heads, names)
     return dict(heads=heads, maps=maps)
 
@@ -351,7 +346,7 @@ def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
     path, ids = c.ckpt, None
     loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
-    if (arch := loaded.model.config.arch) not in page.RUNNABLE:
+    if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
         raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":
         data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)

@@ -179,31 +179,6 @@ def validation_noise(model, first, n, device):
     return rng.uniform(model.config.patches).to(device)
 
 
-def in_float64(Z):
-    """Z in float64; on the CPU where its device is mps, which has none."""
-    return Z.cpu().double() if Z.device.type == "mps" else Z.double()
-
-
-def layer_numbers(layer, Z, trace, c):
-    """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
-    LayerTrace; c has eps, lambd, unit_bases. In float64, because float32 has NaNs."""
-    U, out = in_float64(layer.attention.bases()), in_float64(trace.out)
-    if c.unit_bases:
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    w = F.normalize(in_float64(layer.norm1(Z)).unsqueeze(1) @ U, dim=-1)    # (B, K, n, p)
-    Z, half = in_float64(Z), in_float64(trace.half)
-    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
-    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
-                 scaled=scaled - before, rate=coding_rate(out, c.eps),
-                 nonzeros=(out != 0).double().mean((-2, -1)))
-    if layer.sparsification is not None:
-        code = layer.sparsification.code(layer.norm2(trace.half))
-        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
-            found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
-
-
 # ---- Scores of text -----------------------------------------------------------------------------
 def tokens_for(name, split, meta, cache):
     """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
@@ -249,6 +224,28 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     return scores | dict(acc=right / n) if masked else scores
 
 
+# ---- Numbers of a layer -------------------------------------------------------------------------
+def layer_numbers(layer, Z, trace, c):
+    """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
+    LayerTrace; c has eps, lambd, unit_bases. In float64, because float32 has NaNs, and on the CPU,
+    because mps has no float64."""
+    U, Z_half, out = (T.cpu().double() for T in (layer.attention.bases(), trace.half, trace.out))
+    if c.unit_bases:
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+    w = F.normalize(layer.norm1(Z).cpu().double().unsqueeze(1) @ U, dim=-1)     # (B, K, n, p)
+    Z = Z.cpu().double()
+    resized = Z_half * (Z.norm(dim=(1, 2)) / Z_half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, Z_half, resized))
+    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
+                 scaled=scaled - before, rate=coding_rate(out, c.eps),
+                 nonzeros=(out != 0).double().mean((-2, -1)))
+    if layer.sparsification is not None:
+        code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
+        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
+            found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
+    return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
+
+
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class Flags(DeviceFlags, DataFlags):
@@ -277,6 +274,7 @@ class Accuracy(Flags):
 @dataclass(kw_only=True)
 class Probe(Flags):
     """How well features separate the classes: an encoder's, trained or not, or the pixels."""
+    ckpt: str | None = option(None, "a checkpoint; --features=pixels --data=NAME needs none")
     data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
@@ -301,6 +299,8 @@ def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
+    elif c.ckpt is None:
+        raise UserError("--ckpt is needed, except with --features=pixels --data=NAME")
     else:
         loaded, processes = load(c, "vit", "mae", "simdino")
         encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.untrained else c.ckpt

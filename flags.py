@@ -2,6 +2,7 @@
 import argparse
 import difflib
 import inspect
+import math
 import operator
 import os
 import re
@@ -34,7 +35,7 @@ class RunEnded(Exception):
 
 
 TOO_LARGE = "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
-ENDS = (    # (class, pattern of its repr, status, line): the first that fits, without exit_status
+ENDS = (    # of errors without exit_status: the first (class, pattern of its repr, status, line)
     (KeyboardInterrupt, "", 130, ""),
     (BrokenPipeError, "", 0, ""),               # `... | head`: the reader has what it wanted
     (Exception, "MemoryError|allocate memory|Storage size", 2, TOO_LARGE),
@@ -100,7 +101,7 @@ def option(default, help, displaces=(), **limits):
 @dataclass(kw_only=True)
 class DataFlags:
     data_dir: str = option(str(CACHE), "where prepared data lies")
-    workers: int = option(8, "processes that read a data set too large for memory", low=0)
+    workers: int = option(8, "processes that read an image set of 4 GiB or more", low=0)
 
 
 @dataclass(kw_only=True)
@@ -147,6 +148,8 @@ def reader(f, kind, optional):
         if optional and text.lower() in ("none", "auto"):
             return None
         value = bool(("false", "true").index(text.lower())) if kind is bool else kind(text)
+        if kind is float and math.isinf(value):
+            raise ValueError
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):

@@ -26,7 +26,7 @@ from optim import is_fast_in_bfloat16
 # ---- Processes, devices and seeds ---------------------------------------------------------------
 @dataclass(kw_only=True)
 class DeviceFlags:
-    device: str = option("auto", "auto: the first there", choices=("auto", "cuda", "mps", "cpu"))
+    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
     dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
                         choices=("auto", "float32", "bfloat16"))
 
@@ -37,9 +37,9 @@ class Processes:
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        there = ["cuda"] * torch.cuda.is_available() + ["mps"] * torch.backends.mps.is_available()
-        device = [*there, "cpu"][0] if device == "auto" else device
-        if device not in [*there, "cpu"]:
+        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+        device = device if device != "auto" else "cuda" if cuda else "mps" if mps else "cpu"
+        if not dict(cuda=cuda, mps=mps, cpu=True)[device]:
             raise UserError(f"--device={device}: this machine has none")
         self.device = torch.device(device)
         keep_freed_memory()
@@ -49,8 +49,8 @@ class Processes:
             self.device = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
             torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        self.half = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
-        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.half)
+        self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
+        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1 and not dist.is_initialized():
             # torchrun's store outlives a restart and keeps the addresses of the last processes
@@ -114,8 +114,8 @@ class Processes:
 
 
 def keep_freed_memory():
-    """Else glibc gives the pages of each large tensor back to the kernel, and gets them again
-    zeroed: 8 % of a short run on a CPU."""
+    """Tells glibc to keep the pages of a freed tensor. Else it gives large ones back to the kernel,
+    which zeroes them before they are used again: 8 % of a short run on a CPU."""
     with contextlib.suppress(OSError, AttributeError):      # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-3, 1 << 25)                                # M_MMAP_THRESHOLD, its largest
@@ -159,7 +159,7 @@ class RunFlags(DeviceFlags, DataFlags):
     seed: int = option(0, "the same seed gives the same run", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
-    eval_every: int = option(0, "steps between evaluations; 0: an epoch, or 1000 of text", low=0)
+    eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
     save_every: int = option(0, "steps between checkpoints; 0: only at evaluations", low=0)
 
 
@@ -249,7 +249,7 @@ class Run:
         self.lap = self.step, self.began        # where the steps began that are being timed
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
-                 f"{'bfloat16' if self.processes.half else 'float32'}")
+                 f"{'bfloat16' if self.processes.bfloat16 else 'float32'}")
 
     def _start_files(self):
         """Opens metrics.jsonl, without lines that come again. That of a finished run stays."""
@@ -375,7 +375,7 @@ class Run:
 
     def done(self, *then):
         """Writes and returns the last line of metrics.jsonl, with the mean speed of all laps, and
-        prints what to try next: commands for the last weights, {ckpt}, or the best, {best}."""
+        prints what to try next: commands with the folder {dir}, its files {ckpt} or {best}."""
         seconds, steps = time.perf_counter() - self.began, sum(n for n, _ in self.timed)
         speed = self.per_step * steps / max(sum(t for _, t in self.timed), 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -383,8 +383,9 @@ class Run:
         self.write(line)
         text = f", {speed:,.0f} {self.unit}/s" if self.step > self.start else ", nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
-        for command in (f"python analyze.py curves {self.dir}", *then):
-            self.say("  " + command.format(ckpt=self.dir / "ckpt.pt", best=self.dir / "best.pt"))
+        for command in ("python analyze.py curves {dir}", *then):
+            self.say("  " + command.format(dir=self.dir, ckpt=self.dir / "ckpt.pt",
+                                           best=self.dir / "best.pt"))
         self.close()
         return line
 

@@ -192,8 +192,7 @@ def write_pictures(path, rows, column, label, size):
 
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn
-    from datasets import load_dataset
+    from datasets import Image as ImageColumn, load_dataset
 
     row = IMAGES.get(name, ImageSet(size))
     if row.hub:
@@ -363,8 +362,6 @@ def main(argv):
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
-    if Path(c.name).name != c.name:
-        raise UserError(f"{c.name}: the name of a set is a word, not a path")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size)

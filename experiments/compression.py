@@ -17,16 +17,14 @@ stands for the second Taylor term of R^c alone; on small tokens it raises the fi
 LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
 """
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from data.show import new_figure, print_table
-from flags import cli, option, parse, UserError
+from flags import cli, option, parse, ROOT, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 
 UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
@@ -41,7 +39,7 @@ class Compression:
     step: float = option(0.1, "step size times beta; an exact step descends below 2", above=0)
     iterations: int = option(30, "how many steps", low=1)
     seed: int = option(0, "draws everything", low=0)
-    out: str = option("out/compression.png", "the figure")
+    out: str = option(str(ROOT / "out" / "compression.png"), "the figure")
 
 
 def random_subspaces(c, generator):

@@ -23,14 +23,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 import train_vit
 from analyze import spread
 from checkpoint import load_model
 from data import images
 from data.show import print_table
 from evaluate import classify, images_for, model_input, on_device
-from flags import cli, DataFlags, option, parse, UserError
+from flags import cli, DataFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from optim import count
 from run import derive_seed, DeviceFlags, Processes
@@ -47,7 +46,7 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 @dataclass(kw_only=True)
 class Correlation(DeviceFlags, DataFlags):
-    out_dir: str = option("out/grid", "where the folders of the runs are")
+    out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
     samples: int = option(1000, "training images for SRR, margin and flatness", low=1)

@@ -30,7 +30,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-sys.path.insert(0, sys.path[0].removesuffix("experiments"))      # where run without -m
 from checkpoint import load_model
 from data.show import print_table
 from evaluate import with_bar
@@ -145,7 +144,8 @@ def main(argv):
         print_table(rows)
         return rows
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
-    counts = {arch: build(c, arch).count() - shared for arch in c.archs.split(",")}
+    counts = {arch: build(c, arch).count_without_positions() - shared
+              for arch in c.archs.split(",")}
     rows = []
     for arch, count in counts.items():
         print(f"{arch}, {c.seeds} runs ...", file=sys.stderr, flush=True)

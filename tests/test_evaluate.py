@@ -87,7 +87,7 @@ def test_a_masked_model_sees_no_padding(monkeypatch, n):
     assert len(seen) == 1 + (n > 17) and all((x != 0).all() for x in seen)
 
 
-def test_accuracy_and_probes(train, tmp_path, run):
+def test_accuracy_and_probes(train, tmp_path, run, cache):
     train(train_vit, "run")
     (tmp_path / "run" / "ckpt.pt").rename(tmp_path / "ckpt.pt")
     line, = metrics(tmp_path / "run", "val")
@@ -96,7 +96,10 @@ def test_accuracy_and_probes(train, tmp_path, run):
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-5)
     trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--untrained"]))
     assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
-    assert run("knn", "--data=shapes", "--features=pixels")["encoder"] is None
+    pixels = ["knn", "--features=pixels", "--data=shapes", f"--data_dir={cache}"]
+    assert evaluate.main(pixels)["encoder"] is None
+    with pytest.raises(UserError, match="--ckpt is needed"):
+        evaluate.main(["knn"])
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked"])

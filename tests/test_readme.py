@@ -43,8 +43,8 @@ def test_every_command_parses(name, monkeypatch):
     """UserError if a preset, subcommand or flag does not exist."""
     command = (r"(?:python|torchrun[^\n`|]*?) (?:-m (experiments\.\w+)|(?:data/)?(\w+)\.py)"
                r"([^\n`#&|;]*)")
-    text, seen = re.sub(r"```\ngit checkout.*?```", "", TEXTS[name], flags=re.S), 0  # old flags
-    for experiment, script, words in re.findall(command, text.replace("\\\n", " ")):
+    seen = 0
+    for experiment, script, words in re.findall(command, TEXTS[name].replace("\\\n", " ")):
         if script == "prepare":
             continue
         module = importlib.import_module(experiment or script)

@@ -1,8 +1,6 @@
 """What the four training scripts promise alike."""
 import os
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -175,9 +173,3 @@ def test_resuming_another_model_is_refused(train, tmp_path, script):
     with pytest.raises(UserError, match=says):
         train(script, "a", "--resume", flag)
     assert same(before, weights(tmp_path / "a"))
-
-
-def test_an_experiment_runs_from_any_folder(tmp_path):
-    found = subprocess.run([sys.executable, recall.__file__, "--pairs=9"], cwd=tmp_path,
-                           capture_output=True, text=True)
-    assert (found.returncode, found.stderr.count("\n")) == (2, 1) and "--pairs=9" in found.stderr
