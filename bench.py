@@ -1,6 +1,6 @@
 """Speed: the fast paths beside the literal form of the same function, and a transformer.
 
-    python bench.py vit             training steps of image models; mae, gpt
+    python bench.py vit             training steps of image models; also mae, gpt
     python bench.py length          growth of attention with the number of tokens
     python bench.py generate        the next token, with and without the cache
 
@@ -19,12 +19,13 @@ from torch.nn import functional as F
 
 import model as models
 from checkpoint import TASKS
-from flags import cli, option, parse
+from flags import cli, option, parse_command
 from run import device_name, DeviceFlags, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
 class Flags(DeviceFlags):
+    """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
     longest: int = option(4096, "most tokens of `length` and `generate`", low=64)
@@ -58,7 +59,7 @@ LITERAL = {"attention": (models.MSSA, "attend", literal_attend),
 
 
 def literal(model, *parts):
-    """A copy of the model that computes these parts of the same function literally."""
+    """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
     model = copy.deepcopy(model)
     for owner, name, method in map(LITERAL.get, parts):
         for module in model.modules():
@@ -131,8 +132,8 @@ def bench_steps(table, c, processes):
         fast, steps = model_class(config_class(**fields)).to(device), {}
         variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
         variants["literal"] = literal(fast, *parts)
-        half = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
-        variants["transformer"] = model_class(config_class(**fields | half)).to(device)
+        narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
+        variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
         for name, model in variants.items():
             loss = loss_function(model, batch, device)
             if wants_compile(c, device):
@@ -191,7 +192,7 @@ COMMANDS |= dict(length=bench_length, generate=bench_generate)
 
 
 def main(argv):
-    c, table = parse(Flags, dict.fromkeys(COMMANDS, {}), argv, __doc__, default="vit")
+    table, c = parse_command(dict.fromkeys(COMMANDS, Flags), argv, __doc__)
     processes = Processes(c.device, c.dtype)
     print(f"{device_name(processes.device)}, torch {torch.__version__}")
     COMMANDS[table](c, processes)

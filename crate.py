@@ -117,7 +117,7 @@ def newton_schulz(G):
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
-    rest = [p for p in model.parameters() if p not in {*matrices}]
+    rest = [p for p in model.parameters() if p not in set(matrices)]
     adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), torch.zeros(len(matrices), 1, 1)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
@@ -128,7 +128,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
         for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov's
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as in AdamW
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()

@@ -34,6 +34,11 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
+def at_least_float32(t):
+    """t in float32, or in float64 if it is: a logdet in bfloat16 is wrong in the first digit."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal
     (m = n), row i has weights on columns <= i only."""
@@ -106,8 +111,8 @@ class Cache:
 
 
 class Attention(nn.Module, ABC):
-    """A compression operator with K heads of dimension p. One class adds U (or its own `bases`) and
-    `forward`; one whose queries, keys and values differ also `queries_keys_values`."""
+    """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`) and
+    `forward`; if its queries, keys and values differ, also `queries_keys_values`."""
 
     def __init__(self, config):
         super().__init__()
@@ -278,10 +283,10 @@ class Layer(nn.Module):
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
             self.scale2 = nn.Parameter(self.scale1.detach().clone()) if arch.residual else None
 
-    def branch(self, out, gain):
+    def branch(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
-        if gain is not None:
-            out = out * gain
+        if scale is not None:
+            out = out * scale
         if self.training and self.drop_path > 0:
             keep = 1 - self.drop_path
             out = out * (torch.empty(len(out), 1, 1, device=out.device).bernoulli_(keep) / keep)
@@ -333,31 +338,10 @@ class Backbone(nn.Module):
         return traces
 
 
-def train_flops(model):
-    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
-    n (6 N + 12 L n d) for n tokens, N weights in the matrices of layers and tied head. A causal map
-    counts in full, a matrix once (ODL uses D 3 times), TSSA and CBSA without their own products."""
-    c = model.config
-    seen = c.context - (c.masked_patches() if getattr(c, "mask_tokens", "") == "after" else 0)
-    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
-    for n, layers in ((seen, getattr(model, "encoder", model).layers),
-                      (c.context, getattr(model, "decoder", []))):
-        for layer in layers:
-            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-            if isinstance(layer.attention, (MSSA, MHSA)):
-                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
-    return 6 * multiply_adds            # each is 2 operations, in 3 passes
-
-
 # ---- The objective ------------------------------------------------------------------------------
 # Rates are in nats. eps is the distortion up to which tokens are coded; the papers give none, 0.5
 # is ours (a LayerNorm's tokens have norm sqrt(d)). A direction of mean square eps^2 / d costs
-# log 2 / 2. Rates compare at equal eps alone: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
-def at_least_float32(t):
-    """float64 stays: a logdet in bfloat16 is wrong in the first digit."""
-    return t if t.dtype == torch.float64 else t.float()
-
-
+# log 2 / 2. Compare rates at equal eps only: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
@@ -760,7 +744,7 @@ class BackboneConfig:
         deep = self.task != "text" and self.layers > 12
         layer_scale = arch.deep_layer_scale if deep else arch.layer_scale
         for name, value in dict(self.family()._asdict(), layer_scale=layer_scale).items():
-            if getattr(self, name, 0) is None:      # 0: this config has no such field
+            if hasattr(self, name) and getattr(self, name) is None:
                 setattr(self, name, value)
         if self.head_dim is None:
             if d % K:
@@ -1060,9 +1044,9 @@ class MaskedAutoencoder(nn.Module):
         Z = encoder.norm(encoder.layers(Z))
         if after:
             Z = self.decoder_embed(Z)
-            hidden = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
+            masked = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
             back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
-            Z = torch.cat([Z, hidden], 1).gather(1, back) + self.decoder_positions
+            Z = torch.cat([Z, masked], 1).gather(1, back) + self.decoder_positions
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def forward(self, x, noise):
@@ -1125,8 +1109,8 @@ class LanguageModel(Backbone):
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)
 
-    def count(self):
-        """Parameters, positions not counted, as [B] Tables 7.5 to 7.11 seem to."""
+    def count_without_positions(self):
+        """How many parameters there are, without positions, as [B] Tables 7.5 to 7.11 seem to."""
         return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
 
     def advance(self, ids, caches):
@@ -1180,6 +1164,24 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+# ---- Operations of a training step --------------------------------------------------------------
+def train_flops(model):
+    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
+    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
+    causal map counts in full. Left out: that ODL uses D 3 times, products within TSSA and CBSA."""
+    c, seen = model.config, model.config.context
+    if isinstance(c, MAEConfig) and c.mask_tokens == "after":
+        seen -= c.masked_patches()
+    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
+    for n, layers in ((seen, getattr(model, "encoder", model).layers),
+                      (c.context, getattr(model, "decoder", []))):
+        for layer in layers:
+            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+            if isinstance(layer.attention, (MSSA, MHSA)):
+                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
+    return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
 # ---- Cross-entropy in blocks --------------------------------------------------------------------

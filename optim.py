@@ -1,4 +1,4 @@
-"""Schedules, and the optimizers: AdamW, Lion, Muon beside AdamW."""
+"""What the training loops share: schedules, micro-batches, AdamW, Lion and Muon."""
 import contextlib
 import math
 
@@ -120,8 +120,8 @@ class Muon(torch.optim.Optimizer):
                 m = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(m, grads, 0.05)
                 G = torch.stack(torch._foreach_lerp(grads, m, 0.95))
-                half = is_fast_in_bfloat16(G.device)
-                update = newton_schulz(G, torch.bfloat16 if half else torch.float32)
+                dtype = torch.bfloat16 if is_fast_in_bfloat16(G.device) else torch.float32
+                update = newton_schulz(G, dtype)
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))
                 torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)

@@ -45,7 +45,7 @@ def steer(model, words):
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
     entries = 0 if operator is None else operator.code(token).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: there are {L} layers, and {entries} entries in that one")
+        raise UserError(f"--steer={words}: of {L} layers, number {layer} has {entries} entries")
     code, column = operator.code, torch.arange(entries, device=token.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 

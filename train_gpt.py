@@ -22,7 +22,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """The recipe's defaults are nanoGPT's, but for [B]'s 384 sequences; a preset changes them."""
+    """Defaults are nanoGPT's for GPT-2, but [B]'s batches of 384 sequences. Presets change them."""
     data: str = option("openwebtext", "a prepared text set")
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
@@ -133,8 +133,9 @@ def main(argv):
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
-    run.begin(f"{model.config.arch}, {model.count():,} parameters without positions, {c.data} "
-              f"({len(data.train):,} tokens), batches of {c.batch_size} x {c.context} tokens",
+    run.begin(f"{model.config.arch}, {model.count_without_positions():,} parameters without "
+              f"positions, {c.data} ({len(data.train):,} tokens), batches of {c.batch_size} x "
+              f"{c.context} tokens",
               total=c.steps, eval_every=1000, unit="tokens", per_step=c.batch_size * c.context,
               flops=train_flops(model) / c.context)
 
@@ -177,7 +178,7 @@ def main(argv):
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         take_step(optimizers, schedule[step])
 
-        # evaluate on --eval_windows, which choose best.pt; the scores of the end are of every token
+        # evaluate on the first --eval_windows sequences, which choose best.pt; at the end on all
         if run.log_step(loss, schedule[step]):
             scores = validate(model, windows)
             chosen_by = scores["loss"]
@@ -187,8 +188,10 @@ def main(argv):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(snapshot, scores, chosen_by)
         run.end_step(snapshot)
-    return run.done("python evaluate.py lm --ckpt={best}",
-                    *["python sample.py --ckpt={best} --prompt='The '"] * (not masked))
+    then = ["python evaluate.py lm --ckpt={best}"]
+    if not masked:
+        then.append("python sample.py --ckpt={best} --prompt='The '")
+    return run.done(*then)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ class Config(RunFlags, ModelFlags):
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
     decoder_width: int | None = option(None, "d of the decoder; auto is the encoder's", low=1)
     decoder_heads: int | None = option(None, "K of the decoder; auto is the encoder's", low=1)
-    mask_ratio: float = option(0.75, "share of the patches that is hidden", above=0, high=0.99)
-    mask_tokens: str | None = option(None, "the encoder; auto: before", choices=("before", "after"))
+    mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
+    mask_tokens: str | None = option(None, "where they enter; auto: before the encoder",
+                                     choices=("before", "after"))
     normalize_targets: bool = option(False, "each patch to mean 0 and variance 1")
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -134,7 +135,7 @@ def main(argv):
         model.compile()
     run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
               f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
-              f"patches hidden, batches of {c.batch_size}", total, eval_every=epoch,
+              f"patches masked, batches of {c.batch_size}", total, eval_every=epoch,
               unit="images", per_step=c.batch_size, flops=train_flops(model))
 
     def snapshot():

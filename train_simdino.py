@@ -37,7 +37,7 @@ class Config(RunFlags, ModelFlags):
     # the method
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
-    gamma: float | None = option(None, "weight of the rate; auto is (p + N m) / (p N m)", low=0)
+    gamma: float | None = option(None, "of the rate; auto is 1 / output + 1 / batch_size", low=0)
     rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
                           "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
@@ -257,7 +257,7 @@ def main(argv):
     optimizers = make_optimizers(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999),
                                  hidden=[student.encoder.layers, student.projector])
     schedule = schedules(c, total, epoch)
-    # the weight of the coding rate as its authors set it: (p + N m) / (p N m) = 1 / p + 1 / N m
+    # the weight of the coding rate as its authors set it, (p + N m) / (p N m)
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run

@@ -58,7 +58,7 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 
 
 def to_device(t, device):
-    """A copy from memory that is not pinned would wait for a GPU to finish what it has."""
+    """t on the device. From memory that is not pinned a GPU would copy after all its other work."""
     if device.type == "cuda":
         return t.pin_memory().to(device, non_blocking=True)
     return t.to(device)

@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-# Which points (x, y), y upwards, lie in the shape; none lies beyond 1.07 of the centre
+# Which points (x, y), y upwards, lie in the shape; none is farther than 1.07 from the centre
 SHAPES = {
     "circle": lambda x, y: x * x + y * y < 0.8 ** 2,
     "ellipse": lambda x, y: x * x + (y / 0.5) ** 2 < 1.05 ** 2,

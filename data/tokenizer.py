@@ -26,7 +26,7 @@ class CharTokenizer:
         self.n_vocab = len(characters) + 1
         self.table = np.full(0x110000, len(characters), dtype=np.uint16)
         self.table[[ord(character) for character in characters]] = np.arange(len(characters))
-        self.start = int(self.encode("\n")[0])      # what a new document follows
+        self.start = int(self.encode("\n")[0])      # the token before a new document
 
     def encode(self, text):
         """str -> uint16 (number of characters,)."""
