@@ -122,8 +122,8 @@ def layers(c):
             table = layer_table(loaded, c)
             mean = sum(row["srr"] for row in table) / len(table)
             runs.append(dict(ckpt=path, untrained=untrained, srr=mean, layers=table))
-            print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}"
-                  f"{', U at unit size' * c.unit_bases}")
+            print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
+                  f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
             show.print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
@@ -138,13 +138,14 @@ def draw_layers(runs, c):
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
-                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
+                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', unit U' if c.unit_bases else ''}")}
     figure, axes = show.new_figure(2, 3, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
             l, y, std = (np.array([row[name] for row in run["layers"]])
                          for name in ("layer", key, f"{key}_std"))
-            name = "/".join(Path(run["ckpt"]).parts[-2:]) + ", untrained" * run["untrained"]
+            name = "/".join(Path(run["ckpt"]).parts[-2:])
+            name += ", untrained" if run["untrained"] else ""
             ax.plot(l, y, "o--" if run["untrained"] else "o-", color=f"C{i}", label=name)
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
         ax.set(title=title, xlabel="layer l", ylabel=ylabel)

@@ -61,7 +61,7 @@ LITERAL = {"attention": (models.MSSA, "attend", literal_attend),
 def literal(model, *parts):
     """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
     model = copy.deepcopy(model)
-    for owner, name, method in map(LITERAL.get, parts):
+    for owner, name, method in [LITERAL[part] for part in parts]:
         for module in model.modules():
             if type(module) is owner:
                 setattr(module, name, method.__get__(module))
@@ -93,7 +93,7 @@ def forward_backward(processes, forward, leaves):
     """forward() and the gradient of its sum in the leaves, which keep none."""
     with processes.autocast():
         total = forward().sum()
-    torch.autograd.grad(total, leaves, allow_unused=True)       # the class token, if unread
+    torch.autograd.grad(total, leaves)
 
 
 # ---- Training steps -----------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def bench_length(c, processes):
     device, config = processes.device, models.ImageConfig(width=256, heads=4, qkv_bias=True)
     operators = {name: getattr(models, name)(config).to(device)
                  for name in ("TSSA", "CBSA", "MSSA", "MHSA")}
-    for n in [(math.isqrt(c.longest) >> i) ** 2 for i in (3, 2, 1, 0)]:
+    for n in [(math.isqrt(c.longest) // 8 * i) ** 2 for i in (1, 2, 4, 8)]:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
                                [Z, *operator.parameters()])

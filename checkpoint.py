@@ -85,7 +85,7 @@ def _read(path):
         path = PRETRAINED / f"{name}.pt"
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise ValueError("it is no regular file")               # /dev/zero would never end
+        raise ValueError("it is no file such as RUN/ckpt.pt")       # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file, \
                 torch.serialization.safe_globals([argparse.Namespace]):

@@ -117,7 +117,7 @@ def newton_schulz(G):
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
-    rest = [p for p in model.parameters() if p not in set(matrices)]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), torch.zeros(len(matrices), 1, 1)
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))

@@ -74,13 +74,13 @@ def model_input(batch, data, size):
 
 def with_bar(items, what, total=None):
     """The items, with a progress bar where rank 0 has a terminal."""
-    alone = os.environ.get("RANK", "0") == "0"
-    return tqdm(items, what, total, leave=False, disable=None if alone else True)
+    is_main = os.environ.get("RANK", "0") == "0"
+    return tqdm(items, what, total, leave=False, disable=None if is_main else True)
 
 
 def batches_of(split, batch_size, config, processes):
     """This process's share of the images and labels, in batches."""
-    mine = torch.arange(processes.rank, len(split), processes.world).split(batch_size)
+    mine = torch.arange(len(split))[processes.rank::processes.world].split(batch_size)
     index = [part.numpy() for part in mine]
     return with_bar(split.batches(index, config.workers), "images", len(index))
 
@@ -98,7 +98,7 @@ def classify(model, split, data, config, processes, batch_size=500):
     total = zero_sums(processes.device)
     for batch, labels in batches_of(split, batch_size, config, processes):
         n = len(labels)
-        if n < batch_size:      # a full last batch: a compiled model sees one shape
+        if 0 < n < batch_size:      # a full last batch: a compiled model sees one shape
             batch = torch.cat([batch, batch[:1].expand(batch_size - n, -1, -1, -1)])
         with processes.autocast():
             logits = model(model_input(batch, data, model.config.image_size))[:n]
@@ -123,7 +123,8 @@ def features(encoder, split, data, config, processes, kind="class", batch_size=5
             x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0]
         if result is None:
             result = x.new_zeros(len(split), x.shape[1])
-        result[processes.rank::processes.world][i * batch_size:][:len(x)] = x
+        mine = result[processes.rank::processes.world]
+        mine[i * batch_size:i * batch_size + len(x)] = x
     return processes.sum(result)
 
 
@@ -187,7 +188,7 @@ def tokens_for(name, split, meta, cache):
     if data.tokenizer.meta() != meta["tokenizer"]:
         raise UserError(f"--data={data.name} has another tokenizer than the checkpoint")
     existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
-    split = split or next(iter(existing))
+    split = split or existing[0]
     if split not in existing:
         raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
     return data, split, getattr(data, split)
@@ -297,10 +298,10 @@ def accuracy(c):
 
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
+    if (c.data if c.features == "pixels" else c.ckpt) is None:
+        raise UserError("give --ckpt, or --features=pixels and --data=NAME")
     if c.features == "pixels":
         encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
-    elif c.ckpt is None:
-        raise UserError("--ckpt is needed, except with --features=pixels --data=NAME")
     else:
         loaded, processes = load(c, "vit", "mae", "simdino")
         encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.untrained else c.ckpt

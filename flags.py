@@ -78,7 +78,7 @@ def cli(main):
 
 
 def interrupt(number, frame):
-    """The first Ctrl-C ends a command. Another one would end that ending with a traceback."""
+    """The first Ctrl-C ends a command; a second one exits at once, without a traceback."""
     signal.signal(number, lambda *_: os._exit(130))
     raise KeyboardInterrupt
 
@@ -189,8 +189,8 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     given, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)
-        hint = f", did you mean --{near[0]}?" if near else ""
-        raise UserError(f"unknown argument {unknown[0]}{hint} (a preset comes first; see --help)")
+        hint = f", did you mean --{near[0]}?" if near else ", a preset comes first; see --help"
+        raise UserError(f"unknown argument {unknown[0]}{hint}")
     displaced = {other for flag in vars(given) for other in flags[flag].metadata["displaces"]}
     kept = {flag: value for flag, value in values.items() if flag not in displaced}
     config = config_class(**kept | vars(given))

@@ -50,8 +50,8 @@ def attention_map(q, k, scale, causal=False):
 
 
 def shift(w, a):
-    """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the token before
-    (Xu et al. 2025, whose two weights are free). w (..., K, n, p), shares a (K, 1, 1)."""
+    """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the previous one
+    (Xu et al. 2025, whose two weights need not sum to 1). w (..., K, n, p), shares a (K, 1, 1)."""
     return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
@@ -121,7 +121,7 @@ class Attention(nn.Module, ABC):
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
         if config.shift:
             # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
-            # the start: keys of the last are mostly the token before, its values the token itself
+            # the start: keys of the last are mostly the previous token, its values the token
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
@@ -218,8 +218,8 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 
 class Sparsification(nn.Module, ABC):
-    """The interface of the operator that replaces the MLP. Its output is the code or depends on the
-    code alone, so the model can be steered by replacing `code` on an instance."""
+    """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
+    made of the code alone, so a model can be steered by replacing `code` on an instance."""
     uses = ("eta", "lambd")     # those of eta, lambd and step_size that it reads
 
     @abstractmethod
@@ -614,7 +614,7 @@ class Family(NamedTuple):
     """What the authors of some archs put around the operators."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
-    norm_eps: float = 1e-6              # of LayerNorms, but for the last one of an image model
+    norm_eps: float = 1e-6              # of all LayerNorms except an image model's last
     norm_bias: bool = True
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
@@ -657,8 +657,8 @@ ARCHS = {
     "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
-    # [B] Eq. (7.5.6)-(7.5.7). LayerScale is 1 in text, where released ToST has 1e-5: with that the
-    # last LN sees the embedding alone, and the first loss is 7 % above ln V at d = 768, not 1 to 2
+    # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
+    # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, with 1 it is 1 to 2
     "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0, deep_layer_scale=1e-5),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
@@ -679,7 +679,7 @@ VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, lar
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
-# released code (vit: DeiT's tiny and small, ViT's base and large); aot's are ours. Text sizes are
+# released code's (vit: DeiT's tiny and small, ViT's base and large); aot's are ours. Text sizes are
 # inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
@@ -711,7 +711,7 @@ def sizes_of(task, arch):
 @dataclass(kw_only=True)
 class BackboneConfig:
     """What the layers of every model share. None: as the authors of the arch have it (ARCHS).
-    Every config also has `causal`, and `context`, the number of tokens."""
+    Every config also has `task`, `causal`, and `context`, the number of tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -824,8 +824,8 @@ class MAEConfig(ImageConfig):
                        heads=self.decoder_heads, head_dim=None if own else self.head_dim)
 
     def masked_patches(self):
-        """How many are masked. As released, the rest is rounded down; 1e-9 for 100 * (1 - 0.9)."""
-        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)
+        """How many are masked. As released, the visible ones are rounded down."""
+        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 100 * (1 - 0.9)
 
 
 @dataclass(kw_only=True)
@@ -836,11 +836,11 @@ class TextConfig(BackboneConfig):
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
     rotary: bool = False            # rotary positions in place of the learned ones: `rotate`
-    shift: bool = False             # keys and values that see the token before: `shift`
+    shift: bool = False             # keys and values that see the previous token: `shift`
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.rotary or self.shift) and ARCHS[self.arch].attention in (TSSA, CBSA):
+        if (self.rotary or self.shift) and ARCHS[self.arch].attention is TSSA:
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -850,7 +850,7 @@ def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
         sizes = sizes_of(cls.task, arch)
-        check_word(f"{arch} of size", size, sizes)
+        check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     for name in given:
         check_word(f"{cls.__name__}: field", name, [field.name for field in fields(cls)])
@@ -984,7 +984,7 @@ class DecoderLayer(nn.Module):
 
     D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: where Z = D A
     with A >= 0, D orthogonal and eta = 1, D undoes ISTA up to lambda sqrt(nnz) per token. I - MSSA
-    inverts I + MSSA up to second order in MSSA. LN and ReLU have no inverse: training makes up."""
+    inverts I + MSSA up to second order. LN and ReLU have no inverse; training compensates."""
 
     def __init__(self, c):
         super().__init__()
@@ -1044,9 +1044,9 @@ class MaskedAutoencoder(nn.Module):
         Z = encoder.norm(encoder.layers(Z))
         if after:
             Z = self.decoder_embed(Z)
-            masked = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
+            filled = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
             back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
-            Z = torch.cat([Z, masked], 1).gather(1, back) + self.decoder_positions
+            Z = torch.cat([Z, filled], 1).gather(1, back) + self.decoder_positions
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def forward(self, x, noise):
@@ -1066,8 +1066,8 @@ FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 class LanguageModel(Backbone):
-    """Token embeddings plus learned positions (none with rotary ones, whose context one may
-    change), layers, a last LN, and the embedding as head.  [B] 7.4.
+    """Token embeddings plus learned positions (none if rotary; `context` may then be changed),
+    layers, a last LN, and the embedding as head.  [B] 7.4.
 
     model(ids): (B, n) -> logits (B, n, V). model(ids, targets): mean loss over targets >= 0."""
 
@@ -1166,7 +1166,7 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
-# ---- Operations of a training step --------------------------------------------------------------
+# ---- FLOPs of a training step -------------------------------------------------------------------
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A

@@ -145,7 +145,7 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# Dense bf16 FLOP/s of the data sheets, without sparsity; of the SXM version where there are two
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if any; the first name found counts
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
@@ -174,7 +174,7 @@ class Run:
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
         self.step, self.best = 0, None      # steps done; the lowest loss that chose best.pt
-        self.signal, self.handlers = 0, {}  # received by this process; those that ours replace
+        self.signal, self.handlers = 0, {}  # the first signal received; the handlers to put back
         self.losses, self.timed = [], []    # since the last line; (steps, seconds) of each lap
         self.bar, self.metrics = tqdm(disable=True), None   # until begin
         self.resuming = processes.main_only(self._open)
@@ -252,7 +252,7 @@ class Run:
                  f"{'bfloat16' if self.processes.bfloat16 else 'float32'}")
 
     def _start_files(self):
-        """Opens metrics.jsonl, without lines that come again. That of a finished run stays."""
+        """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
         lines = read_metrics(self.dir)
         if self.step >= self.total and lines and "event" in lines[-1]:
             return
@@ -275,7 +275,7 @@ class Run:
         last = self.step == self.total
         line = last or self.step % self.config.log_every == 0
         due = last or self.step % self.eval_every == 0
-        if line or due:                         # due: a loss that is not finite is not evaluated
+        if line or due:                         # due: no evaluation after a NaN
             mean, speed = self._mean_loss(), self._end_lap()
         if line:
             self.losses = []

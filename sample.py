@@ -26,7 +26,7 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 class Sample(DeviceFlags):
     ckpt: str = option(MISSING, "a checkpoint of train_gpt.py, or pretrained:NAME")
     prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
-    steer: str | None = option(None, "LAYER:ENTRY:VALUE: hold an entry of a layer's code there")
+    steer: str | None = option(None, "LAYER:ENTRY:VALUE, from 1 and 0: hold that entry of the code")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
@@ -45,7 +45,7 @@ def steer(model, words):
     operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
     entries = 0 if operator is None else operator.code(token).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: of {L} layers, number {layer} has {entries} entries")
+        raise UserError(f"--steer={words}: layers are 1 to {L}; this one has {entries} entries")
     code, column = operator.code, torch.arange(entries, device=token.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 

@@ -29,7 +29,7 @@ class Config(RunFlags, ModelFlags):
     context: int = option(1024, "tokens a sequence", low=2)
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
-    shift: bool = option(False, "keys and values that see the token before")
+    shift: bool = option(False, "keys and values that see the previous token")
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -42,13 +42,13 @@ class Config(RunFlags, ModelFlags):
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
-    eval_windows: int = option(400, "sequences an evaluation scores; 0, and the last: all", low=0)
+    eval_windows: int = option(400, "sequences of an evaluation; 0, and at the end: all", low=0)
     sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)
 
 
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
-    "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16: 40 GB, untried
+    "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 sequences should need 40 GB
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base

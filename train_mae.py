@@ -99,8 +99,7 @@ def validate(model, val, data, c, processes, batch_size=256):
         x = model_input(pixels, data, c.image_size)
         with processes.autocast():
             loss = model(x, noise)
-        n = torch.tensor(float(len(index)), device=device)
-        total += torch.stack([loss.float() * n, n])
+        total += len(index) * torch.stack([loss.float(), torch.ones((), device=device)])
     loss, n = processes.sum(total).tolist()
     return dict(loss=loss / n, n=int(n))
 

@@ -133,7 +133,7 @@ class Branch(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         self.prototypes = None
-        if prototypes:      # their norm, nn.Linear's as in DINO, only sets how fast they turn
+        if prototypes:      # used at norm 1; their own, nn.Linear's, sets how fast they turn
             start = torch.empty(prototypes, output).uniform_(-1, 1)
             self.prototypes = nn.Parameter(start * output ** -0.5)
 
@@ -200,7 +200,7 @@ def clip_each(params, limit):
 
 def schedules(c, total, epoch):
     """What changes over the run, [B] 7.2: lists of a value for each step."""
-    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # every step; DINO's every epoch
+    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
     return dict(
         lr=warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr)),
         weight_decay=warmup_cosine(c.weight_decay, total, final=c.weight_decay_end),

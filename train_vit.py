@@ -69,7 +69,7 @@ PRESETS = {
         batch_size=2048, epochs=155, warmup_epochs=5,     # taken as 5 of warm-up + 150
         # as in the released main.py; it crops whole pictures, ours are central squares of 256 px
         crop="resized"),
-    # width and depth of [S], which gives no recipe; cifar10-cpu's and CutMix, not tried on a GPU
+    # width and depth are [S]'s, which gives no recipe: this is cifar10-cpu's with CutMix, not run
     "cifar10": dict(
         data="cifar10", width=384, heads=6, layers=12, patch_size=4, epochs=200, warmup_epochs=2,
         batch_size=256, optimizer="muon", lr=2e-3, weight_decay=0.1, randaugment=2, cutmix=0.5,

@@ -51,7 +51,7 @@ function softmax(row, scale = 1) {                              // in place
 }
 
 // stack_k SSA(X | U_k) from w = U^* X, which is query, key and value. With `shift`, keys and values
-// are mixtures with the token before; with `rotary`, queries and keys turn by their positions
+// are mixed with the previous token; with `rotary`, queries and keys turn by their positions
 function attention({p, heads, mix, number}, w, from, c, off) {
   const n = w.rows, width = heads * p, ssa = matrix(n - from, width), A = [];
   const mixed = first => !mix ? w : made(n, width, t => w.at[t] +

@@ -1,5 +1,5 @@
 """Image sets as training reads them: load(NAME) -> ImageData -> Images -> batches on the device.
-prepare.py makes the files, on first use those of the small sets."""
+prepare.py makes the files; a small set is prepared at its first use."""
 import signal
 from dataclasses import dataclass
 

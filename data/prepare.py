@@ -6,9 +6,9 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-If all your files are in DIR/train, DIR/val or DIR/test, or are called so, these are the splits, and
-without a val test validates pictures; else a tenth of the pictures validates, a hundredth of the
-documents, or the last tenth of a single one. The set is then data/cache/NAME, with meta.json and
+Files in DIR/train, DIR/val and DIR/test, or named so, keep these splits if all files are; pictures
+without a val are validated on test. Otherwise a tenth of the pictures is held out, a hundredth of
+the documents, or the last tenth of a single one. The set is data/cache/NAME, with meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
@@ -130,8 +130,8 @@ def own_files(source, pattern):
     hold them, if each is one of SPLITS; else all are for training."""
     files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
     if not files:
-        raise UserError(f"no file matches DIR/{pattern}: pictures lie in DIR/CLASS/FILE, and text "
-                        "needs --tokenizer")
+        raise UserError(f"no file matches {source}/{pattern}: pictures lie in DIR/CLASS/FILE, text "
+                        "(--tokenizer) in .parquet, .jsonl or .txt files in DIR")
     names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
@@ -336,7 +336,7 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     if not name or not folder.exists():
         if name not in sets:
-            own = (path.name for path in folder.parent.glob("[!.]*"))
+            own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
                             "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:

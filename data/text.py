@@ -1,5 +1,5 @@
 """Text sets as training reads them: load(NAME) -> TextData -> batch, eval_batches; BERT's masks.
-prepare.py makes the files, on first use those of the small sets."""
+prepare.py makes the files; a small set is prepared at its first use."""
 import json
 from dataclasses import dataclass
 from functools import lru_cache

@@ -206,7 +206,8 @@ def main(argv):
     for number, theta in enumerate(GRID, 1):
         row = examine(theta, c, processes)
         fits = row["train_loss"] <= c.fitted
-        rows += [row] * fits
+        if fits:
+            rows.append(row)
         print(f"{number}/{len(GRID)} {theta}: training loss {row['train_loss']:.4f}, gap "
               f"{row['gap']:.4f}{', left out' * (not fits)}", file=sys.stderr, flush=True)
     if len(rows) < 3:

@@ -36,7 +36,7 @@ SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2)
 
 @dataclass(kw_only=True)
 class LongRange(DeviceFlags, DataFlags):
-    side: int = option(16, "pixels per side of a picture, a divisor of 32", low=1, high=32)
+    side: int = option(16, "pixels per side of a picture", low=1, high=32)
     held_out: int = option(5000, "pictures to test on", low=1)
     seeds: int = option(3, "runs of each arch", low=1)
     steps: int = option(1000, "steps of each run; the first is not timed", low=2)
@@ -47,7 +47,7 @@ class LongRange(DeviceFlags, DataFlags):
 def grey_pixels(pictures, side):
     """uint8 (N, 32, 32, 3) as rows of grey pixels, one after another: 0 to 255, (N, side^2)."""
     grey = augment.luma(augment.to_float(torch.from_numpy(np.array(pictures))))
-    return (255 * F.avg_pool2d(grey, 32 // side)).round().long().flatten(1)
+    return (255 * F.adaptive_avg_pool2d(grey, side)).round().long().flatten(1)
 
 
 class SequenceClassifier(LanguageModel):

@@ -48,7 +48,7 @@ def text_properties(pieces):
     for piece in pieces:
         mark = piece.strip()
         quoted ^= piece.count('"') % 2 == 1
-        letter = (0 if piece[:1].isspace() else letter) + 1 if mark.isalpha() else 0
+        letter = ((0 if piece[:1].isspace() else letter) + 1) if mark.isalpha() else 0
         rows.append((mark.isdigit(), mark[:1].isupper(), quoted, letter == 1, letter == 2,
                      letter > 4, not mark, bool(mark) and not mark.isalnum()))
     names = ("digit", "capital", "quoted", "first letter", "second letter", "fifth letter or later",
@@ -182,7 +182,7 @@ def main(argv):
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):
         for untrained in (False, True) if c.untrained else (False,):
-            name = config.arch + ", untrained" * untrained
+            name = config.arch + (", untrained" if untrained else "")
             seed = c.seed + len(runs.setdefault(name, []))
             codes = read_codes(open_model(path, replace(c, seed=seed), untrained), c)
             runs[name].append(measure(codes, width, seed))

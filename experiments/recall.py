@@ -13,15 +13,15 @@ Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): it costs the model most of
 size. Attention alone learns the task in 260 +- 10 steps with three matrices, but not with one (60.5
 % right); neither does CRATE. Tying the query costs most (2 of 5 runs learn), tying key and value
 hardly anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
-symmetric: looking for the token before needs another query, or --shift.
+symmetric: looking for the previous token needs another query, or --shift.
 
 "steps" is the mean, over the seeds that got there, of the steps until 95 % of the values are right,
 looked at every 50 steps; "accuracy" the last of each seed's. Behind +- stands the standard error.
 
 With --ckpt a trained model reads random tokens, then the same again. "copies" is the mean weight
 that a token gives, the second time, to what followed it the first time (induction heads: Olsson et
-al., 2022); "before" is the mean weight of the token before. Chance is about 0.01. a and b are the
-shares of the token before in --shift's keys and values.
+al., 2022); "before" is the mean weight of the previous token. Chance is about 0.01. a and b are the
+shares of the previous token in --shift's keys and values.
 """
 import sys
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ from data.show import print_table
 from evaluate import with_bar
 from experiments.neurons import averages
 from flags import cli, option, parse, UserError
-from model import LanguageModel, MHSA, TextConfig
+from model import LanguageModel, MHSA, MSSA, TextConfig
 from optim import make_optimizers, take_step
 from run import derive_seed
 
@@ -48,7 +48,7 @@ class Recall:
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
     rotary: bool = option(False, "rotary positions in place of learned ones")
-    shift: bool = option(False, "keys and values that see the token before")
+    shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
     heads: int = option(4, "K", low=1)
@@ -140,7 +140,10 @@ def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...], or heads_of."""
     c, _ = parse(Recall, {}, argv, __doc__)
     if c.ckpt:
-        rows = heads_of(load_model(c.ckpt, ("gpt",)).model)
+        model = load_model(c.ckpt, ("gpt",)).model
+        if not isinstance(model.layers[0].attention, (MSSA, MHSA)):
+            raise UserError(f"{c.ckpt} is of arch {model.config.arch}, without an attention map")
+        rows = heads_of(model)
         print_table(rows)
         return rows
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read

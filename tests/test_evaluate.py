@@ -98,7 +98,7 @@ def test_accuracy_and_probes(train, tmp_path, run, cache):
     assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
     pixels = ["knn", "--features=pixels", "--data=shapes", f"--data_dir={cache}"]
     assert evaluate.main(pixels)["encoder"] is None
-    with pytest.raises(UserError, match="--ckpt is needed"):
+    with pytest.raises(UserError, match="give --ckpt"):
         evaluate.main(["knn"])
 
 
