@@ -228,8 +228,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 # ---- Numbers of a layer -------------------------------------------------------------------------
 def layer_numbers(layer, Z, trace, c):
     """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
-    LayerTrace; c has eps, lambd, unit_bases. In float64, because float32 has NaNs, and on the CPU,
-    because mps has no float64."""
+    LayerTrace; c has eps, lambd, unit_bases. In float64, where float32 gives NaN, on the CPU, since
+    mps has no float64."""
     U, Z_half, out = (T.cpu().double() for T in (layer.attention.bases(), trace.half, trace.out))
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()

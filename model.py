@@ -15,8 +15,8 @@ What differs from a plain transformer:
 
 Sources: [N] White-Box Transformers via Sparse Rate Reduction (NeurIPS 2023); [J] White-Box
 Transformers via Sparse Rate Reduction: Compression Is All There Is? (JMLR 2024); [S] An In-depth
-Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Principles and
-Practice of Deep Representation Learning, Chapter 7. "Released code" is that of the authors.
+Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024); [B] Learning Deep
+Representations of Data Distributions, Chapter 7. "Released code" is that of the authors.
 
 The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token per row, and
 U_k^* Z is w = Z @ U_k. The column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT (a
@@ -35,7 +35,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
 def at_least_float32(t):
-    """t in float32, or in float64 if it is: a logdet in bfloat16 is wrong in the first digit."""
+    """t in float32, or in float64 if it is: in bfloat16 a logdet's factorization can fail."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -75,7 +75,7 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
     SSA(Z | U_k) = (U_k^*Z) softmax((U_k^*Z)^*(U_k^*Z))                [J] Eq. (35), [N] Eq. (11)
     without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
-    with W:     W stack_k SSA(Z | U_k) + bias, as implemented            [J] Eq. (37), [N] Eq. (115)
+    with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
 
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
     [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in [N]
@@ -121,7 +121,7 @@ class Attention(nn.Module, ABC):
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
         if config.shift:
             # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
-            # the start: keys of the last are mostly the previous token, its values the token
+            # the start: the last one's keys are mostly the previous token, its values the token
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
@@ -152,8 +152,8 @@ class Attention(nn.Module, ABC):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
         shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
-        and k_i turn by R_i. In MSSA q = k = v = w. Its scores w_i^* w_j are symmetric in i and j,
-        but w_i^* R_{j-i} k_j are not: a head can tell which of two tokens comes first."""
+        and k_i turn by R_i. In MSSA q = k = v = w, so its scores are symmetric in i and j, turned
+        or not: turned, they tell which of two tokens comes first; shift breaks the symmetry."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a), shift(v, b)
@@ -234,7 +234,7 @@ class ISTA(Sparsification):
     """ISTA(Z | D) as in `ista`, [J] Eq. (44), in one matmul over the tokens.
 
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z; for rows it is Z + Z G with G = eta (D - D^*D),
-    built once per forward pass. The identity stays outside: in bfloat16, I + G would round G away.
+    built once per forward pass. The identity stays outside: in bfloat16, I + G would round G more.
     eta = lambda = 0.1 as released; no run with 0.02 or 0.5 is better in [N] Table 2."""
 
     def __init__(self, config):
@@ -340,13 +340,13 @@ class Backbone(nn.Module):
 
 # ---- The objective ------------------------------------------------------------------------------
 # Rates are in nats. eps is the distortion up to which tokens are coded; the papers give none, 0.5
-# is ours (a LayerNorm's tokens have norm sqrt(d)). A direction of mean square eps^2 / d costs
+# is ours, for tokens of norm sqrt(d), as LN's. A direction of mean square eps^2 / d costs
 # log 2 / 2. Compare rates at equal eps only: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
     G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). It
-    is NaN if G is not finite: an error would have to wait for a flag from the GPU."""
+    is NaN where the factorization fails: to raise an error would be to wait for the GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
     rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -376,7 +376,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.
 
-    [J] Eq. (15), [N] Eq. (1). Z (..., n, d) -> (...). The measure of [S] is its negative."""
+    [J] Eq. (15), [N] Eq. (1). Z (..., n, d) -> (...). [S] measures minus its mean over layers."""
     rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
     return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
 
@@ -443,7 +443,7 @@ class TSSA(Attention):
     Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                            directions of low energy shrink
+        out_ik  = - Pi_ik w_i / (1 + s_k)                        w + out shrinks where s is low
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
 
@@ -1003,8 +1003,8 @@ class MaskedAutoencoder(nn.Module):
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
     mask, and returns the mean squared error on those. mask_tokens="before": a mask token stands for
-    these patches in the encoder ([B] sets their pixels to 0); positions are added once, as released
-    (in [B] Eq. (7.6.6) the decoder removes them). "after": the encoder sees the others only."""
+    these patches in the encoder ([B] sets them to 0); positions are added once, as released
+    (in [B] Eq. (7.6.6) the unembedding removes them). "after": the encoder sees the others only."""
 
     def __init__(self, config):
         super().__init__()
@@ -1170,7 +1170,7 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Left out: that ODL uses D 3 times, products within TSSA and CBSA."""
+    causal map counts in full. Left out: repeated uses of D and U, products in TSSA and CBSA."""
     c, seen = model.config, model.config.context
     if isinstance(c, MAEConfig) and c.mask_tokens == "after":
         seen -= c.masked_patches()

@@ -5,7 +5,7 @@ in a toy. Here five updates are iterated on random tokens and subspaces, and R^c
 
     mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
-    neumann, exact   Z - step / beta (approximate, exact gradient of R^c)   [J] Eq. (33), (31)
+    neumann, exact   Z - step / beta grad R^c, approximate or exact         [J] Eq. (33), (31)
 
 Twice: where the Neumann series converges, beta ||U_k^* Z||^2 < 1, and on larger tokens.
 
