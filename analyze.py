@@ -3,7 +3,7 @@
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
     tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
-    saliency --ckpt=A.pt --head=2          what is attended to          [B] Eq. (7.2.41), Fig. 7.11
+    saliency --ckpt=A.pt                   what is attended to          [B] Eq. (7.2.41), Fig. 7.11
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
