@@ -63,16 +63,15 @@ def batches(loaded, c):
     if loaded.task == "gpt":
         tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
-        windows = tokens[:len(tokens) // n * n].reshape(-1, n)
-        parts = spread(len(windows), c.samples).split(c.batch_size)
-        for index in evaluate.with_bar(parts, "samples"):
-            ids = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(device)
-            yield ids, ids
+        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
     else:
-        data, split = split_for(loaded, c)
-        parts = spread(len(split), c.samples).split(c.batch_size)
-        for index in evaluate.with_bar(parts, "samples"):
-            yield index, evaluate.model_input(split.batch(index)[0], data, config.image_size)
+        data, samples = split_for(loaded, c)
+    for index in evaluate.with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
+        if loaded.task == "gpt":
+            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
+            yield ids, ids
+        else:
+            yield index, evaluate.model_input(samples.batch(index)[0], data, config.image_size)
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------

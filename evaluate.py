@@ -113,7 +113,7 @@ def classify(model, split, data, config, processes, batch_size=500):
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
-    result = None       # filled in place: a list of views Z[:, 0] keeps all tokens of all images
+    result = None       # one tensor: a list of views Z[:, 0] would keep every token in memory
     for i, (batch, _) in enumerate(batches_of(split, batch_size, config, processes)):
         if encoder is None:
             x = augment.to_float(batch).flatten(1)

@@ -93,8 +93,8 @@ def flush_or_mute():
 
 # ---- Fields -------------------------------------------------------------------------------------
 def option(default, help, displaces=(), **limits):
-    """A field (default MISSING: a flag that is needed) with its --help text and limits: choices,
-    low <= value <= high, value > above. Given, it removes the preset's values of `displaces`."""
+    """A dataclass field with its --help text and limits: choices, low <= value <= high, value >
+    above. With MISSING it is required. If given, it removes the preset's values of `displaces`."""
     return field(default=default, metadata=dict(help=help, displaces=displaces, **limits))
 
 
@@ -155,7 +155,7 @@ def reader(f, kind, optional):
             if limit is not None and not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
-    read.__name__ = {int: "whole number", float: "number"}.get(kind, kind.__name__)
+    read.__name__ = {int: "whole number", float: "number", bool: "true|false"}.get(kind, "text")
     return read
 
 
@@ -189,7 +189,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     given, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)
-        hint = f", did you mean --{near[0]}?" if near else ", a preset comes first; see --help"
+        hint = f", did you mean --{near[0]}?" if near else "; [PRESET], then --name=value"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     displaced = {other for flag in vars(given) for other in flags[flag].metadata["displaces"]}
     kept = {flag: value for flag, value in values.items() if flag not in displaced}

@@ -64,7 +64,7 @@ class Processes:
     def rows(self, batch_size):
         """This process's slice of a batch. Raises UserError if it does not divide among them."""
         if batch_size % self.world:
-            raise UserError(f"--batch_size={batch_size} does not divide by {self.world} processes")
+            raise UserError(f"--batch_size={batch_size} is not divisible by {self.world} processes")
         share = batch_size // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -145,7 +145,7 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if any; the first name found counts
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
@@ -180,7 +180,7 @@ class Run:
         self.resuming = processes.main_only(self._open)
 
     def _open(self):
-        """Locks the folder. Whether its run is to be resumed; if not, deletes that run's files."""
+        """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and (c.overwrite or not saved and not restarted):
@@ -237,7 +237,7 @@ class Run:
         self.eval_every = self.config.eval_every or eval_every
         # MFU at one unit a second: the share of the GPUs' bf16 peak; 0 where that is unknown
         name = device_name(self.processes.device)
-        peak = next((PEAK[gpu] for gpu in PEAK if gpu in name), math.inf)
+        peak = next((PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK), math.inf)
         self.unit_mfu = flops / peak / self.processes.world
         self.start = self.saved_step = self.step
         self.processes.main_only(self._start_files)
@@ -273,11 +273,11 @@ class Run:
             loss.item()
             self.lap = self.step, time.perf_counter()
         last = self.step == self.total
-        line = last or self.step % self.config.log_every == 0
+        log = last or self.step % self.config.log_every == 0
         due = last or self.step % self.eval_every == 0
-        if line or due:                         # due: no evaluation after a NaN
+        if log or due:                          # due: no evaluation after a NaN
             mean, speed = self._mean_loss(), self._end_lap()
-        if line:
+        if log:
             self.losses = []
             self._write_line(mean, speed, lr, values())
         return due

@@ -37,14 +37,14 @@ class Config(RunFlags, ModelFlags):
     # the method
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
-    gamma: float | None = option(None, "of the rate; auto is 1 / output + 1 / batch_size", low=0)
+    gamma: float | None = option(None, "the rate's weight; auto 1 / output + 1 / batch_size", low=0)
     rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
                           "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, the projector's output", low=2)
-    momentum: float = option(0.996, "the teacher's; rises to 1 as a cosine", low=0, high=1)
-    prototypes: int = option(65536, "DINO: size of its head", low=2)
-    teacher_temp: float = option(0.07, "DINO: of the teacher, from 0.04 upwards", above=0)
+    momentum: float = option(0.996, "of the teacher's mean; rises to 1 as a cosine", low=0, high=1)
+    prototypes: int = option(65536, "DINO: how many", low=2)
+    teacher_temp: float = option(0.07, "DINO: the teacher's, rising from 0.04", above=0)
     warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
     # optimization

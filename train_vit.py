@@ -155,7 +155,7 @@ def srr_loss(model, x, which, seed, eps=0.5):
     the cross-entropy keeps U away from it, so the weight has to be small."""
     layers, L = model.encoder.layers, len(model.encoder.layers)
     chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
-    with torch.no_grad():       # a second pass: the first one is as without SRR
+    with torch.no_grad():       # a pass of its own: the loss's stays as it is without SRR
         Z = [model.encoder.tokens(x)]
         for layer in layers[:max(chosen) + 1]:
             Z.append(layer(Z[-1]))

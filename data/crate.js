@@ -1,17 +1,19 @@
 // CRATE once more, in JavaScript, for page.html: the layers of model.py, in plain loops.
 //
 // A matrix is {rows, cols, at}: one token a row, as in model.py. It has four spare rows, because
-// `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix. A last
-// argument with a default, as d in normalize, is a local variable.
+// `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix.
 "use strict";
 const matrix = (rows, cols) => ({rows, cols, at: new Float32Array((rows + 4) * cols)});
 const rowsOf = (M, from, n) => ({rows: n - from, cols: M.cols, at: M.at.subarray(from * M.cols)});
 const transposed = M => made(M.cols, M.rows, t => M.at[t % M.rows * M.cols + (t / M.rows | 0)]);
-const stacked = (M, more, from, kept = from * more.cols) =>     // rows 0 .. from - 1 of M, and more
-  made(from + more.rows, more.cols, t => t < kept ? M.at[t] : more.at[t - kept]);
+function stacked(M, more, from) {                               // rows 0 .. from - 1 of M, and more
+  const kept = from * more.cols;
+  return made(from + more.rows, more.cols, t => t < kept ? M.at[t] : more.at[t - kept]);
+}
 const sumOf = (list, value = y => y) => list.reduce((sum, y) => sum + value(y), 0);
 
-function made(rows, cols, value, M = matrix(rows, cols)) {      // value(place)
+function made(rows, cols, value) {                              // value(place)
+  const M = matrix(rows, cols);
   for (let t = 0; t < rows * cols; t++) M.at[t] = value(t);
   return M;
 }
@@ -29,13 +31,16 @@ function multiply(X, W, b, out = matrix(X.rows, W.rows)) {
         b0 += v * w0; b1 += v * w1; b2 += v * w2; b3 += v * w3;
       }
       sums.set([a0, a1, a2, a3, b0, b1, b2, b3]);
-      for (let t = 0, k = j; t < 8; t++, k = j + t % 4)
-        if (k < W.rows) out.at[(i + (t >> 2)) * W.rows + k] = sums[t] + (b ? b.at[k] : 0);
+      for (let t = 0; t < 8; t++) {
+        const row = i + (t >> 2), k = j + t % 4;
+        if (k < W.rows) out.at[row * W.rows + k] = sums[t] + (b ? b.at[k] : 0);
+      }
     }
   return out;
 }
 
-function normalize(Z, {weight, bias, eps}, d = Z.cols) {        // LN
+function normalize(Z, {weight, bias, eps}) {                    // LN
+  const d = Z.cols;
   const rows = Array.from({length: Z.rows}, (_, i) => Z.at.subarray(i * d, i * d + d));
   const means = rows.map(row => sumOf(row) / d);
   const stds = rows.map((row, i) => Math.sqrt(sumOf(row, y => (y - means[i]) ** 2) / d + eps));
@@ -111,9 +116,10 @@ function* forward(model, Z, from, knobs) {                      // pauses after 
     if (L.number === model.c.layers + 1) Z = normalize(Z, model.norm);      // a decoder begins
     const T = layer(L, Z, L.T, from, model.c, knobs);
     Z = T.out;
-    for (const key of from ? ["Z", "half", "X", "code", "out"] : [])
-      T[key] = stacked(L.T[key], T[key], from);
-    if (from) T.A = T.A.map((rows, k) => [...L.T.A[k].slice(0, from), ...rows]);
+    if (from) {
+      for (const key of ["Z", "half", "X", "code", "out"]) T[key] = stacked(L.T[key], T[key], from);
+      T.A = T.A.map((rows, k) => [...L.T.A[k].slice(0, from), ...rows]);
+    }
     L.T = T;
     yield L.number;
   }
@@ -195,9 +201,11 @@ function halfLogdet(w, first, p, n, a) {                        // 1/2 logdet(I 
   for (let i = 0, row = first; i < n; i++, row += w.cols)
     for (let s = 0; s < p; s++)
       for (let t = 0; t < p; t++) G[s * p + t] += a * w.at[row + s] * w.at[row + t];
-  for (let s = 0; s < p; sum += Math.log(G[s * p + s]) / 2, s++)            // by elimination
+  for (let s = 0; s < p; s++) {                                 // by elimination
+    sum += Math.log(G[s * p + s]) / 2;
     for (let r = s + 1; r < p; r++)
       for (let t = p - 1; t >= s; t--) G[r * p + t] -= G[r * p + s] / G[s * p + s] * G[s * p + t];
+  }
   return sum;
 }
 

@@ -136,7 +136,7 @@ def own_files(source, pattern):
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
     if others := sum(map(Path.is_file, source.rglob("*"))) - len(files):
-        print(f"{others} files left out: not DIR/{pattern}", file=sys.stderr)
+        print(f"left out: {others} files that are not DIR/{pattern}", file=sys.stderr)
     return {SPLITS[split]: [file for file, name in zip(files, names) if name == split]
             for split in sorted({*names})}
 
@@ -326,8 +326,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    content = [f"{key} {meta[key]}" for key in ("images", "tokens", "classes") if key in meta]
-    print(f"{name} is ready in {folder}: {', '.join(content)[:200]}", file=sys.stderr)
+    print(f"{name} is ready in {folder}: {meta.get('images') or meta['tokens']}", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -362,6 +361,8 @@ def main(argv):
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
+    if c.name in IMAGES and c.tokenizer or c.source and c.name in ("shapes", "camouflage", "pydoc"):
+        raise UserError(f"{c.name} is a set of ours, without that flag: give yours another name")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size)

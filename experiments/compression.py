@@ -55,7 +55,7 @@ def beta_of(Z, U, eps):
     return U.shape[-1] / (len(Z) * eps ** 2)        # p / (n eps^2)
 
 
-def validity(Z, U, eps):
+def series_ratio(Z, U, eps):
     """The largest beta ||U_k^* Z||^2, a spectral norm: the Neumann series converges below 1."""
     return (beta_of(Z, U, eps) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
 
@@ -118,16 +118,16 @@ def main(argv):
     U = random_subspaces(c, generator)
     Z = torch.randn(c.tokens, c.width, generator=generator, dtype=torch.float64)
     Z = F.normalize(Z, dim=-1) * c.width ** 0.5                     # as after a LayerNorm
-    behind_norm = validity(Z, U, c.eps)
+    after_norm = series_ratio(Z, U, c.eps)
 
     panels = []
     for target in (0.5, 2.0):           # the series converges, and does not
-        start = Z * (target / behind_norm) ** 0.5
+        start = Z * (target / after_norm) ** 0.5
         panels.append((target, iterate(start, U, c)))
         print(f"beta ||U_k^* Z||^2 = {target:.3g} at the start: R^c, nats; terms along mssa's path")
         print_table([dict(iteration=i) | {name: curve[i] for name, curve in panels[-1][1].items()}
                      for i in range(0, c.iterations + 1, max(1, c.iterations // 10))])
-    print(f"after a LayerNorm these tokens have beta ||U_k^* Z||^2 = {behind_norm:.3g}")
+    print(f"after a LayerNorm these tokens have beta ||U_k^* Z||^2 = {after_norm:.3g}")
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
     draw(panels, c)
     print(f"wrote {c.out}")

@@ -7,7 +7,7 @@ k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or
 images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
 the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
-mean over at most 100 that fire 20 times. Each model offers as many as the narrowest is wide.
+mean over at most 100 that fire 20 times. Of each model as many are drawn as the narrowest's d.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
     python -m experiments.neurons --ckpt=a.pt --examples                what excites five of them

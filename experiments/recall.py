@@ -1,8 +1,8 @@
 """What does one matrix for query, key and value cost?
 
-In-context recall: small causal models read pairs of a random key and a random value, then each key
-again in another order, and say its value: Zoology's task (Arora et al., 2023) without gaps, and
-values may repeat. aot is aot-mhsa with one matrix for all three; --tie gives two of them one.
+In-context recall: a small causal model reads pairs of a random key and a random value, then each
+key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
+values may repeat). aot is aot-mhsa with one matrix for all three; --tie shares one between two.
 
     python -m experiments.recall
     python -m experiments.recall --archs=aot-mhsa --tie=qk          # or kv
@@ -15,8 +15,8 @@ size. Attention alone learns the task in 260 +- 10 steps with three matrices, bu
 hardly anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
 symmetric: looking for the previous token needs another query, or --shift.
 
-"steps" is the mean, over the seeds that got there, of the steps until 95 % of the values are right,
-looked at every 50 steps; "accuracy" the last of each seed's. Behind +- stands the standard error.
+"steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
+"accuracy": at the end of each run, mean over all. +- is the standard error.
 
 With --ckpt a trained model reads random tokens, then the same again. "copies" is the mean weight
 that a token gives, the second time, to what followed it the first time (induction heads: Olsson et

@@ -160,7 +160,7 @@ def segment(c):
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
     loaded, processes, number, data, split, masks = open_objects(c)
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
-    side, prior = size // encoder.config.patch_size, masks.float().mean(0, keepdim=True)
+    side, mean_mask = size // encoder.config.patch_size, masks.float().mean(0, keepdim=True)
     of_maps, of_boxes, of_masks, confidences = [], [], [], []
     for index in with_bar(torch.arange(len(masks)).split(c.batch_size), "images"):
         x, truth = model_input(split.batch(index)[0], data, size), masks[index]
@@ -176,15 +176,15 @@ def segment(c):
         of_masks.append(iou(cut, truth)[:, 0])
         confidences.append(confidence)
     mean, *heads = torch.cat(of_maps, 1).mean(1).amax(0).tolist()
-    prior = overlap_at_thresholds(prior, masks).mean(1).amax().item()
-    foreground = masks.double().mean().item()
+    prior = overlap_at_thresholds(mean_mask, masks).mean(1).amax().item()
+    share = masks.double().mean().item()
     table = {"mean of heads": mean, **{f"head {k}": value for k, value in enumerate(heads, 1)},
-             "prior: mean mask": prior, "a constant map": foreground}
+             "prior: mean mask": prior, "a constant map": share}
     print_table([dict(map=name, IoU=value) for name, value in table.items()])
 
     result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
                   features=c.features, n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
-                  foreground=foreground)
+                  foreground=share)
     thresholds = torch.arange(50, 100, 5).double() / 100
     for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)

@@ -61,4 +61,4 @@ def test_the_series_diverges_beyond_one(tmp_path):
     assert (tmp_path / "new" / "a.png").exists()
     Z, U = start(0, 1.0)
     largest = max(torch.linalg.svdvals(Z @ u)[0].item() ** 2 for u in U)
-    assert compression.validity(Z, U, 0.5) == pytest.approx(6 / (20 * 0.5 ** 2) * largest)
+    assert compression.series_ratio(Z, U, 0.5) == pytest.approx(6 / (20 * 0.5 ** 2) * largest)
