@@ -137,7 +137,7 @@ def draw_layers(runs, c):
               "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "srr": ("sparse rate reduction of Z^(l+1), higher is better",
-                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', unit U' if c.unit_bases else ''}")}
+                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
     figure, axes = show.new_figure(2, 3, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):

@@ -50,9 +50,8 @@ def test_flags_take_their_fields_types():
     ("--aarch=tost", "did you mean --arch"), ("--rat=1", "unknown argument --rat=1"),
     ("--width=3.5", "--width: invalid whole number value: '3.5'"), ("--arch=tots", "one of"),
     ("--width=0", "at least 1"), ("--rate=nan", "more than 0"), ("--rate=2", "at most 1"),
-    ("--rate=inf", "invalid number value: 'inf'"),
-    ("--flip=maybe", "invalid true|false value"), ("--width", "--width: expected one argument"),
-    ("--width=3 tiny", "[PRESET], then")])
+    ("--rate=inf", "invalid number value: 'inf'"), ("--flip=maybe", "invalid true|false value"),
+    ("--width", "--width: expected one argument"), ("--width=3 tiny", "[PRESET], then")])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv.split())

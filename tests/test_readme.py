@@ -41,9 +41,8 @@ class Parsed(Exception):
 @pytest.mark.parametrize("name", TEXTS)
 def test_every_command_parses(name, monkeypatch):
     """UserError if a preset, subcommand or flag does not exist."""
-    command = (r"(?:python|torchrun[^\n`|]*?) (?:-m (experiments\.\w+)|(?:data/)?(\w+)\.py)"
-               r"([^\n`#&|;]*)")
-    seen = 0
+    command, seen = (r"(?:python|torchrun[^\n`|]*?) (?:-m (experiments\.\w+)|(?:data/)?(\w+)\.py)"
+                     r"([^\n`#&|;]*)"), 0
     for experiment, script, words in re.findall(command, TEXTS[name].replace("\\\n", " ")):
         if script == "prepare":
             continue
