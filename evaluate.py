@@ -195,13 +195,15 @@ def tokens_for(name, split, meta, cache):
 
 
 @torch.no_grad()
-def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None):
+def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
+                    context=None):
     """Loss in nats over a text: dict(loss, ppl, n). A causal model predicts each token but the
     first, once; a masked one the masked tokens, with their top-1 accuracy "acc". The mask of a
     window is a function of its number, at every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
-    batches = text.eval_batches(tokens, model.config.context, batch_size, rank, world, not masked)
+    n = context or model.config.context
+    batches = text.eval_batches(tokens, n, batch_size, rank, world, not masked)
     total = zero_sums(processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
@@ -342,11 +344,10 @@ class Lambada(Flags):
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
-    mask_rate, config = loaded.content["run_config"].get("mask_rate"), loaded.model.config
-    config.context = c.context or config.context
+    mask_rate = loaded.content["run_config"].get("mask_rate")
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
-        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate)
+        loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 
 
 @torch.no_grad()

@@ -220,7 +220,6 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
     made of the code alone, so a model can be steered by replacing `code` on an instance."""
-    uses = ("eta", "lambd")     # those of eta, lambd and step_size that it reads
 
     @abstractmethod
     def code(self, Z):
@@ -502,9 +501,6 @@ class CBSA(Attention):
     last, although the class token stands first, so its grid is shifted by one patch."""
 
     def __init__(self, config):
-        if isinstance(config, TextConfig) or getattr(config, "mask_tokens", "") == "after":
-            raise ConfigError(f"{config.arch} pools a whole grid of patches: it is neither for "
-                              "text nor for mask_tokens=after")
         super().__init__(config)
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
         self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
@@ -539,8 +535,6 @@ class MMProx(Sparsification):
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. n is the model's context."""
-    uses = ("lambd",)
-
     def __init__(self, config):
         super().__init__()
         alpha = config.width / (config.context * config.mm_eps ** 2)
@@ -584,7 +578,6 @@ class TiedODL(ODL):
 
 class MLP(Sparsification):
     """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
-    uses = ()
 
     def __init__(self, config):
         super().__init__()
@@ -717,12 +710,11 @@ class BackboneConfig:
     heads: int = 6                      # K
     layers: int = 12                    # L
     head_dim: int | None = None         # p; None is width / heads
-    eta: float | None = None            # step of ISTA and ODL
-    lambd: float | None = None          # sparsity weight of ISTA, MMProx and ODL
-    step_size: float | None = None      # of MSSA where it has no W (crate-c, -n, -t)
+    eta: float = 0.1                    # step of ISTA and ODL
+    lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
+    step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
     rotary: ClassVar = False            # in text models alone, like shift
     shift: ClassVar = False
-    defaults: ClassVar = dict(eta=0.1, lambd=0.1, step_size=1.0)    # for None, where used
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
     dropout: float = 0.0
@@ -743,9 +735,10 @@ class BackboneConfig:
         d, K, arch = self.width, self.heads, ARCHS[self.arch]
         deep = self.task != "text" and self.layers > 12
         layer_scale = arch.deep_layer_scale if deep else arch.layer_scale
-        for name, value in dict(self.family()._asdict(), layer_scale=layer_scale).items():
-            if hasattr(self, name) and getattr(self, name) is None:
-                setattr(self, name, value)
+        authors = self.family()._asdict() | dict(layer_scale=layer_scale)
+        for f in fields(self):
+            if f.name in authors and getattr(self, f.name) is None:
+                setattr(self, f.name, authors[f.name])
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
@@ -753,14 +746,6 @@ class BackboneConfig:
             self.head_dim = d // K
         if arch.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
-        own = [*getattr(arch.sparsification, "uses", ())]
-        if arch.output != "learned":
-            own.append("step_size")
-        for name, default in self.defaults.items():
-            value = getattr(self, name)
-            if name not in own and value not in (None, default):
-                raise ConfigError(f"{name}={value} has no effect in {self.arch}")
-            setattr(self, name, (default if value is None else value) if name in own else None)
 
 
 @dataclass(kw_only=True)
@@ -794,13 +779,12 @@ class ImageConfig(BackboneConfig):
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
     task: ClassVar = "mae"
-    defaults: ClassVar = ImageConfig.defaults | dict(lambd=0.5)     # as in the released code
+    lambd: float = 0.5                      # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
     decoder_heads: int | None = None
     mask_ratio: float = 0.75
     mask_tokens: str = "before"             # before the encoder (CRATE-MAE), or after (He et al.)
-    normalize_targets: bool = False         # each patch to mean 0 and unbiased variance 1
     stem: str | None = "plain"
     positions: str = "sincos"
     final_norm: bool | None = True
@@ -814,6 +798,8 @@ class MAEConfig(ImageConfig):
         n, masked, d = self.patches, self.masked_patches(), self.decoder_width
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
+        if self.mask_tokens == "after" and ARCHS[self.arch].attention is CBSA:
+            raise ConfigError(f"{self.arch} pools all patches: it needs mask_tokens=before")
         if self.mask_tokens == "before" and d != self.width:
             raise ConfigError(f"decoder_width={d}, not the encoder's, needs mask_tokens=after")
 
@@ -840,7 +826,10 @@ class TextConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.rotary or self.shift) and ARCHS[self.arch].attention is TSSA:
+        attention = ARCHS[self.arch].attention
+        if attention is CBSA:
+            raise ConfigError(f"{self.arch} pools a grid of patches: it is not for text")
+        if (self.rotary or self.shift) and attention is TSSA:
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -1053,9 +1042,6 @@ class MaskedAutoencoder(nn.Module):
         """[B] Eq. (7.6.7), over the masked patches only, as in the released code."""
         masked = self.mask_from(noise)
         target = at_least_float32(patchify(x, self.config.patch_size))
-        if self.config.normalize_targets:       # 1e-6 for flat patches, as in the released code
-            mean, var = target.mean(-1, keepdim=True), target.var(-1, keepdim=True)
-            target = (target - mean) / (var + 1e-6).sqrt()
         error = (at_least_float32(self.predicted(x, masked)) - target).square().mean(-1)
         return (error * masked).sum() / masked.sum()
 
@@ -1066,8 +1052,8 @@ FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 
 class LanguageModel(Backbone):
-    """Token embeddings plus learned positions (none if rotary; `context` may then be changed),
-    layers, a last LN, and the embedding as head.  [B] 7.4.
+    """Token embeddings plus learned positions (none if rotary: it then reads any length), layers, a
+    last LN, and the embedding as head.  [B] 7.4.
 
     model(ids): (B, n) -> logits (B, n, V). model(ids, targets): mean loss over targets >= 0."""
 
@@ -1096,10 +1082,9 @@ class LanguageModel(Backbone):
     def tokens(self, ids, start=0):
         """Z^1 of [B] Eq. (7.4.2): (B, n) -> (B, n, d), the first token at position `start`."""
         end, Z = start + ids.shape[1], self.embed(ids)
-        context = self.config.context if self.positions is None else len(self.positions)
-        if end > context:
-            raise ConfigError(f"{end} tokens exceed the context of {context}")
         if self.positions is not None:
+            if end > len(self.positions):
+                raise ConfigError(f"{end} tokens exceed the context of {len(self.positions)}")
             Z = Z + self.positions[start:end]
         return F.dropout(Z, self.config.dropout, self.training)
 

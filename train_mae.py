@@ -33,7 +33,6 @@ class Config(RunFlags, ModelFlags):
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
     mask_tokens: str | None = option(None, "where they enter; auto: before the encoder",
                                      choices=("before", "after"))
-    normalize_targets: bool = option(False, "each patch to mean 0 and variance 1")
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)

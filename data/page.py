@@ -68,8 +68,8 @@ def html(name, loaded, untrained, data, tokens=None):
     state = model.state_dict()
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
-    if loaded.task == "mae" and (c.mask_tokens == "after" or c.normalize_targets):
-        raise UserError(f"{name}: the page knows no mask_tokens=after and no normalize_targets")
+    if loaded.task == "mae" and c.mask_tokens == "after":
+        raise UserError(f"{name}: the page knows no mask_tokens=after")
     other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None

@@ -74,9 +74,6 @@ def reconstructions(model, x, noise, mean, std):
     c, mask = model.eval().config, model.mask_from(noise)
     target = patchify(x, c.patch_size)
     masked, guess = mask[..., None], model.predicted(x, mask).float()
-    # back to pixels with the patch's own statistics, which the model does not know
-    if c.normalize_targets:
-        guess = guess * (target.var(-1, keepdim=True) + 1e-6).sqrt() + target.mean(-1, keepdim=True)
     columns = {"input": target, "masked": torch.where(masked, 0.0, target),
                "reconstruction": guess, "pasted": torch.where(masked, guess, target)}
     mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))

@@ -156,7 +156,8 @@ def test_cached_equals_uncached(arch, chunks):
     held = sum(t.numel() for t in vars(state[0]).values() if torch.is_tensor(t))
     kinds = {models.MHSA: 2 * CONTEXT * 16, models.TSSA: 16 + 16 + 4}
     assert held == 3 * kinds.get(type(net.layers[0].attention), CONTEXT * 16)
-    pytest.raises(models.ConfigError, net.advance, ids[:, :1], state)      # beyond the context
+    if net.positions is not None:                                           # beyond the context
+        pytest.raises(models.ConfigError, net.advance, ids[:, :1], state)
 
 
 def without_cache(net, ids, n, **options):

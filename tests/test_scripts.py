@@ -70,7 +70,7 @@ RESUMED = {
     "vit-adamw": (train_vit, "--save_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
     "mae-before": (train_mae, "--micro_batch=10", "--clip=1"),
-    "mae-after": (train_mae, "--mask_tokens=after", "--normalize_targets=true"),
+    "mae-after": (train_mae, "--mask_tokens=after"),
     # step 8 has frozen prototypes
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
     "dino": (train_simdino, "--method=dino", "--freeze_epochs=0.5", "--epochs=0.8"),
@@ -130,7 +130,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 
 MISTAKES = {        # one of each kind, and what the line says
     train_vit: {"shape": "did you mean shapes", "--heads=3": "does not divide width",
-                "--eta=0.2 --arch=crate-mm": "eta=0.2 has no effect in",
                 "--batch_size=500": "batch_size=500 is more than the 400",
                 "--data=cifar10": "--source DIR",
                 "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",

@@ -20,13 +20,11 @@ def test_it_learns_more_than_the_mean(train, tmp_path, flags):
     assert last < 0.85 * first and metrics(tmp_path / "a", "val")[-1]["loss"] < 0.88  # variance: 1
 
 
-@pytest.mark.parametrize("normalize", [False, True])
 @torch.no_grad()
-def test_validation_and_the_sheet(cache, normalize):
+def test_validation_and_the_sheet(cache):
     """The loss of every image once; input, mask, reconstruction and the two pasted together."""
     data = images.load("shapes", cache=cache)
     c, _ = parse(train_mae.Config, train_mae.PRESETS, FLAGS["train_mae"], "")
-    c.normalize_targets = normalize
     val = images.Images(data.val_images, data.val_labels, "cpu")
     model = train_mae.build_model(c).eval()
     x = augment.normalize(augment.to_float(val.images), data.mean, data.std)
