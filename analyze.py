@@ -81,9 +81,10 @@ class Layers(OneModel):
     layer: mean and deviation over samples. Rates are in nats. MHSA has value maps for U.
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
-    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). "attention" is the change of
-    R^c by attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. For
-    "scaled", Z^{l+1/2} has the norm of Z^l: longer tokens alone raise R^c. "srr" is of Z^{l+1}."""
+    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). Rc_change is that by
+    attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. Longer tokens
+    alone raise R^c: for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. R and the objective
+    are of Z^{l+1}."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -113,14 +114,14 @@ def layer_table(loaded, c):
 
 
 def layers(c):
-    """{"runs": [{"ckpt", "untrained", "srr", "layers"}, ...]}, srr the mean over layers."""
+    """{"runs": [{"ckpt", "untrained", "objective", "layers"}, ...]}, its mean over layers."""
     runs = []
     for path in c.ckpt.split(","):
         for untrained in (False, True) if c.untrained else (False,):
             loaded = open_model(path, c, untrained)
             table = layer_table(loaded, c)
-            mean = sum(row["srr"] for row in table) / len(table)
-            runs.append(dict(ckpt=path, untrained=untrained, srr=mean, layers=table))
+            mean = sum(row["objective"] for row in table) / len(table)
+            runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
             print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
                   f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
             show.print_table(table)
@@ -131,13 +132,14 @@ def layers(c):
 
 def draw_layers(runs, c):
     """The numbers of the table over the layers; bands are one deviation."""
-    panels = {"rate_of_subspaces": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
-              "attention": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", f"nats, eps {c.eps:g}"),
-              "scaled": ("the same difference at equal norm", f"nats, eps {c.eps:g}"),
-              "rate": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
+    unit = ", U at unit size" if c.unit_bases else ""
+    panels = {"Rc": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
+              "Rc_change": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", f"nats, eps {c.eps:g}"),
+              "Rc_change_equal_norm": ("the same difference at equal norm", f"nats, eps {c.eps:g}"),
+              "R": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
-              "srr": ("sparse rate reduction of Z^(l+1), higher is better",
-                      f"R - R^c - {c.lambd:g} |Z|_0, nats{', U at unit size' * c.unit_bases}")}
+              "objective": ("sparse rate reduction of Z^(l+1), higher is better",
+                            f"R - R^c - {c.lambd:g} |Z|_0, nats{unit}")}
     figure, axes = show.new_figure(2, 3, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
@@ -352,6 +354,8 @@ def write_page(c):
         data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
         data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
+        if loaded.task == "vit":
+            evaluate.check_classes(loaded, data)
     text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, ids)
     Path(c.out).write_text(text, encoding="utf-8")
     return dict(megabytes=len(text) / 1e6)

@@ -239,14 +239,14 @@ def layer_numbers(layer, Z, trace, c):
     Z = Z.cpu().double()
     resized = Z_half * (Z.norm(dim=(1, 2)) / Z_half.norm(dim=(1, 2)))[:, None, None]
     before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, Z_half, resized))
-    found = dict(rate_of_subspaces=coding_rate(w, c.eps).sum(-1), attention=after - before,
-                 scaled=scaled - before, rate=coding_rate(out, c.eps),
+    found = dict(Rc=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
+                 Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
         code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
         if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
             found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return found | dict(srr=sparse_rate_reduction(out, U, c.eps, c.lambd))
+    return found | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -286,13 +286,18 @@ class Probe(Flags):
     batch_size: int = option(500, "images at once", low=1)
 
 
+def check_classes(loaded, data):
+    """Raises UserError if a classifier has other classes than the data."""
+    names = loaded.meta.get("classes", data.classes)            # a published one names none
+    if names != data.classes or loaded.model.config.classes != len(names):
+        raise UserError(f"--data={data.name} has other classes than the checkpoint")
+
+
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = load(c, "vit")
     data = images_for(c.data, loaded.meta, c.data_dir)
-    names = loaded.meta.get("classes", data.classes)            # a published one names none
-    if names != data.classes or loaded.model.config.classes != len(names):
-        raise UserError(f"--data={data.name} has other classes than {c.ckpt}")
+    check_classes(loaded, data)
     split = on_device(data, c.split, processes.device)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, c, processes, c.batch_size)

@@ -147,7 +147,7 @@ def reader(f, kind, optional):
     def read(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        value = bool(("false", "true").index(text.lower())) if kind is bool else kind(text)
+        value = ["false", "true"].index(text.lower()) == 1 if kind is bool else kind(text)
         if kind is float and math.isinf(value):
             raise ValueError
         for name, (words, holds) in LIMITS.items():

@@ -24,6 +24,7 @@ Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -345,7 +346,7 @@ def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
     G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). It
-    is NaN where the factorization fails: to raise an error would be to wait for the GPU."""
+    is NaN where the factorization fails: raising an error would wait for the GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
     rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -577,7 +578,8 @@ class TiedODL(ODL):
 
 
 class MLP(Sparsification):
-    """Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20) prints ReLU."""
+    """In ISTA's place, not sparse: Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20)
+    prints ReLU."""
 
     def __init__(self, config):
         super().__init__()
@@ -600,7 +602,8 @@ class ConfigError(ValueError):
 
 def check_word(name, word, words):
     if word not in words:
-        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}")
+        hint = "".join(f", did you mean {near}?" for near in get_close_matches(word, words, 1))
+        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}{hint}")
 
 
 class Family(NamedTuple):

@@ -183,9 +183,10 @@ class Run:
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c, restarted = self.config, self.processes.restarts > 0
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
-        if c.resume and (c.overwrite or not saved and not restarted):
-            raise UserError("--resume and --overwrite exclude each other" if c.overwrite else
-                            f"nothing to resume in {self.dir}: there is no ckpt.pt")
+        if c.resume and c.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
+        if c.resume and not saved and not restarted:
+            raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.dir / ".lock", "a+")
@@ -275,7 +276,7 @@ class Run:
         last = self.step == self.total
         log = last or self.step % self.config.log_every == 0
         due = last or self.step % self.eval_every == 0
-        if log or due:                          # due: no evaluation after a NaN
+        if log or due:                          # due: it raises before a NaN is evaluated
             mean, speed = self._mean_loss(), self._end_lap()
         if log:
             self.losses = []
@@ -295,8 +296,7 @@ class Run:
         self.write(dict(step=self.step, split="train", loss=mean, lr=lr) | values
                    | {name: rate for name, rate in rates.items() if rate})
         rate = f", {speed:,.0f} {self.unit}/s" if speed else ""
-        mfu = f", mfu {rates['mfu']:.1%}" if rates["mfu"] else ""
-        text = f"loss {mean:.4f}{rate}{mfu}"
+        text = f"loss {mean:.4f}{rate}" + (f", mfu {rates['mfu']:.1%}" if rates["mfu"] else "")
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done = (self.step - self.start) / (self.total - self.start)

@@ -1,7 +1,6 @@
 """The page of a checkpoint (`analyze.py page`): page.html, and in it page.css, crate.js, which runs
 the model, its weights, and examples with what PyTorch makes of them."""
 import base64
-import inspect
 import json
 from dataclasses import asdict
 
@@ -13,7 +12,6 @@ from data import augment
 from flags import ROOT, UserError
 
 RUNNABLE = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
-SHOWN = ("MSSA", "ISTA", "ODL", "DecoderLayer", "subspace_coding_rate")  # with line numbers
 
 
 def base64_of(*tensors):
@@ -76,7 +74,6 @@ def html(name, loaded, untrained, data, tokens=None):
                           else text_examples(model, data, tokens))
     content = examples | dict(
         name=name, task=loaded.task, output=models.ARCHS[c.arch].output, config=asdict(c),
-        lines={part: inspect.getsourcelines(getattr(models, part))[1] for part in SHOWN},
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},

@@ -200,6 +200,8 @@ def write_images(name, size, source, draft):
     else:
         sets = hold_out(load_dataset("imagefolder", data_files=own_files(source, "*/**/*"),
                                      drop_labels=False, cache_dir=str(draft / "scratch")), 0.1)
+        if "train" not in sets:
+            raise UserError(f"{source} has no part to train on")
         sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
     features = sets["train"].features
     column = "img" if "img" in features else "image"
@@ -252,6 +254,8 @@ def write_text(name, tokenizer, source, draft):
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
     parts = {SPLITS[split]: row.documents(sets[split]) for split in sets}
+    if tokenizer == "char" and "train" not in parts:
+        raise UserError(f"{source} has no part to train on, whose characters are the vocabulary")
     one_text = row.one_text or [*parts] == ["train"]        # a single document
     if one_text:
         whole = "".join(document for part in parts.values() for document in part)

@@ -142,8 +142,8 @@ def main(argv):
     c, _ = parse(Recall, {}, argv, __doc__)
     if c.ckpt:
         model = load_model(c.ckpt, ("gpt",)).model
-        if not isinstance(model.layers[0].attention, (MSSA, MHSA)):
-            raise UserError(f"{c.ckpt} is of arch {model.config.arch}, without an attention map")
+        if not (model.config.causal and isinstance(model.layers[0].attention, (MSSA, MHSA))):
+            raise UserError(f"{c.ckpt} is no causal model with attention maps")
         rows = heads_of(model)
         print_table(rows)
         return rows

@@ -67,13 +67,13 @@ def test_rates_of_large_tokens_and_bases():
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)
     assert all(values.isfinite().all() for values in found.values())
-    assert torch.allclose(found["rate"], models.coding_rate(Z.double(), 0.1))
+    assert torch.allclose(found["R"], models.coding_rate(Z.double(), 0.1))
 
     out, srr = torch.randn(3, 5, 16).relu(), []
     U = torch.nn.init.orthogonal_(layer.attention.U.weight)
     for size, unit_bases in ((1, False), (1, True), (3, True), (3, False)):
         U /= size
-        srr.append(numbers(out, unit_bases=unit_bases)["srr"])
+        srr.append(numbers(out, unit_bases=unit_bases)["objective"])
     torch.testing.assert_close(srr[1:3], [srr[0]] * 2)
     assert (srr[3] > srr[0]).all()
 
@@ -90,12 +90,12 @@ def test_layers(save, call, cache, arch, eps=0.3):
     runs = call("layers", f"--ckpt={a},{b}", *flags)["runs"]
     order = [(a, False), (a, True), (b, False), (b, True)]
     assert [(run["ckpt"], run["untrained"]) for run in runs] == order
-    assert len({run["srr"] for run in runs}) == 4
+    assert len({run["objective"] for run in runs}) == 4
     assert ("code_nonzeros" in runs[0]["layers"][0]) == (arch not in ("crate", "aot"))
 
     x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
     for encoder, run in ((vit.encoder, runs[0]), (mae.encoder, runs[2])):
-        assert run["srr"] == pytest.approx(sum(row["srr"] for row in run["layers"]) / 3)
+        assert run["objective"] == pytest.approx(sum(row["objective"] for row in run["layers"]) / 3)
         Z, traces = encoder.tokens(x), encoder.trace(x)
         for row, layer, step in zip(run["layers"], encoder.layers, traces, strict=True):
             U, out = layer.attention.bases().double(), step.out.double()
@@ -105,10 +105,11 @@ def test_layers(save, call, cache, arch, eps=0.3):
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
             Rc, before, after, scaled = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
-            for key, values in dict(rate_of_subspaces=Rc, rate=models.coding_rate(out, eps),
-                                    attention=after - before, scaled=scaled - before,
+            objective = models.sparse_rate_reduction(out, U, eps, 0.2)
+            for key, values in dict(Rc=Rc, R=models.coding_rate(out, eps),
+                                    Rc_change=after - before, Rc_change_equal_norm=scaled - before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
-                                    srr=models.sparse_rate_reduction(out, U, eps, 0.2)).items():
+                                    objective=objective).items():
                 wanted = [values.mean().item(), values.std(correction=0).item()]
                 found = [row[key], row[f"{key}_std"]]
                 assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), key
