@@ -177,7 +177,8 @@ def subspaces(c):
     _, K, d, p = U.shape
     columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
     gram = (columns.mT @ columns).abs()
-    same, itself = torch.block_diag(*torch.ones(K, p, p)) > 0, torch.eye(K * p) > 0
+    head, itself = torch.arange(K * p) // p, torch.eye(K * p) > 0
+    same = head == head[:, None]
     rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
             for l, G in enumerate(gram.cpu(), 1)]
     show.print_table(rows)
@@ -302,8 +303,10 @@ def neighbours(c):
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
     edge, other = shown.shape[-1] // 16 + 1, shown[:, 1:][wrong]
-    frame = F.pad(torch.ones_like(other[..., edge:-edge, edge:-edge]), 4 * (edge,))
-    shown[:, 1:][wrong] = torch.where(frame > 0, other, torch.tensor([1.0, 0, 0])[:, None, None])
+    framed = torch.zeros_like(other)
+    framed[:, 0] = 1.0                                          # red
+    framed[..., edge:-edge, edge:-edge] = other[..., edge:-edge, edge:-edge]
+    shown[:, 1:][wrong] = framed
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest

@@ -56,7 +56,7 @@ def shift(w, a):
     return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
-def turns(n, p, like):
+def phases(n, p, like):
     """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
     options = dict(dtype=at_least_float32(like).dtype, device=like.device)
     theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
@@ -64,11 +64,11 @@ def turns(n, p, like):
     return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(w, turn):
+def rotate(w, phase):
     """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
-    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), turn as in `turns`."""
+    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
     pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(w.dtype)
+    return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
 
 
 def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
@@ -159,8 +159,8 @@ class Attention(nn.Module, ABC):
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a), shift(v, b)
         if self.rotary:
-            turn = turns(k.shape[2], self.p, k)
-            q, k = rotate(q, turn[-q.shape[2]:]), rotate(k, turn)
+            phase = phases(k.shape[2], self.p, k)
+            q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
         return q, k, v
 
     def attend(self, q, k, v):

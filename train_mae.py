@@ -42,7 +42,6 @@ class Config(RunFlags, ModelFlags):
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(40, "epochs of linear warm-up", low=0)
-    clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     crop_area: float = option(0.2, "smallest share of the area that a crop keeps", above=0, high=1)
     flip: bool = option(True, "mirror half of the images")
 
@@ -160,9 +159,6 @@ def main(argv):
             micro_loss.backward()
             loss = loss + micro_loss.detach()
 
-        # clip and step
-        if c.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         take_step(optimizers, schedule[step])
 
         # evaluate
@@ -177,8 +173,7 @@ def main(argv):
             run.record(snapshot, scores)
         run.end_step(snapshot)
     return run.done("python evaluate.py linear --ckpt={ckpt}",
-                    f"python train_vit.py finetune-shapes --data={c.data} "
-                    f"--image_size={c.image_size} --init_from={{ckpt}}")
+                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 
 
 if __name__ == "__main__":

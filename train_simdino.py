@@ -103,9 +103,10 @@ def make_views(pixels, c, data, step, rows):
     and (local_views, b, 3, s, s), if any. As released, blur has p 1.0 on the first global view, 0.1
     on the second, 0.5 on local ones; the second global view is solarized with p 0.2."""
     x, views = augment.to_float(pixels), []
-    kinds = (("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
-             ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
-    for kind, n, size, area, blur, solarize in kinds:
+    table = (   # kind, views, pixels, shares of the area, p of blur and of solarization by view
+        ("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
+        ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
+    for kind, n, size, area, blur, solarize in table:
         if n == 0:
             continue
         rng = augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
@@ -287,17 +288,18 @@ def main(argv):
     if run.step == 0:                       # what a score is to be compared with
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
-    warned = []
+    warned = False
 
     def statistics(Z, terms):
         """Collapse of the features Z (m, p) and the loss's terms, for a line of metrics.jsonl."""
+        nonlocal warned
         seen = feature_statistics(Z, c.eps, processes)
         for name, term in terms.items():
             seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
         # not during warm-up, when random features look collapsed
         collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
         if collapsed and not warned and run.step > min(c.warmup_epochs * epoch, total // 2):
-            warned.append(run.step)
+            warned = True
             run.say(f"step {run.step}: the features have collapsed (effective rank "
                     f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
         return seen

@@ -47,7 +47,6 @@ class Config(RunFlags, ModelFlags):
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(0.5, "epochs of linear warm-up", low=0)
-    clip: float = option(0.0, "largest norm of the gradient; 0: no limit", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)
@@ -249,9 +248,6 @@ def main(argv):
             micro_loss.backward()
             loss = loss + micro_loss.detach()
 
-        # clip and step
-        if c.clip:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         take_step(optimizers, schedule[step])
 
         # evaluate

@@ -9,8 +9,6 @@ import torch
 from data import prepare
 from flags import CACHE
 
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
 
 @dataclass
 class ImageData:

@@ -39,7 +39,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from data import shapes
-from data.tokenizer import CharTokenizer, GPT2Tokenizer, PRINTABLE, pydoc
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import CACHE, cli, not_one_of, Parser, UserError
 
 
@@ -76,6 +76,7 @@ IMAGES = {
     # the labels of its test split are not public; its terms ask for `hf auth login`
     "imagenet": ImageSet(256, dict(path="ILSVRC/imagenet-1k"), "validation", large=True),
 }
+PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 CONVERTED = "refs/convert/parquet"      # the Hub's own conversion of what has only a script
 SHAKESPEARE = dict(path="karpathy/tiny_shakespeare", revision=CONVERTED)
 TEXTS = {
@@ -243,6 +244,13 @@ def image_meta(classes, draft):
 
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
+def pydoc():
+    """The English text of Python's own help topics."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
@@ -276,7 +284,7 @@ def write_text(name, tokenizer, source, draft):
                 for ids in tokenizer.encode_batch(documents[start:start + 64]):
                     out.write(np.array([*ids, *end], np.uint16))
             tokens[split] = out.tell() // 2
-    return dict(kind="text", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab, tokens=tokens)
+    return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens)
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------

@@ -1,18 +1,9 @@
-"""Characters or GPT-2's byte pairs as token ids, and the text of Python's manual."""
+"""Characters or GPT-2's byte pairs as token ids."""
 import os
 
 import numpy as np
 
 from flags import UserError
-
-PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))      # of pydoc, whatever the Python version
-
-
-def pydoc():
-    """The English text of Python's own help topics."""
-    from pydoc_data.topics import topics
-
-    return "\n".join(topics[name] for name in sorted(topics))
 
 
 class CharTokenizer:

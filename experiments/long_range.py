@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from data import augment, images
-from data.show import print_table
-from experiments.neurons import averages
+from data.show import averages, print_table
 from flags import cli, DataFlags, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, take_step, warmup_cosine

@@ -27,7 +27,7 @@ sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run with
 from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
 from data.page import strongest
-from data.show import print_table
+from data.show import averages, print_table
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from flags import cli, option, parse, UserError
@@ -156,17 +156,6 @@ def measure(codes, width, seed):
         found[f"k={k}"] = float(np.mean(scores)) if scores else None
     alive = chosen[(values != 0).sum(0) >= 20][:100]
     found["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
-    return found
-
-
-def averages(runs):
-    """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
-    found = {}
-    for key in runs[0]:
-        values = [run[key] for run in runs if run[key] is not None]
-        found[key] = float(np.mean(values)) if values else None
-        if len(values) > 1:
-            found[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
     return found
 
 

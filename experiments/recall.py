@@ -32,9 +32,8 @@ from torch.nn.utils import parametrize
 
 sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from checkpoint import load_model
-from data.show import print_table
+from data.show import averages, print_table
 from evaluate import with_bar
-from experiments.neurons import averages
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, MSSA, TextConfig
 from optim import make_optimizers, take_step

@@ -37,8 +37,8 @@ def cache(tmp_path_factory):
 def text_cache(tmp_path_factory):
     """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
     short rhyme (`verse`), and a set without a training part (`exam`)."""
-    from data.prepare import prepare
-    from data.tokenizer import CharTokenizer, PRINTABLE, pydoc
+    from data.prepare import prepare, PRINTABLE, pydoc
+    from data.tokenizer import CharTokenizer
     folder = tmp_path_factory.mktemp("text")
     for name, file, characters, words in (("tiny", "a.txt", PRINTABLE, pydoc()[:40_000]),
                                           ("verse", "a.txt", "\nabc", "abc\n" * 3000),

@@ -37,7 +37,7 @@ def content(task="vit", **fields):
     model = make(task)
     meta = dict(name="shapes", classes=["disc", "ring", "star"])
     if task == "gpt":
-        meta = dict(name="digits", n_vocab=11, tokenizer=dict(kind="char", characters="0123456789"))
+        meta = dict(name="digits", tokenizer=dict(kind="char", characters="0123456789"))
     return dict(task=task, model=model.state_dict(), model_config=asdict(model.config), step=3,
                 best=None, data_meta=meta, run_config=dict(seed=0), optimizer={}, extra={}) | fields
 

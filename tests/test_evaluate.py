@@ -24,7 +24,7 @@ CONTEXT = 16
 def language_model(path, tokenizer=CHARACTERS, **fields):
     fields = dict(context=CONTEXT, vocab_size=tokenizer.n_vocab) | fields
     model = scrambled(LanguageModel(TextConfig(width=16, heads=2, layers=2, **fields)))
-    meta = dict(name="letters", tokenizer=tokenizer.meta(), n_vocab=tokenizer.n_vocab)
+    meta = dict(name="letters", tokenizer=tokenizer.meta())
     write_model(path, model, "gpt", meta, mask_rate=0.15)
     return model
 

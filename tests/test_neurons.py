@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from analyze import spread
 from checkpoint import load_model
 from data import images, text
+from data.show import averages
 from experiments import neurons
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
@@ -36,7 +37,7 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
     for values, low, high in ((torch.eye(10)[each % 10], 1, 1), (codes, 0, 0.4)):
         found = neurons.measure(neurons.Codes(values, 0.5, dict(has=has), each % 10, each), 10, 0)
         assert low <= found["purity"] <= high
-    found = neurons.averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
+    found = averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
     assert found == pytest.approx(dict(x=3.0, x_error=(7 / 3) ** 0.5, y=4.0))
 
 
@@ -45,7 +46,7 @@ def test_codes_of_text(tmp_path, text_cache, capsys):
     data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
     model = LanguageModel(TextConfig(arch="crate-alpha", width=16, heads=2, layers=2, context=11,
                                      vocab_size=8)).eval()
-    write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta(), n_vocab=8))
+    write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta()))
     c = neurons.Neurons(ckpt="", data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
     codes, layer = neurons.read_codes(load_model(path), c), model.layers[-1]
     assert np.array_equal(codes.kinds[:11], data.val[:11])

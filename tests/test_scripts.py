@@ -21,7 +21,7 @@ from run import Run
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--clip=1", "--micro_batch=10", "--randaugment=1",
+KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--micro_batch=10", "--randaugment=1",
             "--crop=resized", "--optimizer=lion", "--lr=1e-4", "--cutmix=0.5"]
 PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 
@@ -69,7 +69,7 @@ RESUMED = {
     "vit-lion": (train_vit, *KEEP_ALL),
     "vit-adamw": (train_vit, "--save_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
-    "mae-before": (train_mae, "--micro_batch=10", "--clip=1"),
+    "mae-before": (train_mae, "--micro_batch=10"),
     "mae-after": (train_mae, "--mask_tokens=after"),
     # step 8 has frozen prototypes
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
