@@ -1,5 +1,5 @@
-"""The page of a checkpoint (`analyze.py page`): page.html, and in it page.css, crate.js, which runs
-the model, its weights, and examples with what PyTorch makes of them."""
+"""The page of a checkpoint (`analyze.py page`): page.html, and in it page.css, page.js, crate.js,
+which runs the model, its weights, and examples with what PyTorch makes of them."""
 import base64
 import json
 from dataclasses import asdict
@@ -79,10 +79,11 @@ def html(name, loaded, untrained, data, tokens=None):
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
         trained=dict(at=base64_of(*(t.half() for t in state.values()))), untrained=dict(
             scales=scales, at=base64_of(*((t / s).round().char() for t, s in zip(other, scales)))))
-    page, style, script = ((ROOT / "data" / file).read_text("utf-8")
-                           for file in ("page.html", "page.css", "crate.js"))
+    page = (ROOT / "data" / "page.html").read_text("utf-8")
+    for part in ("page.css", "crate.js", "page.js"):
+        page = page.replace(f"{{{part}}}", (ROOT / "data" / part).read_text("utf-8"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
-    page = page.replace("{page.css}", style).replace("{crate.js}", script).replace("{data}", text)
+    page = page.replace("{data}", text)
     if len(page) > 7e6:
         raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 7 is the most")
     return page
