@@ -133,7 +133,7 @@ def layers(c):
 def draw_layers(runs, c):
     """The numbers of the table over the layers; bands are one deviation."""
     unit = ", U at unit size" if c.unit_bases else ""
-    panels = {"Rc": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
+    panels = {"Rc_unit_tokens": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
               "Rc_change": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", f"nats, eps {c.eps:g}"),
               "Rc_change_equal_norm": ("the same difference at equal norm", f"nats, eps {c.eps:g}"),
               "R": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),

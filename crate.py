@@ -86,7 +86,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # so that weights fit model.py too
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # attended to; the head ignores it
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -118,7 +118,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
-    adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), torch.zeros(len(matrices), 1, 1)
+    adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), 0.0
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one shift a batch

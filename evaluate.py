@@ -239,7 +239,7 @@ def layer_numbers(layer, Z, trace, c):
     Z = Z.cpu().double()
     resized = Z_half * (Z.norm(dim=(1, 2)) / Z_half.norm(dim=(1, 2)))[:, None, None]
     before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, Z_half, resized))
-    found = dict(Rc=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
+    found = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
                  Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
                  nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
@@ -308,7 +308,8 @@ def probe(c):
     if (c.data if c.features == "pixels" else c.ckpt) is None:
         raise UserError("give --ckpt, or --features=pixels and --data=NAME")
     if c.features == "pixels":
-        encoder, meta, used, processes = None, {}, None, Processes(c.device, c.dtype)
+        encoder, meta, used = None, {}, None
+        processes = Processes(c.device, c.dtype)
     else:
         loaded, processes = load(c, "vit", "mae", "simdino")
         encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.untrained else c.ckpt
@@ -372,7 +373,8 @@ def lambada(c):
         before, _, word = words.rpartition(" ")
         prompt = torch.tensor(tokenizer.encode("\n" + before)[-longest:].tolist())
         with processes.autocast():
-            ids = model.generate(prompt[None].to(processes.device), n, temperature=0)
+            ids = model.generate(prompt[None].to(processes.device), n, temperature=0,
+                                 known=tokenizer.known)
         hits.append(word.lower() in tokenizer.decode(ids[0, -n:].tolist()).lower())
     return dict(data="lambada", acc=sum(hits) / len(hits), n=len(hits))
 

@@ -138,7 +138,7 @@ class Attention(nn.Module, ABC):
         """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        return self.positioned(w, seen, seen)
+        return self.shifted_and_rotated(w, seen, seen)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
@@ -149,7 +149,7 @@ class Attention(nn.Module, ABC):
     def forward(self, Z, cache=None):
         """Z (B, n, d) -> (B, n, d). A cache holds the tokens before Z, and keeps those of Z."""
 
-    def positioned(self, q, k, v):
+    def shifted_and_rotated(self, q, k, v):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
         shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
@@ -188,7 +188,7 @@ class MSSA(Attention):
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta and
-    scale 1). U has no bias. Where K = 1 and p = d there is no W (crate-lm's code has one there).
+    scale 1). U has no bias.
     One tensor w = U^* Z is query, key and value, so generation caches one tensor per layer."""
 
     def __init__(self, config):
@@ -196,7 +196,7 @@ class MSSA(Attention):
         self.output, self.step_size = ARCHS[config.arch].output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         self.W = nn.Identity()
-        if self.output == "learned" and not (self.heads == 1 and self.p == config.width):
+        if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     def forward(self, Z, cache=None):
@@ -430,7 +430,7 @@ class MHSA(Attention):
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
-        return self.positioned(q, k, v)
+        return self.shifted_and_rotated(q, k, v)
 
     def forward(self, Z, cache=None):
         out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
@@ -638,7 +638,6 @@ class Arch(NamedTuple):
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    deep_layer_scale: float = 0.0       # the same for image models of more than 12 layers
     text: str = "text"                  # family of language models: nanoGPT's, and ToST's too
 
 
@@ -655,7 +654,7 @@ ARCHS = {
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, with 1 it is 1 to 2
-    "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0, deep_layer_scale=1e-5),
+    "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
     "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
@@ -681,7 +680,8 @@ SIZES = {
     "image": {
         "crate": CRATE_SIZES,
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
-        "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12), medium=_size(512, 8, 24)),
+        "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
+                     medium=_size(512, 8, 24) | dict(layer_scale=1e-5)),
         "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "vit": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
@@ -736,9 +736,7 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         d, K, arch = self.width, self.heads, ARCHS[self.arch]
-        deep = self.task != "text" and self.layers > 12
-        layer_scale = arch.deep_layer_scale if deep else arch.layer_scale
-        authors = self.family()._asdict() | dict(layer_scale=layer_scale)
+        authors = self.family()._asdict() | dict(layer_scale=arch.layer_scale)
         for f in fields(self):
             if f.name in authors and getattr(self, f.name) is None:
                 setattr(self, f.name, authors[f.name])

@@ -135,14 +135,14 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
     not, as in timm (released CRATE decays all). Raises ValueError if Muon gets no matrix."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
-    chosen, others = {}, {}         # (decays, scale) -> parameters
+    muon, rest = {}, {}             # (decays, scale) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-        members = chosen if decays and p in inside else others
+        members = muon if decays and p in inside else rest
         members.setdefault((decays, scale(key)), []).append(p)
-    if name == "muon" and not chosen:
+    if name == "muon" and not muon:
         raise ValueError("no matrix of the model is in `hidden`")
 
     def groups(members):            # as PyTorch's optimizers take them
@@ -150,9 +150,9 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
                      scale=factor)
                 for (decays, factor), params in sorted(members.items(), reverse=True)]
     if name == "lion":
-        return [Lion(groups(others), lr=lr, betas=betas)]
-    adamw = torch.optim.AdamW(groups(others), lr=lr, betas=betas, fused=True)
-    return [Muon(groups(chosen), lr=lr), adamw] if name == "muon" else [adamw]
+        return [Lion(groups(rest), lr=lr, betas=betas)]
+    adamw = torch.optim.AdamW(groups(rest), lr=lr, betas=betas, fused=True)
+    return [Muon(groups(muon), lr=lr), adamw] if name == "muon" else [adamw]
 
 
 def take_step(optimizers, lr, weight_decay=None):

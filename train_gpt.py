@@ -40,7 +40,7 @@ class Config(RunFlags, ModelFlags):
     batch_size: int = option(384, "sequences per step, of all processes together", low=1)
     micro_batch: int | None = option(None, "sequences at once, to save memory; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
-    warmup: int = option(2000, "steps of linear warm-up", low=0)
+    warmup: int = option(2000, "steps of linear warm-up, half of all at most", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
     eval_windows: int = option(400, "sequences of an evaluation; 0, and at the end: all", low=0)
     sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)

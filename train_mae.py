@@ -41,7 +41,7 @@ class Config(RunFlags, ModelFlags):
     batch_size: int = option(256, "images a step, of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
-    warmup_epochs: float = option(40, "epochs of linear warm-up", low=0)
+    warmup_epochs: float = option(40, "epochs of linear warm-up, half of all at most", low=0)
     crop_area: float = option(0.2, "smallest share of the area that a crop keeps", above=0, high=1)
     flip: bool = option(True, "mirror half of the images")
 

@@ -31,6 +31,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("imagenet", "which images: a prepared set")
+    k: int = option(20, "neighbours of the evaluation", low=1)
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
@@ -55,7 +56,7 @@ class Config(RunFlags, ModelFlags):
     weight_decay_end: float = option(0.4, "weight decay at the end of the run", low=0)
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
-    warmup_epochs: float = option(10, "epochs of linear warm-up", low=0)
+    warmup_epochs: float = option(10, "epochs of linear warm-up, half of all at most", low=0)
     clip_each: float = option(3.0, "largest norm of a parameter's gradient; 0: no limit", low=0)
     # views
     local_size: int = option(16, "pixels per side of a local view", low=1)
@@ -63,7 +64,6 @@ class Config(RunFlags, ModelFlags):
     global_area: float = option(0.4, "least share of the area in a global view", above=0, high=1)
     local_area: float = option(0.05, "local views: from this to global_area", above=0, high=1)
     blur: float = option(2.0, "largest deviation of the blur, pixels; 0: none", low=0)
-    k: int = option(20, "neighbours of the evaluation", low=1)
 
 
 PRESETS = {

@@ -46,7 +46,7 @@ class Config(RunFlags, ModelFlags):
     batch_size: int = option(128, "images a step, of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
-    warmup_epochs: float = option(0.5, "epochs of linear warm-up", low=0)
+    warmup_epochs: float = option(0.5, "epochs of linear warm-up, half of all at most", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)

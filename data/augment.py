@@ -265,7 +265,7 @@ def _affine(x, a, b, c, d, e, f):
         return t.floor().long() if isinstance(t, torch.Tensor) else math.floor(t)
 
     def source(a, b, c):
-        return fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2) >> 16
+        return (fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2)) >> 16
 
     column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))     # (B, 1, H, W)
     inside = (column >= 0) & (column < side) & (row >= 0) & (row < side)

@@ -159,8 +159,8 @@ function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
     const own = output === "transpose" ? U : transposed(U);
     const s = output === "negative" ? -c.step_size : c.step_size;           // of crate-c, -n, -t
     Object.assign(L, {number: l + 1, heads, p: U.rows / heads, U, bias: W?.bias, decodes: !!L.D,
-      D, Dt: transposed(D), mix: mix?.at.map(y => 1 / (1 + Math.exp(-y))), W: W?.weight ??
-        made(U.cols, U.rows, t => output !== "learned" ? s * own.at[t] : +!(t % (U.cols + 1)))});
+      D, Dt: transposed(D), mix: mix?.at.map(y => 1 / (1 + Math.exp(-y))),
+      W: W?.weight ?? made(U.cols, U.rows, t => s * own.at[t])});
   });
   return model;
 }

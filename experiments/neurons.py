@@ -148,8 +148,8 @@ def measure(codes, width, seed):
     """The numbers of one row of the table, of `width` of the code's neurons."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
-    values, found = codes.values[:, chosen], dict(neurons=codes.values.shape[1])
-    found["nonzeros"] = codes.nonzeros
+    values = codes.values[:, chosen]
+    found = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
     for k in (1, 5, 20):
         scores = [score for has in codes.properties.values()
                   if (score := sparse_probe(values, has, codes.group, k, seed)) is not None]

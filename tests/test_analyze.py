@@ -106,7 +106,7 @@ def test_layers(save, call, cache, arch, eps=0.3):
             Rc, before, after, scaled = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
             objective = models.sparse_rate_reduction(out, U, eps, 0.2)
-            for key, values in dict(Rc=Rc, R=models.coding_rate(out, eps),
+            for key, values in dict(Rc_unit_tokens=Rc, R=models.coding_rate(out, eps),
                                     Rc_change=after - before, Rc_change_equal_norm=scaled - before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
                                     objective=objective).items():

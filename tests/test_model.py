@@ -367,8 +367,9 @@ def test_layer(arch):
 @torch.no_grad()
 def test_initialization():
     """The released codes' distributions, on matrices large enough to see bound or deviation."""
-    for layers, scale in ((12, 1.0), (24, 1e-5)):
-        assert (Layer(config("tost", layers=layers)).scale1 == scale).all()
+    for size, scale in (("small", 1.0), ("medium", 1e-5)):
+        assert model.image_config(size, "tost").layer_scale == scale
+    assert (Layer(config("tost", layer_scale=0.3)).scale1 == 0.3).all()
     big = dict(width=128, image_size=32)
     crate, alpha, vit = (ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
