@@ -1,7 +1,7 @@
 """Masked autoencoding with CRATE-MAE, and ViT-MAE (--mask_tokens=after) as the baseline.
 
     python train_mae.py shapes                                   drawn images, two CPU cores
-    python train_mae.py cifar10 --arch=transformer --mask_tokens=after       any preset, any flag
+    python train_mae.py cifar10 --arch=transformer --width=96    any preset, any flag
     torchrun --standalone --nproc_per_node=8 train_mae.py        ImageNet, the setting of [B] 7.6
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that

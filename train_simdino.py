@@ -1,7 +1,7 @@
 """Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 
     python train_simdino.py shapes                               drawn images, two CPU cores
-    python train_simdino.py cifar10 --arch=transformer           any preset, any flag
+    python train_simdino.py cifar10 --arch=transformer --width=192   any preset, any flag
     torchrun --standalone --nproc_per_node=8 train_simdino.py    ImageNet, the setting of [B] 7.2
 
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
