@@ -2,7 +2,7 @@
 
     python crate.py         trains on drawn shapes, then looks inside every layer
 
-Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c), and sparse. The
+Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
 objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates
 a step on R^c, to compress Z; ISTA takes a step on a LASSO in place of R - lambda ||Z||_0.
 
