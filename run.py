@@ -160,7 +160,6 @@ class RunFlags(DeviceFlags, DataFlags):
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
-    save_every: int = option(0, "steps between checkpoints; 0: only at evaluations", low=0)
 
 
 class Run:
@@ -240,7 +239,7 @@ class Run:
         name = device_name(self.processes.device)
         peak = next((PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK), math.inf)
         self.unit_mfu = flops / peak / self.processes.world
-        self.start = self.saved_step = self.step
+        self.start = self.step
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -326,12 +325,10 @@ class Run:
         self.save(snapshot, best)
 
     def end_step(self, snapshot):
-        """Saves every --save_every steps, and leaves, with a checkpoint, after a signal."""
+        """Leaves, with a checkpoint, after a signal. Evaluations save too."""
         stopping = self.processes.largest(int(self.signal)) if self.step < self.total else 0
-        due = self.config.save_every and self.step % self.config.save_every == 0
-        if stopping or due and self.saved_step != self.step:
-            self.save(snapshot)
         if stopping:
+            self.save(snapshot)
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
             self.close()
             raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
@@ -350,7 +347,7 @@ class Run:
             self._mean_loss()               # a checkpoint of NaN would replace a good one
         self._end_lap()
         self.processes.main_only(write)
-        self.saved_step, self.lap = self.step, (self.step, time.perf_counter())
+        self.lap = self.step, time.perf_counter()
 
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A second Ctrl-C ends it at once,

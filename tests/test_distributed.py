@@ -157,8 +157,8 @@ def test_three_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_
     after step 15, and torchrun starts all again. With more than two, the order in which gradients
     are added shows in the last bits. An error of all is one line, and so is that of one alone."""
     (tmp_path / "faults.py").write_text(FAULTS)
-    flags = [*FLAGS["train_vit"], "--batch_size=12", "--epochs=0.6", "--save_every=10",
-             "--eval_every=1000", "--dropout=0.1", "--drop_path=0.1"]     # 20 steps
+    flags = [*FLAGS["train_vit"], "--batch_size=12", "--epochs=0.6", "--eval_every=10",
+             "--dropout=0.1", "--drop_path=0.1"]        # 20 steps
     with started(tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3",
                  "--max-restarts=2", "faults.py", *flags, f"--data_dir={odd}") as agent:
         said = agent.communicate(timeout=400)[0]

@@ -80,8 +80,8 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
 
 
 def train(out, until=None, **more):
-    """20 steps, whose losses are 0, 1, 2 ...; logs every 6, saves every 4 and evaluates every 5."""
-    run, content, step = start(out, 20, 5, log_every=6, save_every=4, **more)
+    """20 steps, whose losses are 0, 1, 2 ...; logs every 6 and evaluates every 5."""
+    run, content, step = start(out, 20, 5, log_every=6, **more)
     while run.step < run.total:
         if step(float(run.step)):
             run.record(content, dict(loss=1.0))

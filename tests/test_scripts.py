@@ -67,7 +67,7 @@ def test_no_steady_step_waits_for_the_device(train, monkeypatch, name):
 
 RESUMED = {
     "vit-lion": (train_vit, *KEEP_ALL),
-    "vit-adamw": (train_vit, "--save_every=3", "--optimizer=adamw", "--lr=1e-3"),
+    "vit-adamw": (train_vit, "--eval_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
     "mae-before": (train_mae, "--micro_batch=10"),
     "mae-after": (train_mae, "--mask_tokens=after"),
@@ -119,9 +119,9 @@ def test_micro_batches_change_nothing(train, tmp_path, name):
 @each_script
 def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
     more = {train_simdino: ["--weight_decay_end=0"],    # gpt would sample from what is not finite
-            train_gpt: ["--clip=0", "--sample=5", "--eval_every=2", "--log_every=9"]}
+            train_gpt: ["--clip=0", "--sample=0", "--log_every=9"]}
     with pytest.raises(RunEnded, match="not finite at step"):
-        train(script, "a", "--lr=1e30", "--optimizer=lion", "--weight_decay=0", "--save_every=1",
+        train(script, "a", "--lr=1e30", "--optimizer=lion", "--weight_decay=0", "--eval_every=1",
               *more.get(script, []))
     assert all(loss is not None for loss in losses(tmp_path / "a"))
     kept = weights(tmp_path / "a")                              # of the last good step
