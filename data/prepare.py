@@ -114,16 +114,10 @@ def read_rows(hub, source, draft, streaming=False):
             raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
     kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
     suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
-    how = dict(sample_by="document", encoding_errors="replace") if suffix == ".txt" else {}
+    how = dict(sample_by="document") if suffix == ".txt" else {}
     how["data_files"] = None if hub else own_files(source, f"**/*{suffix}")
-    sets = load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
+    return load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
                         cache_dir=str(draft / "scratch"), **how)
-    if suffix != ".txt":
-        return sets
-    utf8 = sets.filter(lambda row: "\ufffd" not in row["text"])     # what replaces other bytes
-    if bad := sum(len(sets[split]) - len(utf8[split]) for split in sets):
-        print(f"{bad} documents left out: no UTF-8", file=sys.stderr)
-    return utf8
 
 
 def own_files(source, pattern):
