@@ -552,21 +552,25 @@ class ODL(Sparsification):
     [B] Eq. (7.5.3)-(7.5.5), D (d, C d), with a D_hat of its own on the way back, as [B] notes:
         a1 = ReLU(eta D^*Z - eta lambda)
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
-        output = D_hat a2"""
+        output = D_hat a2
+    With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is -eta lambda."""
     tied = False
 
     def __init__(self, config):
         super().__init__()
         d, C, self.eta, self.lambd = config.width, config.expansion, config.eta, config.lambd
+        self.steps = config.ista_steps
         for name in ["D"] if self.tied else ["D", "D_hat"]:
             D = torch.empty(d, C * d).uniform_(-(6 / d) ** 0.5, (6 / d) ** 0.5)     # as released
             self.register_parameter(name, nn.Parameter(D))
 
     def code(self, Z):
-        """a2 (B, n, C d), entries >= 0."""
+        """a2, or after another number of steps their code: (B, n, C d), entries >= 0."""
         threshold = self.eta * self.lambd
-        a1 = F.relu(self.eta * Z @ self.D - threshold)
-        return F.relu(a1 + self.eta * (Z - a1 @ self.D.mT) @ self.D - threshold)
+        a = F.relu(self.eta * Z @ self.D - threshold)
+        for _ in range(self.steps - 1):
+            a = F.relu(a + self.eta * (Z - a @ self.D.mT) @ self.D - threshold)
+        return a
 
     def forward(self, Z):
         return self.code(Z) @ (self.D if self.tied else self.D_hat).mT
@@ -720,6 +724,7 @@ class BackboneConfig:
     shift: ClassVar = False
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
+    ista_steps: int = 2                 # of ODL
     dropout: float = 0.0
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none

@@ -30,6 +30,7 @@ class Config(RunFlags, ModelFlags):
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
+    ista_steps: int | None = option(None, "of CRATE-alpha's code; auto is 2, as published", low=1)
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))

@@ -81,7 +81,7 @@ function attention({p, heads, mix, number}, w, from, c, off) {
   return {A, ssa};
 }
 
-// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is this step from A = X, ODL are two from A = 0
+// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is this step from A = X, ODL c.ista_steps from A = 0
 function step(A, X, {D, Dt}, {eta, lambda}) {
   const y = multiply(A, D).at, G = multiply(made(X.rows, X.cols, t => y[t] - X.at[t]), Dt).at;
   return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * G[t] - eta * lambda));
@@ -106,7 +106,8 @@ function layer(L, Z, past, from, c, knobs) {
     return {...T, X, code, out: T.half};
   }
   const T = compress(Z, normalize(Z, L.norm1), 1), LN = normalize(T.half, L.norm2);
-  const X = D_hat ? step(matrix(Z.rows, L.D.cols), LN, L, knobs) : LN;
+  let X = D_hat ? matrix(Z.rows, L.D.cols) : LN;                // what the last step begins at
+  for (let s = 1; D_hat && s < c.ista_steps; s++) X = step(X, LN, L, knobs);
   const code = held(step(X, LN, L, knobs));                     // sparsify
   return {...T, X, code, out: D_hat ? add(T.half, multiply(code, D_hat), 1, L.scale2) : code};
 }

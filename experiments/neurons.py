@@ -1,7 +1,7 @@
 """Can single neurons be read?
 
-A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's Z^{l+1},
-ODL's a_2, or what comes out of an MLP's GELU. Means and standard errors over an arch's checkpoints.
+A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's or ODL's,
+or what comes out of an MLP's GELU. Means and standard errors over an arch's checkpoints.
 
 k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
 neurons whose means differ most with a property, in deviations, fitted on half of the windows or

@@ -325,6 +325,14 @@ def test_odl():
     tied.D.data = op.D.data
     assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
 
+    op.steps, op.eta, W = 1, 1.0, op.D.T
+    assert_near(op(Z), by_column(lambda z: op.D_hat @ (W @ z - lambd).relu(), Z))       # an MLP
+    op.steps, op.eta = 5000, torch.linalg.matrix_norm(op.D, 2).item() ** -2
+    with torch.no_grad():
+        A = op.code(Z)                                  # solves the LASSO: its conditions hold
+        slope = (A @ op.D.T - Z) @ op.D + lambd
+    assert (slope > -1e-6).all() and (slope[A > 1e-6].abs() < 1e-6).all()
+
 
 def test_mmprox_and_mlp():
     op, mlp = build(MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4), build(MLP)
