@@ -17,14 +17,12 @@ stands for the second Taylor term of R^c alone; on small tokens it raises the fi
 LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
 """
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from data.show import new_figure, print_table
 from flags import cli, option, parse, ROOT, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad

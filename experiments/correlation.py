@@ -23,7 +23,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 import train_vit
 from analyze import spread
 from checkpoint import load_model

@@ -14,12 +14,10 @@ Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[cl
 Verdict (2026-11-22): yes, where the noise is small against the tokens. Up to sigma = 0.2 the error
 of [J] Eq. (47) is within 5 % of the least possible (0.331, not 0.318); at 1 it is 10.5, not 5.6.
 """
-import sys
 from dataclasses import dataclass
 
 import torch
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from data.show import print_table
 from experiments.compression import random_subspaces
 from flags import cli, option, parse

@@ -12,7 +12,6 @@ pictures of 16 x 16 pixels takes ToST 440 ms of a busy core, the transformer 766
 20.4, each +- 0.7. One seed of so short a run cannot tell whether ToST loses to the transformer.
 """
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 
@@ -22,7 +21,6 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from data import augment, images
 from data.show import averages, print_table
 from flags import cli, DataFlags, option, parse

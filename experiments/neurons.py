@@ -23,7 +23,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
 from data.page import strongest

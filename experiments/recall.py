@@ -30,7 +30,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from checkpoint import load_model
 from data.show import averages, print_table
 from evaluate import with_bar

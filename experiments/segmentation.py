@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, __file__.rpartition("experiments")[0])       # where run without -m
 from data import augment
 from data.show import print_table, stretched
 from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar

@@ -12,7 +12,6 @@ from conftest import ROOT
 from helpers import ADAMW, FLAGS, metrics, same, weights
 
 from data.prepare import prepare
-from experiments import recall
 
 SIMDINO = ["train_simdino", "--epochs=0.5", "--drop_path=0", "--freeze_epochs=0.1"]
 GPT = ["train_gpt", "--micro_batch=3", "--steps=10", "--eval_every=5"]
@@ -171,9 +170,3 @@ def test_three_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_
     cut, whole = tmp_path / "cut", tmp_path / "whole"
     assert same(weights(whole), weights(cut))
     assert metrics(cut) == metrics(whole) and metrics(cut, "val") == metrics(whole, "val")
-
-
-def test_an_experiment_runs_from_any_folder(tmp_path):
-    found = subprocess.run([sys.executable, recall.__file__, "--pairs=9"], cwd=tmp_path,
-                           capture_output=True, text=True)
-    assert (found.returncode, found.stderr.count("\n")) == (2, 1) and "--pairs=9" in found.stderr
