@@ -180,11 +180,9 @@ class Run:
 
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, restarted = self.config, self.processes.restarts > 0
+        c, launch = self.config, os.environ.get("TORCHELASTIC_RUN_ID", "")
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
-        if c.resume and c.overwrite:
-            raise UserError("--resume and --overwrite exclude each other")
-        if c.resume and not saved and not restarted:
+        if c.resume and not saved and self.processes.restarts == 0:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -192,14 +190,16 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
+        # torchrun has started this run again, if the one in the folder has its id
+        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
         resuming = saved and (c.resume or restarted)
-        there = {path.name for path in self.dir.iterdir()} - {".lock"}
-        if there and not (resuming or c.overwrite or restarted):
+        files = {path.name for path in self.dir.iterdir()} - {".lock"}
+        if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            pictures = (path.name for path in self.dir.glob("step*.png"))
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", *pictures):
+            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
                 (self.dir / name).unlink(missing_ok=True)
+        (self.dir / ".lock").write_text(launch)
         return resuming
 
     def restore(self, model_config, optimizers, model):
@@ -208,27 +208,30 @@ class Run:
         if not self.resuming:
             return None
         content = self.processes.main_only(self._newest_whole)
-        names = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
-        shared = {name: getattr(self.config, name, None) for name in names}
-        theirs = content["run_config"] | content["model_config"]    # values that auto stands for
-        for name, value in (shared | asdict(model_config)).items():
-            if theirs.get(name, value) != value:
-                raise UserError(f"cannot resume {self.dir}: it has {name}={theirs[name]}, the "
-                                f"flags say {value}; give those of its config.json again")
+        saved = content["run_config"] | content["model_config"]     # values that auto stands for
+        given = vars(self.config) | asdict(model_config)
+        fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
+        for name in (*fixed, *asdict(model_config)):
+            if name in saved and saved[name] != given.get(name):
+                raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
+                                f"flags say {given.get(name)}; give those of its config.json again")
         load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]
         return content
 
     def _newest_whole(self):
-        """The content of ckpt.pt or, with a warning if that is damaged, of the one before."""
+        """The content of ckpt.pt. If it is damaged, a warning, and the one before in its place."""
+        newest, before = self.dir / "ckpt.pt", self.dir / "ckpt.prev.pt"
         try:
-            return read_checkpoint(self.dir / "ckpt.pt", self.task)
+            return read_checkpoint(newest, self.task)
         except UserError as error:
-            if not (self.dir / "ckpt.prev.pt").exists():
+            if not before.exists():
                 raise
             print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
-        return read_checkpoint(self.dir / "ckpt.prev.pt", self.task)
+        content = read_checkpoint(before, self.task)
+        before.replace(newest)
+        return content
 
     def begin(self, text, total, eval_every, unit, per_step, flops):
         """Says what is trained; starts clock, bar and metrics. `flops` of a unit are for MFU."""
@@ -306,11 +309,11 @@ class Run:
         """Waits for the losses since the last line; their mean over steps and processes. Raises
         RunEnded if one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
-        bad = [self.step - i for i, loss in enumerate(losses[::-1]) if not math.isfinite(loss)]
-        if bad:
-            self.close()
-            raise RunEnded(3, f"the loss is not finite at step {bad[-1]}: try a lower --lr; any "
-                              f"checkpoint in {self.dir} is of a step before")
+        for step, loss in enumerate(losses, self.step - len(losses) + 1):
+            if not math.isfinite(loss):
+                self.close()
+                raise RunEnded(3, f"the loss is not finite at step {step}: try a lower --lr; any "
+                                  f"checkpoint in {self.dir} is of a step before")
         return sum(losses) / len(losses)
 
     def record(self, snapshot, scores, chosen_by=None):

@@ -61,6 +61,18 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
     assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
 
 
+def test_a_restart_goes_on_only_in_its_own_folder(tmp_path, monkeypatch):
+    """torchrun also starts again what its first start refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    run_in(tmp_path).close()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_in(tmp_path).close()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(UserError, match="is not empty"):
+        run_in(tmp_path)
+
+
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
