@@ -2,7 +2,6 @@
 import argparse
 import difflib
 import inspect
-import math
 import operator
 import os
 import re
@@ -34,39 +33,37 @@ class RunEnded(Exception):
         self.exit_status = exit_status
 
 
-TOO_LARGE = "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
-ENDS = (    # of errors without exit_status: the first (class, pattern of its repr, status, line)
-    (KeyboardInterrupt, "", 130, ""),
-    (BrokenPipeError, "", 0, ""),               # `... | head`: the reader has what it wanted
-    (Exception, "MemoryError|allocate memory|Storage size", 2, TOO_LARGE),
-    (UnicodeDecodeError, "", 2, "not UTF-8: {0}"),                          # of stdin
-    (OSError, "", 2, "{0}"),
-    (Exception, "No space left", 2, "{0} (perhaps in TMPDIR, where torch.compile writes)"))
+def ending(error):
+    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if isinstance(error, BrokenPipeError):          # `... | head`: the reader has what it wanted
+        return 0, ""
+    if re.search("MemoryError|allocate memory|Storage size", repr(error)):
+        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
+    if isinstance(error, (OSError, UnicodeDecodeError)) or "No space left" in repr(error):
+        return 2, str(error)
 
 
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error is one line on stderr; Ctrl-C, a closed pipe: none."""
     signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
-    for name in ("stdout", "stderr"):                   # None where the shell has closed them
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     status = 0
     try:
         main(sys.argv[1:])
         sys.stdout.flush()                              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
-        status, line = getattr(error, "exit_status", None), "{0}"
-        for kind, words, code, text in ENDS:
-            if status is None and isinstance(error, kind) and re.search(words, repr(error)):
-                status, line = code, text
-        if status is None:
-            raise                                       # a mistake of the program
+        if ending(error) is None:
+            raise
+        status, line = ending(error)
         # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
-        own = dist.is_initialized() and not getattr(error, "shared", False)
-        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if own else "")
-        printable = "".join(c if c.isprintable() else " " for c in line.format(error))
-        if line and (own or os.environ.get("LOCAL_RANK", "0") == "0"):
-            sys.stderr.write(f"{name}: {' '.join(printable.split())[:300]}\n")
+        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
+        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     flush_or_mute()
     if dist.is_initialized():
@@ -147,9 +144,9 @@ def reader(f, kind, optional):
     def read(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        value = ["false", "true"].index(text.lower()) == 1 if kind is bool else kind(text)
-        if kind is float and math.isinf(value):
+        if kind is bool and text.lower() not in ("true", "false"):
             raise ValueError
+        value = text.lower() == "true" if kind is bool else kind(text)
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):
@@ -159,15 +156,24 @@ def reader(f, kind, optional):
     return read
 
 
+def add_flag(parser, f, kind, optional, default):
+    """One flag of `parser` for the dataclass field f of type `kind`, or None too if `optional`."""
+    shown = {None: "auto", MISSING: "needed"}.get(default, default)
+    bare = dict(nargs="?", const=True) if kind is bool else {}          # a bare --name means true
+    parser.add_argument(
+        f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
+        metavar="|".join(f.metadata.get("choices", [kind.__name__])),
+        type=reader(f, kind, optional), required=default is MISSING, **bare)
+
+
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
-    """[PRESET] [--name=value ...] as (config, name for the run's folder); `presets`: {preset:
-    {field: value}}. A bare --name means true. Raises UserError."""
+    """[PRESET] [--name=value ...] as (config, name of the run's folder). Raises UserError."""
     argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
     if presets and argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         if name not in presets:
             raise UserError(f"preset {not_one_of(name, presets)}")
-    values, hints = presets.get(name, {}), typing.get_type_hints(config_class)
+    preset, hints = presets.get(name, {}), typing.get_type_hints(config_class)
     parser = Parser(
         usage=f"%(prog)s{subcommand}{' [PRESET]' if presets else ''} [--name=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -177,24 +183,18 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         kind, *optional = typing.get_args(hints[flag]) or [hints[flag]]         # kind | None
         if kind is tuple:                   # takes the words that are no flags
             parser.add_argument(flag, nargs="*", help=f.metadata["help"])
-            continue
-        value = values.get(flag, f.default)
-        shown = {None: "auto", MISSING: "needed"}.get(value, value)
-        parser.add_argument(
-            f"--{flag}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
-            metavar="|".join(f.metadata.get("choices", [kind.__name__])),
-            type=reader(f, kind, optional), required=value is MISSING)
-        if kind is bool:
-            argv = [f"{word}=true" if word == f"--{flag}" else word for word in argv]
-    given, unknown = parser.parse_known_intermixed_args(argv)
+        else:
+            add_flag(parser, f, kind, optional, preset.get(flag, f.default))
+    namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)
         hint = f", did you mean --{near[0]}?" if near else "; [PRESET], then --name=value"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
-    displaced = {other for flag in vars(given) for other in flags[flag].metadata["displaces"]}
-    kept = {flag: value for flag, value in values.items() if flag not in displaced}
-    config = config_class(**kept | vars(given))
-    if name and values.get("data") != getattr(config, "data", None):
+    given = vars(namespace)
+    displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
+    kept = {flag: value for flag, value in preset.items() if flag not in displaced}
+    config = config_class(**kept | given)
+    if name and preset.get("data") != getattr(config, "data", None):
         name += f"-{config.data}"
     return config, name
 
