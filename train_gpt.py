@@ -107,7 +107,7 @@ def main(argv):
     # ---- data
     data = text.load(c.data, cache=c.data_dir)
     tokenizer = data.tokenizer
-    if data.train is None or data.val is None:
+    if data.train is None or data.val is None or len(data.val) < 2:
         raise UserError(f"{c.data} lacks a part to train or to validate on: it is for evaluate.py")
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "

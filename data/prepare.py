@@ -109,9 +109,9 @@ def read_rows(hub, source, draft, streaming=False):
         return load_dataset(**hub, streaming=streaming)
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
-        there = len(list(path.parent.glob(f"{part}*-of-{count}*")))
-        if there != int(count):
-            raise UserError(f"incomplete: there are {there} of {count} files such as {path.name}")
+        present = len(list(path.parent.glob(f"{part}*-of-{count}*")))
+        if present != int(count):
+            raise UserError(f"incomplete: there are {present} of {count} files such as {path.name}")
     kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
     suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
     how = dict(sample_by="document") if suffix == ".txt" else {}
@@ -132,8 +132,9 @@ def own_files(source, pattern):
         names = ["train"] * len(files)
     if others := sum(map(Path.is_file, source.rglob("*"))) - len(files):
         print(f"left out: {others} files that are not DIR/{pattern}", file=sys.stderr)
-    return {SPLITS[split]: [file for file, name in zip(files, names) if name == split]
-            for split in sorted({*names})}
+    parts = [SPLITS[name] for name in names]
+    return {split: [file for file, part in zip(files, parts) if part == split]
+            for split in sorted({*parts})}
 
 
 def hold_out(sets, share):
