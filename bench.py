@@ -1,6 +1,6 @@
 """Speed: the fast paths beside the literal form of the same function, and a transformer.
 
-    python bench.py vit             training steps of image models; also mae, gpt
+    python bench.py vit             training steps of image models; gpt: of text models
     python bench.py length          growth of attention with the number of tokens
     python bench.py generate        the next token, with and without the cache
 
@@ -102,18 +102,14 @@ def loss_function(model, batch, device):
         ids, targets = torch.randint(c.vocab_size, (2, batch, c.context), device=device)
         return lambda: model(ids, targets)
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
-    if isinstance(c, models.MAEConfig):
-        return partial(model, x, torch.rand(batch, c.patches, device=device))
     labels = torch.randint(c.classes, (batch,), device=device)
     return lambda: F.cross_entropy(model(x), labels)
 
 
 # table -> (title, batch, fields of the model)
-CIFAR10 = dict(image_size=32, patch_size=4, width=384, heads=6)
 PYDOC = dict(context=128, width=256, heads=4, layers=4)
-MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)),
-                  ("cifar10", 64, CIFAR10 | dict(classes=10))],
-          "mae": [("cifar10", 64, CIFAR10 | dict(layers=6, width=192))],
+CIFAR10 = dict(image_size=32, patch_size=4, classes=10, width=384, heads=6)
+MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar10", 64, CIFAR10)],
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 

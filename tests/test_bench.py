@@ -10,11 +10,9 @@ import model as models
 
 CPU = torch.device("cpu")
 IMAGE = dict(width=32, heads=4, layers=1, image_size=16, patch_size=4, classes=5)
-MAE = {name: value for name, value in IMAGE.items() if name != "classes"}
 TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 
-MODELS = {"image": lambda: models.ImageClassifier(models.ImageConfig(**IMAGE)),
-          "mae": lambda: models.MaskedAutoencoder(models.MAEConfig(**MAE))}
+MODELS = {"image": lambda: models.ImageClassifier(models.ImageConfig(**IMAGE))}
 for name in ("crate", "crate-alpha", "crate-mm", "crate-n", "aot", "tost", "transformer"):
     MODELS[name] = lambda arch=name: models.LanguageModel(models.TextConfig(arch=arch, **TEXT))
 
@@ -56,11 +54,11 @@ ARCHS = ("crate", "tost", "transformer")
 
 
 @pytest.mark.parametrize("table, variants", [
-    ("vit", STEPS), ("mae", STEPS), ("gpt", [*STEPS[:3], "literal head", *STEPS[3:]]),
+    ("vit", STEPS), ("gpt", [*STEPS[:3], "literal head", *STEPS[3:]]),
     ("length", ["TSSA", "CBSA", "MSSA", "MHSA"] * 4),
     ("generate", [f"{arch}, {how}" for arch in ARCHS for how in ("cached", "uncached")] * 2)])
 def test_tables(monkeypatch, table, variants):
-    tables = dict(vit=[("a", 2, IMAGE)], mae=[("a", 2, MAE)], gpt=[("a", 2, TEXT)])
+    tables = dict(vit=[("a", 2, IMAGE)], gpt=[("a", 2, TEXT)])
     rows = []
     monkeypatch.setattr(bench, "MODELS", tables)
     monkeypatch.setattr(bench, "row", lambda title, variant, **values: rows.append(
