@@ -160,10 +160,12 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
 
 def load_into(module, state, path, assign=False):
     """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    own = module.state_dict()
-    for name in [*own, *state]:
-        there, here = (tuple(tensors[name].shape) if name in tensors else "missing"
-                       for tensors in (state, own))
+    def shape_of(tensors, name):
+        return tuple(tensors[name].shape) if name in tensors else "missing"
+
+    needed = module.state_dict()
+    for name in [*needed, *state]:
+        there, here = shape_of(state, name), shape_of(needed, name)
         if there != here:
             raise UserError(f"{path} does not fit this model: {name} is {there} there, {here} here")
     module.load_state_dict(state, assign=assign)
@@ -171,23 +173,22 @@ def load_into(module, state, path, assign=False):
 
 def load_resized(encoder, loaded, path):
     """Fills `encoder` from a loaded one, learned positions interpolated to its own image size."""
-    c, theirs = encoder.config, loaded.encoder
-    state = theirs.state_dict()
-    if c.image_size != theirs.config.image_size:
+    c, state = encoder.config, loaded.encoder.state_dict()
+    if c.image_size != loaded.encoder.config.image_size:
         side, positions = c.image_size // c.patch_size, encoder.positions
-        if theirs.config.positions == "learned":
-            positions = theirs.position_table(side, side)
+        if loaded.encoder.config.positions == "learned":
+            positions = loaded.encoder.position_table(side, side)
         state["positions"] = positions.detach()
     load_into(encoder, state, path)
 
 
 def load_optimizers(optimizers, saved, path):
     """Fills the state of each parameter. Rates, betas and decays stay those of the flags."""
-    for optimizer, theirs in zip(optimizers, saved, strict=True):
-        own = optimizer.state_dict()["param_groups"]
-        if [g["params"] for g in theirs["param_groups"]] != [g["params"] for g in own]:
+    for optimizer, content in zip(optimizers, saved, strict=True):
+        groups = optimizer.state_dict()["param_groups"]
+        if [g["params"] for g in content["param_groups"]] != [g["params"] for g in groups]:
             raise UserError(f"{path} does not fit this optimizer: it groups parameters otherwise")
-        optimizer.load_state_dict(dict(state=theirs["state"], param_groups=own))
+        optimizer.load_state_dict(dict(state=content["state"], param_groups=groups))
 
 
 # ---- The authors' published files ---------------------------------------------------------------

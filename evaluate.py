@@ -7,8 +7,7 @@
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
-The last line of each is one JSON object. Losses are in nats. A score counts every sample once.
-COMMAND --help lists its flags.
+The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
 Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt.
 """
 import json

@@ -773,8 +773,6 @@ class ImageConfig(BackboneConfig):
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
-        check_word("stem", self.stem, ("norm", "plain"))
-        check_word("positions", self.positions, ("learned", "sincos"))
         check_word("pool", self.pool, ("class", "mean"))
         self.side = self.image_size // self.patch_size              # in patches
         self.patches = self.side ** 2

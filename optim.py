@@ -18,9 +18,9 @@ def micro_batches(model, size, *batch):
     """The tensors of a batch, `size` rows at a time; all if None. DDP exchanges gradients only
     after the last part, when they are the sum of all parts."""
     *before, last = zip(*(t.split(size or len(t)) for t in batch))
-    unshared = getattr(model, "no_sync", contextlib.nullcontext)
+    without_exchange = getattr(model, "no_sync", contextlib.nullcontext)
     for part in before:
-        with unshared():
+        with without_exchange():
             yield part
     yield last
 

@@ -37,15 +37,17 @@ class Sample(DeviceFlags):
 
 def steer(model, words):
     """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
-    found = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
-    if found is None:
+    parts = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
+    if parts is None:
         raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 1:31:4")
-    layer, entry, value = int(found[1]), int(found[2]), float(found[3])
-    L, token = len(model.layers), next(model.parameters()).new_zeros(1, 1, model.config.width)
-    operator = model.layers[layer - 1].sparsification if 1 <= layer <= L else None
+    layer, entry, value = int(parts[1]), int(parts[2]), float(parts[3])
+    if not 1 <= layer <= len(model.layers):
+        raise UserError(f"--steer={words}: layers are 1 to {len(model.layers)}")
+    operator = model.layers[layer - 1].sparsification
+    token = next(model.parameters()).new_zeros(1, 1, model.config.width)
     entries = 0 if operator is None else operator.code(token).shape[-1]
     if entry >= entries:
-        raise UserError(f"--steer={words}: layers are 1 to {L}; this one has {entries} entries")
+        raise UserError(f"--steer={words}: the layer's code has {entries} entries")
     code, column = operator.code, torch.arange(entries, device=token.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 

@@ -61,10 +61,16 @@ function attention({p, heads, mix, number}, w, from, c, off) {
   const n = w.rows, width = heads * p, ssa = matrix(n - from, width), A = [];
   const mixed = first => !mix ? w : made(n, width, t => w.at[t] +
     mix[first + (t % width / p | 0)] * ((w.at[t - width] ?? 0) - w.at[t]));
-  const turned = ({at}) => !c.rotary ? {at} : made(n, width, t => {
-    const odd = t % 2, angle = (t / width | 0) * 1e4 ** ((odd - t % p) / p);
-    return at[t] * Math.cos(angle) + (odd ? at[t - 1] : -at[t + 1]) * Math.sin(angle);
-  });
+  const turned = M => {
+    const out = made(n, width, t => M.at[t]);
+    for (let i = 0; c.rotary && i < n; i++)
+      for (let j = 0; j < width; j += 2) {
+        const angle = i * 1e4 ** (-(j % p) / p), t = i * width + j, x = M.at[t], y = M.at[t + 1];
+        out.at[t] = x * Math.cos(angle) - y * Math.sin(angle);
+        out.at[t + 1] = y * Math.cos(angle) + x * Math.sin(angle);
+      }
+    return out;
+  };
   const all = [turned(w), turned(mixed(0)), mixed(heads)];
   for (let k = 0; k < heads; k++) {
     const place = t => (t / p | 0) * width + k * p + t % p;     // of the head's number t in w
@@ -81,7 +87,7 @@ function attention({p, heads, mix, number}, w, from, c, off) {
   return {A, ssa};
 }
 
-// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is this step from A = X, ODL c.ista_steps from A = 0
+// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is one step from A = X, ODL ista_steps from A = 0
 function step(A, X, {D, Dt}, {eta, lambda}) {
   const y = multiply(A, D).at, G = multiply(made(X.rows, X.cols, t => y[t] - X.at[t]), Dt).at;
   return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * G[t] - eta * lambda));

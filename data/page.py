@@ -21,9 +21,12 @@ def base64_of(*tensors):
 def strongest(values, count):
     """For every entry of codes (windows, n, m) the (window, token) that excite it most, if any."""
     peaks, tokens = values.max(1)                                           # (windows, m)
-    heights, windows = peaks.topk(min(count, len(peaks)), 0)
-    parts = (t.mT.tolist() for t in (heights, windows, tokens.gather(0, windows)))
-    return [[(w, t) for y, w, t in zip(*entry) if y > 0] for entry in zip(*parts)]
+    heights, windows = peaks.topk(min(count, len(peaks)), 0)                # (count, m)
+    places = []
+    for entry in range(peaks.shape[1]):
+        best = zip(windows[:, entry].tolist(), heights[:, entry].tolist())
+        places.append([(w, int(tokens[w, entry])) for w, height in best if height > 0])
+    return places
 
 
 def text_examples(model, data, tokens):

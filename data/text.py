@@ -70,8 +70,9 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
         for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
             back = 0 if causal else max(0, start + n + 1 - len(tokens))
             window = tokens[start - back:start - back + n + 1]
-            x[row, :len(window[:n])] = window[:n]
-            y[row, back:len(window) - 1] = window[back + 1:]
+            m = len(window) - 1
+            x[row, :m] = window[:-1]
+            y[row, back:m] = window[back + 1:]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
