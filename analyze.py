@@ -98,15 +98,15 @@ class Layers(OneModel):
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = loaded.encoder or loaded.model
-    found = [[] for _ in backbone.layers]
+    by_layer = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
-        for parts, layer, trace in zip(found, backbone.layers, backbone.trace(x)):
+        for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
             parts.append(evaluate.layer_numbers(layer, Z, trace, c))
             Z = trace.out
 
-    table = [dict(layer=l) for l in range(1, len(found) + 1)]
-    for row, parts in zip(table, found):
+    table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
+    for row, parts in zip(table, by_layer):
         for key in parts[0]:
             values = torch.cat([part[key] for part in parts])
             row |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
@@ -264,17 +264,17 @@ class Predict(Pictures):
 def predict(c):
     """[{class: probability}] of each picture; of a masked autoencoder [{"error"}], mean squared."""
     loaded, names, pixels, x = open_pictures(c, c.pictures)
-    model, found = loaded.model, [{} for _ in names]
+    model, answers = loaded.model, [{} for _ in names]
     if loaded.task == "vit":
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         best = model(x).softmax(-1).topk(min(c.top, len(classes)))
-        found = [{classes[i]: p for p, i in zip(*row)}
+        answers = [{classes[i]: p for p, i in zip(*row)}
                  for row in zip(best.values.tolist(), best.indices.tolist())]
     elif loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)
-        found = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
+        answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
     rows = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in row.items())])
-            for name, row in zip(names, found)]
+            for name, row in zip(names, answers)]
     print("\n".join(row.replace("\n", "  ") for row in rows))
     if loaded.task == "mae":
         mean, std = evaluate.statistics_of(loaded.meta)
@@ -282,7 +282,7 @@ def predict(c):
     else:
         maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
         show.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
-    return found
+    return answers
 
 
 @dataclass(kw_only=True)
@@ -296,7 +296,7 @@ class Neighbours(evaluate.Probe):
 def neighbours(c):
     """The numbers of the training pictures shown (rows, k)."""
     _, (x, _, x_test, _), _, data = evaluate.probe(c)
-    classes, first = (found[:8] for found in np.unique(data.val_labels, return_index=True))
+    classes, first = (part[:8] for part in np.unique(data.val_labels, return_index=True))
     cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
     nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)

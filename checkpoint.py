@@ -110,11 +110,11 @@ def _checked(content, tasks, path):
 
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
-    path, found = Path(folder) / "metrics.jsonl", []
+    path, lines = Path(folder) / "metrics.jsonl", []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return [line for line in found if isinstance(line, dict) and "step" in line]
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 class Loaded(NamedTuple):

@@ -46,11 +46,11 @@ def images_for(name, meta, cache):
 def read_pictures(files, loaded):
     """(pixels (n, 3, S, S) in [0, 1], the same normalized as in the training of an image model) of
     the central squares of picture files. Raises UserError for one that cannot be read."""
-    found = [read_picture(file, loaded.encoder.config.image_size) for file in files]
-    for file, (_, problem) in zip(files, found):
+    pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
+    for file, (_, problem) in zip(files, pictures):
         if problem:
             raise UserError(f"cannot read {file}: {problem}")
-    batch = torch.from_numpy(np.stack([picture for picture, _ in found]))
+    batch = torch.from_numpy(np.stack([picture for picture, _ in pictures]))
     pixels = augment.to_float(batch.to(loaded.encoder.class_token.device))
     return pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
 
@@ -238,14 +238,14 @@ def layer_numbers(layer, Z, trace, c):
     Z = Z.cpu().double()
     resized = Z_half * (Z.norm(dim=(1, 2)) / Z_half.norm(dim=(1, 2)))[:, None, None]
     before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, Z_half, resized))
-    found = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
-                 Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
-                 nonzeros=(out != 0).double().mean((-2, -1)))
+    numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
+                   Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
+                   nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
         code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
         if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
-            found["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return found | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
+            numbers["code_nonzeros"] = (code != 0).double().mean((-2, -1))
+    return numbers | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -322,13 +322,13 @@ def probe(c):
 
 
 def linear(c):
-    found, samples, _, data = probe(c)
-    return found | linear_probe(*samples, len(data.classes), c.seed)
+    what, samples, _, data = probe(c)
+    return what | linear_probe(*samples, len(data.classes), c.seed)
 
 
 def knn(c):
-    found, samples, processes, data = probe(c)
-    return found | nearest_neighbours(*samples, len(data.classes), processes, c.k)
+    what, samples, processes, data = probe(c)
+    return what | nearest_neighbours(*samples, len(data.classes), processes, c.k)
 
 
 @dataclass(kw_only=True)

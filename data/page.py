@@ -53,13 +53,13 @@ def image_examples(model, task, data):
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
     pixels = (255 * x).round().byte()                       # the page has no more
     x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
-    found = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
-                 classes=data.classes, mean=data.mean, std=data.std)
+    examples = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
+                    classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
         mask = model.mask_from(torch.arange(c.patches)[None] * 0.618 % 1)     # spread
-        found["masked"] = mask[0].nonzero()[:, 0].tolist()
-        return found, model.predicted(x, mask)
-    return found, model(x) if task == "vit" else model(x)[:, 0]
+        examples["masked"] = mask[0].nonzero()[:, 0].tolist()
+        return examples, model.predicted(x, mask)
+    return examples, model(x) if task == "vit" else model(x)[:, 0]
 
 
 @torch.no_grad()

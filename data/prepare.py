@@ -173,8 +173,8 @@ def write_pictures(path, rows, column, label, size):
     with open(path, "wb") as out, ThreadPoolExecutor() as threads:
         out.seek(128)               # the header comes last: not every picture can be read
         for batch in tqdm(rows.iter(512), f"{path.name}, 512", disable=None):
-            found = threads.map(read, batch[column])
-            for cell, number, (pixels, problem) in zip(batch[column], batch[label], found):
+            decoded = threads.map(read, batch[column])
+            for cell, number, (pixels, problem) in zip(batch[column], batch[label], decoded):
                 if problem:
                     problems.append(f"{cell['path']} ({problem})")
                 else:

@@ -12,13 +12,13 @@ from model import patchify, unpatchify
 
 def averages(runs):
     """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
-    found = {}
+    means = {}
     for key in runs[0]:
         values = [run[key] for run in runs if run[key] is not None]
-        found[key] = float(np.mean(values)) if values else None
+        means[key] = float(np.mean(values)) if values else None
         if len(values) > 1:
-            found[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
-    return found
+            means[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
+    return means
 
 
 def print_table(rows):

@@ -68,7 +68,7 @@ class Codes(NamedTuple):
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    given, found, backbone = [], [], loaded.encoder or loaded.model
+    given, codes, backbone = [], [], loaded.encoder or loaded.model
     layers = backbone.layers
     number = c.layer or len(layers)
     if number > len(layers) or layers[number - 1].sparsification is None:
@@ -77,8 +77,8 @@ def read_codes(loaded, c):
     for index, x in batches(loaded, c):
         half = backbone.trace(x)[number - 1].half
         given.append(index.cpu())
-        found.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
-    given, values = torch.cat(given).numpy(), torch.cat(found)      # values (samples, tokens, m)
+        codes.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
+    given, values = torch.cat(given).numpy(), torch.cat(codes)      # values (samples, tokens, m)
     nonzeros, group = (values != 0).float().mean().item(), np.arange(len(given))
     if loaded.task == "gpt":
         decode = tokenizer_from_meta(loaded.meta).decode
@@ -148,14 +148,14 @@ def measure(codes, width, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
     values = codes.values[:, chosen]
-    found = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
+    numbers = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
     for k in (1, 5, 20):
         scores = [score for has in codes.properties.values()
                   if (score := sparse_probe(values, has, codes.group, k, seed)) is not None]
-        found[f"k={k}"] = float(np.mean(scores)) if scores else None
+        numbers[f"k={k}"] = float(np.mean(scores)) if scores else None
     alive = chosen[(values != 0).sum(0) >= 20][:100]
-    found["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
-    return found
+    numbers["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
+    return numbers
 
 
 def main(argv):
@@ -175,7 +175,7 @@ def main(argv):
             seed = c.seed + len(runs.setdefault(name, []))
             codes = read_codes(open_model(path, replace(c, seed=seed), untrained), c)
             runs[name].append(measure(codes, width, seed))
-    rows = [dict(code=name, runs=len(found)) | averages(found) for name, found in runs.items()]
+    rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
     print_table(rows)
     return rows
 
