@@ -30,10 +30,10 @@ KINDS = {
     "crate-t": ("vit", dict(arch="crate-t", head_dim=8, positions="sincos")),
     "crate-alpha": ("vit", dict(arch="crate-alpha", layer_scale=0.5, expansion=3)),
     "autoencoder": ("mae", dict(decoder_layers=3, decoder_heads=4)),
-    "autoencoder, crate-alpha": ("mae", dict(arch="crate-alpha", decoder_layers=1)),
+    "autoencoder, crate-alpha": ("mae", dict(arch="crate-alpha", decoder_layers=1, ista_steps=3)),
     "encoder": ("simdino", dict(final_norm=True)), "text": ("gpt", dict(rotary=True)),
     "text, crate-t": ("gpt", dict(arch="crate-t", head_dim=8, shift=True)),
-    "text, crate-alpha": ("gpt", dict(arch="crate-alpha", rotary=True, shift=True)),
+    "text, crate-alpha": ("gpt", dict(arch="crate-alpha", rotary=True, shift=True, ista_steps=1)),
 }
 
 
