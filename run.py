@@ -102,8 +102,7 @@ class Processes:
         if self.world == 1:
             return model
         ids = [self.device.index] if self.device.type == "cuda" else None
-        ddp = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=ids, gradient_as_bucket_view=True)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
         # After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
         # resumed run would not repeat the numbers of one left alone. So here is one of zeros
         model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
@@ -180,9 +179,9 @@ class Run:
 
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, launch = self.config, os.environ.get("TORCHELASTIC_RUN_ID", "")
+        c, launch = self.config, f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
-        if c.resume and not saved and self.processes.restarts == 0:
+        if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
@@ -323,7 +322,8 @@ class Run:
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        best = chosen_by is not None and (self.best is None or chosen_by < self.best)
+        lowest = math.inf if self.best is None else self.best
+        best = chosen_by is not None and chosen_by < lowest         # never NaN
         self.best = chosen_by if best else self.best
         self.save(snapshot, best)
 
