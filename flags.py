@@ -51,6 +51,8 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error is one line on stderr; Ctrl-C, a closed pipe: none."""
     signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
+    for name in ("stdout", "stderr"):                   # None where the shell has closed them
+        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     status = 0
     try:
         main(sys.argv[1:])
@@ -144,9 +146,7 @@ def reader(f, kind, optional):
     def read(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        if kind is bool and text.lower() not in ("true", "false"):
-            raise ValueError
-        value = text.lower() == "true" if kind is bool else kind(text)
+        value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):

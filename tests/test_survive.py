@@ -34,8 +34,8 @@ SAVE = ["fsync", "replace", "fsync", "fsync", "replace", "replace", "fsync"]
 
 @pytest.mark.parametrize("number", range(len(SAVE)))
 def test_a_kill_before_each_call_of_a_save(text_cache, tmp_path, monkeypatch, whole, number):
-    """The second evaluation. At every moment there is a whole
-    checkpoint, and the run that continues from it is the run left alone."""
+    """At the second evaluation. At every moment there is a whole checkpoint, and the run that
+    continues from it is the run left alone."""
     out, calls = tmp_path / "out", []
     flags = [*FLAGS, f"--data_dir={text_cache}", f"--out_dir={out}"]
 
