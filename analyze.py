@@ -302,11 +302,11 @@ def neighbours(c):
     pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    edge, other = shown.shape[-1] // 16 + 1, shown[:, 1:][wrong]
-    framed = torch.zeros_like(other)
-    framed[:, 0] = 1.0                                          # red
-    framed[..., edge:-edge, edge:-edge] = other[..., edge:-edge, edge:-edge]
-    shown[:, 1:][wrong] = framed
+    edge = shown.shape[-1] // 16 + 1
+    frame = torch.ones(shown.shape[-2:], dtype=torch.bool)
+    frame[edge:-edge, edge:-edge] = False
+    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    shown[:, 1:] = torch.where(wrong[..., None, None, None] & frame, red, shown[:, 1:])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest

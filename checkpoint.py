@@ -111,7 +111,8 @@ def _checked(content, tasks, path):
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
     path, lines = Path(folder) / "metrics.jsonl", []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict) and "step" in line]
@@ -160,14 +161,12 @@ def load_model(path, tasks=None, heads=None, untrained_seed=None):
 
 def load_into(module, state, path, assign=False):
     """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    def shape_of(tensors, name):
-        return tuple(tensors[name].shape) if name in tensors else "missing"
-
-    needed = module.state_dict()
-    for name in [*needed, *state]:
-        there, here = shape_of(state, name), shape_of(needed, name)
-        if there != here:
-            raise UserError(f"{path} does not fit this model: {name} is {there} there, {here} here")
+    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                   for tensors in (module.state_dict(), state))
+    for name in here | there:
+        if here.get(name) != there.get(name):
+            raise UserError(f"{path} does not fit this model: {name} is "
+                            f"{there.get(name, 'missing')} there, {here.get(name, 'missing')} here")
     module.load_state_dict(state, assign=assign)
 
 
@@ -232,7 +231,7 @@ def translated(content, heads=None):
         for theirs, ours in _NAMES:
             name = re.sub(theirs, ours, name)
         state[name] = tensor
-    state.pop("", None)
+    state.pop("", None)             # what the table drops
     dictionaries = [name for name in state if name.endswith(".D")]
     layers = sum("sparsification" in name for name in dictionaries)
     if not layers:

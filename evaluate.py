@@ -131,21 +131,21 @@ def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperatu
     """Accuracy of a vote among the k nearest by cosine, each with the weight
     exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
-    right, mine = torch.zeros((), device=x.device), slice(processes.rank, None, processes.world)
-    parts = [*zip(x_test[mine].split(1000), y_test[mine].split(1000))]              # for memory
-    for test, labels in with_bar(parts, "neighbours"):
-        cosine, index = (test @ x.mT).topk(k)
-        votes = torch.zeros(len(test), classes, device=x.device)
+    right = torch.zeros((), device=x.device)
+    mine = torch.arange(len(x_test), device=x.device)[processes.rank::processes.world]
+    for part in with_bar(mine.split(1000), "neighbours"):           # 1000: for memory
+        cosine, index = (x_test[part] @ x.mT).topk(k)
+        votes = torch.zeros(len(part), classes, device=x.device)
         votes.scatter_add_(1, y[index], (cosine / temperature).exp())
-        right += (votes.argmax(1) == labels).sum()
+        right += (votes.argmax(1) == y_test[part]).sum()
     return dict(acc=processes.sum(right).item() / len(x_test), k=k)
 
 
-def logistic_regression(x, y, classes, decay, iterations=200):
+def logistic_regression(x, y, classes, decay):
     """(W, b) that minimize the mean cross-entropy of x W + b plus decay / 2 ||W||^2, by L-BFGS."""
     W = torch.zeros(x.shape[1], classes, requires_grad=True, device=x.device)
     b = torch.zeros(classes, requires_grad=True, device=x.device)
-    optimizer = torch.optim.LBFGS([W, b], max_iter=iterations, tolerance_grad=1e-5,
+    optimizer = torch.optim.LBFGS([W, b], max_iter=200, tolerance_grad=1e-5,
                                   tolerance_change=1e-9, line_search_fn="strong_wolfe")
 
     def closure():

@@ -125,7 +125,8 @@ def model_fields(cls, config, **given):
 
 def not_one_of(word, words):
     """"X is not one of a, b, c, did you mean b?", for messages about names."""
-    hint = "".join(f", did you mean {near}?" for near in difflib.get_close_matches(word, words, 1))
+    near = difflib.get_close_matches(word, words, 1)
+    hint = f", did you mean {near[0]}?" if near else ""
     return f"{word} is not one of {', '.join(words)}{hint}"
 
 
@@ -142,7 +143,7 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
 
 
 def reader(f, kind, optional):
-    """The function by which argparse turns the text of a flag into its value."""
+    """The function from a flag's text to its value; argparse says "invalid" and its name."""
     def read(text):
         if optional and text.lower() in ("none", "auto"):
             return None
@@ -192,8 +193,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
-    kept = {flag: value for flag, value in preset.items() if flag not in displaced}
-    config = config_class(**kept | given)
+    config = config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
     if name and preset.get("data") != getattr(config, "data", None):
         name += f"-{config.data}"
     return config, name

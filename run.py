@@ -37,9 +37,9 @@ class Processes:
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-        device = device if device != "auto" else "cuda" if cuda else "mps" if mps else "cpu"
-        if not dict(cuda=cuda, mps=mps, cpu=True)[device]:
+        found = [kind for kind in ("cuda", "mps", "cpu") if getattr(torch, kind).is_available()]
+        device = found[0] if device == "auto" else device
+        if device not in found:
             raise UserError(f"--device={device}: this machine has none")
         self.device = torch.device(device)
         keep_freed_memory()
@@ -78,9 +78,9 @@ class Processes:
         """The largest of every process's whole number."""
         if self.world == 1:
             return number
-        flag = torch.tensor([number])
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.control)
-        return int(flag)
+        number = torch.tensor(number)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.control)
+        return int(number)
 
     def main_only(self, function):
         """function() on rank 0; its result, or its error as a UserError, on every process."""
@@ -101,8 +101,7 @@ class Processes:
         """The model, in DistributedDataParallel if there are several processes. Compile later."""
         if self.world == 1:
             return model
-        ids = [self.device.index] if self.device.type == "cuda" else None
-        ddp = torch.nn.parallel.DistributedDataParallel(model, ids, gradient_as_bucket_view=True)
+        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         # After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
         # resumed run would not repeat the numbers of one left alone. So here is one of zeros
         model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
@@ -236,12 +235,11 @@ class Run:
         """Says what is trained; starts clock, bar and metrics. `flops` of a unit are for MFU."""
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
-        self.eval_every = self.config.eval_every or eval_every
-        # MFU at one unit a second: the share of the GPUs' bf16 peak; 0 where that is unknown
+        self.start, self.eval_every = self.step, self.config.eval_every or eval_every
+        # the speed times this is the MFU, the share of the GPUs' peak; 0 where the peak is unknown
         name = device_name(self.processes.device)
         peak = next((PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK), math.inf)
         self.unit_mfu = flops / peak / self.processes.world
-        self.start = self.step
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -293,11 +291,14 @@ class Run:
         return self.per_step * steps / seconds
 
     def _write_line(self, mean, speed, lr, values):
-        rates = {self.speed_name: speed, "mfu": speed * self.unit_mfu}
-        self.write(dict(step=self.step, split="train", loss=mean, lr=lr) | values
-                   | {name: rate for name, rate in rates.items() if rate})
-        rate = f", {speed:,.0f} {self.unit}/s" if speed else ""
-        text = f"loss {mean:.4f}{rate}" + (f", mfu {rates['mfu']:.1%}" if rates["mfu"] else "")
+        line, text = dict(step=self.step, split="train", loss=mean, lr=lr), f"loss {mean:.4f}"
+        if speed:
+            line[self.speed_name] = speed
+            text += f", {speed:,.0f} {self.unit}/s"
+        if mfu := speed * self.unit_mfu:
+            line["mfu"] = mfu
+            text += f", mfu {mfu:.1%}"
+        self.write(line | values)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done = (self.step - self.start) / (self.total - self.start)
@@ -305,8 +306,7 @@ class Run:
             self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _mean_loss(self):
-        """Waits for the losses since the last line; their mean over steps and processes. Raises
-        RunEnded if one is not finite."""
+        """Waits for the losses since the last line. Their mean; RunEnded if one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
@@ -329,7 +329,7 @@ class Run:
 
     def end_step(self, snapshot):
         """Leaves, with a checkpoint, after a signal. Evaluations save too."""
-        stopping = self.processes.largest(int(self.signal)) if self.step < self.total else 0
+        stopping = self.processes.largest(self.signal) if self.step < self.total else 0
         if stopping:
             self.save(snapshot)
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")

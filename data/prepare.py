@@ -114,10 +114,10 @@ def read_rows(hub, source, draft, streaming=False):
             raise UserError(f"incomplete: there are {present} of {count} files such as {path.name}")
     kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
     suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
-    how = dict(sample_by="document") if suffix == ".txt" else {}
-    how["data_files"] = None if hub else own_files(source, f"**/*{suffix}")
-    return load_dataset(kinds[suffix], data_dir=str(source), streaming=streaming,
-                        cache_dir=str(draft / "scratch"), **how)
+    whole = dict(sample_by="document") if suffix == ".txt" else {}     # else each line is a row
+    return load_dataset(
+        kinds[suffix], data_dir=str(source), cache_dir=str(draft / "scratch"), streaming=streaming,
+        data_files=None if hub else own_files(source, f"**/*{suffix}"), **whole)
 
 
 def own_files(source, pattern):
@@ -132,9 +132,10 @@ def own_files(source, pattern):
         names = ["train"] * len(files)
     if others := sum(map(Path.is_file, source.rglob("*"))) - len(files):
         print(f"left out: {others} files that are not DIR/{pattern}", file=sys.stderr)
-    parts = [SPLITS[name] for name in names]
-    return {split: [file for file, part in zip(files, parts) if part == split]
-            for split in sorted({*parts})}
+    parts = {}
+    for file, name in zip(files, names):
+        parts.setdefault(SPLITS[name], []).append(file)
+    return parts
 
 
 def hold_out(sets, share):
@@ -232,10 +233,10 @@ def image_meta(classes, draft):
     for start in range(0, len(pixels), 1000):
         part = pixels[start:start + 1000].reshape(-1, 3)
         sums += [part.sum(0, np.uint64), np.square(part, dtype=np.uint32).sum(0, np.uint64)]
-    mean, square = sums / pixels[..., 0].size
+    mean, mean_square = sums / pixels[..., 0].size
     counts = {split: len(np.load(draft / f"{split}_labels.npy")) for split in ("train", "val")}
     return dict(kind="images", classes=classes, image_size=pixels.shape[1], images=counts,
-                mean=(mean / 255).tolist(), std=(np.sqrt(square - mean ** 2) / 255).tolist())
+                mean=(mean / 255).tolist(), std=(np.sqrt(mean_square - mean ** 2) / 255).tolist())
 
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
@@ -248,8 +249,10 @@ def pydoc():
 
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
-    row, sets = TEXTS.get(name, TextSet()), dict(train=dict(text=[pydoc()]))
-    if name != "pydoc":
+    row = TEXTS.get(name, TextSet())
+    if name == "pydoc":
+        sets = dict(train=dict(text=[pydoc()]))
+    else:
         sets = read_rows(row.hub, source, draft)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
@@ -257,8 +260,6 @@ def write_text(name, tokenizer, source, draft):
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
     parts = {SPLITS[split]: row.documents(sets[split]) for split in sets}
-    if tokenizer == "char" and "train" not in parts:
-        raise UserError(f"{source} has no part to train on, whose characters are the vocabulary")
     one_text = row.one_text or [*parts] == ["train"]        # a single document
     if one_text:
         whole = "".join(document for part in parts.values() for document in part)
@@ -267,6 +268,8 @@ def write_text(name, tokenizer, source, draft):
 
     tokenizer = tokenizer or row.tokenizer
     if tokenizer == "char":
+        if "train" not in parts:
+            raise UserError(f"{source} has no part to train on: its characters are the vocabulary")
         tokenizer = CharTokenizer("".join(sorted(set().union(*parts["train"]))))
     elif tokenizer == "gpt2":
         tokenizer = GPT2Tokenizer()
@@ -301,11 +304,10 @@ def one_line(name, advice):
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        reason += f"; {advice}" if advice else ""
         # numpy says "9 requested and 5 written", `datasets` "Not enough disk space"
         if re.search("No space left|Not enough .* space|requested and", reason):
-            reason = "No space left on device"
-        raise UserError(f"{name}: {reason}") from error
+            reason, advice = "No space left on device", None
+        raise UserError(f"{name}: {reason}{f'; {advice}' if advice else ''}") from error
 
 
 def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_000, 2_000)):
@@ -363,16 +365,17 @@ def main(argv):
     parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
     parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")
     parser.add_argument("--tokenizer", choices=("gpt2", "char"), help="of your own text")
-    parser.add_argument("--size", type=int, default=32, choices=range(1, 513), metavar="PIXELS",
-                        help="per side of your own pictures, 1 to 512 (%(default)s)")
+    parser.add_argument("--size", type=int, choices=range(1, 513), metavar="PIXELS",
+                        help="per side of your own pictures, 1 to 512 (32)")
     c = parser.parse_args(argv)
     if c.name not in {**IMAGES, **TEXTS} and not c.source:
         raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
-    if c.name in IMAGES and c.tokenizer or c.source and c.name in ("shapes", "camouflage", "pydoc"):
+    made_here = c.name in ("shapes", "camouflage", "pydoc")
+    if c.name in IMAGES and (c.tokenizer or c.size) or made_here and c.source:
         raise UserError(f"{c.name} is a set of ours, without that flag: give yours another name")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
-    prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size)
+    prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size or 32)
 
 
 if __name__ == "__main__":
