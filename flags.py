@@ -124,10 +124,8 @@ def model_fields(cls, config, **given):
 
 
 def not_one_of(word, words):
-    """"X is not one of a, b, c, did you mean b?", for messages about names."""
-    near = difflib.get_close_matches(word, words, 1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    return f"{word} is not one of {', '.join(words)}{hint}"
+    """"X is not one of a, b, c", for messages about names."""
+    return f"{word} is not one of {', '.join(words)}"
 
 
 # ---- Command lines ------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -606,8 +605,7 @@ class ConfigError(ValueError):
 
 def check_word(name, word, words):
     if word not in words:
-        hint = "".join(f", did you mean {near}?" for near in get_close_matches(word, words, 1))
-        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}{hint}")
+        raise ConfigError(f"{name}={word} is not one of {', '.join(words)}")
 
 
 class Family(NamedTuple):

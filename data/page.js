@@ -308,9 +308,9 @@ const back = {learned: "+ W", subspace: "+ s[U_1…U_K]", negative: "− s[U_1�
 equation("compress", `Z^{l+½} = Z^l ${back} [w_k softmax(w_k^*w_k / √p)]_k, w_k = U_k^*LN(Z^l)`,
   (back === "+ W" ? "[J] Eq. (37)" : "[S], [J] Eq. (36)") + (c.rotary ? "; rotary positions" : "")
   + (c.shift ? "; keys and values mixed with the previous token" : ""), "MSSA");
-equation("sparsify", ...c.arch === "crate-alpha" ? [c.ista_steps === 1 ?
-  "Z^{l+1} = Z^{l+½} + D̂ ReLU(ηD^*X − ηλ), X = LN(Z^{l+½})" :
-  "Z^{l+1} = Z^{l+½} + D̂ ReLU(A − ηD^*(DA − X) − ηλ), A = ReLU(ηD^*X − ηλ), X = LN(Z^{l+½})",
+equation("sparsify", ...c.arch === "crate-alpha" ?
+  [`Z^{l+1} = Z^{l+½} + D̂A_{${c.ista_steps}}, A_0 = 0,
+    A_s = ReLU(A_{s−1} − ηD^*(DA_{s−1} − X) − ηλ), X = LN(Z^{l+½})`,
   "[B] Eq. (7.5.3)-(7.5.5)", "ODL"] :
   ["Z^{l+1} = ReLU(X − ηD^*(DX − X) − ηλ), X = LN(Z^{l+½})", "[J] Eq. (44)", "ISTA"]);
 equation("decode", "Decoder: Y = D̃ LN(Z), Z′ = Y − MSSA(LN(Y))", "[B] Eq. (7.6.3)-(7.6.4)",

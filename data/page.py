@@ -32,14 +32,17 @@ def strongest(values, count):
 def text_examples(model, data, tokens):
     """(a text, from after the first full stop; for each entry of each code five passages that
     excite it most, with the place of the character that does), logits."""
-    n, decode, entries = min(model.config.context, len(tokens)), data.tokenizer.decode, []
+    n, decode = min(model.config.context, len(tokens)), data.tokenizer.decode
     windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
-    Z = model.tokens(windows)
+
+    def passage(w, t):
+        return decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40)
+
+    Z, entries = model.tokens(windows), []
     for layer in model.layers:
         half = layer.compress(Z)
-        values, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
-        entries += [[[(decode(windows[w, max(t - 40, 0):t + 24]), min(t, 40)) for w, t in places]
-                     for places in strongest(values, 5)]]
+        code, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
+        entries.append([[passage(*place) for place in places] for places in strongest(code, 5)])
     words = decode(tokens[:10_000]).partition(". ")[2][:min(n, 64)] or decode(tokens[:n])
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
     return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
@@ -49,14 +52,16 @@ def image_examples(model, task, data):
     """(up to eight pictures, of different classes if there are; an autoencoder's `masked` patches),
     and of the first: logits, an encoder's class token, or predicted patches."""
     c, labels = model.config, data.val_labels
-    index = [*dict.fromkeys([*np.unique(labels, return_index=True)[1], *range(len(labels))])][:8]
+    firsts = np.unique(labels, return_index=True)[1]                        # one of each class
+    index = [*dict.fromkeys([*firsts, *range(len(labels))])][:8]
     x = augment.at_size(augment.to_float(torch.from_numpy(data.val_images[index])), c.image_size)
     pixels = (255 * x).round().byte()                       # the page has no more
     x = augment.normalize(pixels[:1] / 255, data.mean, data.std)
     examples = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
                     classes=data.classes, mean=data.mean, std=data.std)
     if task == "mae":
-        mask = model.mask_from(torch.arange(c.patches)[None] * 0.618 % 1)     # spread
+        # multiples of the golden ratio, which spread the mask evenly
+        mask = model.mask_from(torch.arange(c.patches)[None] * 0.618 % 1)
         examples["masked"] = mask[0].nonzero()[:, 0].tolist()
         return examples, model.predicted(x, mask)
     return examples, model(x) if task == "vit" else model(x)[:, 0]

@@ -241,19 +241,16 @@ def image_meta(classes, draft):
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
 def pydoc():
-    """The English text of Python's own help topics."""
+    """{split: rows}: one document, the English text of Python's own help topics."""
     from pydoc_data.topics import topics
 
-    return "\n".join(topics[name] for name in sorted(topics))
+    return dict(train=dict(text=["\n".join(topics[name] for name in sorted(topics))]))
 
 
 def write_text(name, tokenizer, source, draft):
     """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
     row = TEXTS.get(name, TextSet())
-    if name == "pydoc":
-        sets = dict(train=dict(text=[pydoc()]))
-    else:
-        sets = read_rows(row.hub, source, draft)
+    sets = pydoc() if name == "pydoc" else read_rows(row.hub, source, draft)
     if row.passages:
         lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
         (draft / f"{name}.jsonl").write_text("".join(lines))

@@ -40,9 +40,10 @@ def text_cache(tmp_path_factory):
     from data.prepare import prepare, PRINTABLE, pydoc
     from data.tokenizer import CharTokenizer
     folder = tmp_path_factory.mktemp("text")
-    for name, file, characters, words in (("tiny", "a.txt", PRINTABLE, pydoc()[:40_000]),
-                                          ("verse", "a.txt", "\nabc", "abc\n" * 3000),
-                                          ("exam", "test.txt", PRINTABLE, "read only\n" * 9)):
+    manual = pydoc()["train"]["text"][0]
+    for name, file, characters, words in (
+            ("tiny", "a.txt", PRINTABLE, manual[:40_000]), ("verse", "a.txt", "\nabc", "abc\n" * 3000),
+            ("exam", "test.txt", PRINTABLE, "read only\n" * 9)):
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
         prepare(name, folder / name, folder / "cache", CharTokenizer(characters))

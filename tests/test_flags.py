@@ -63,7 +63,7 @@ def test_subcommands():
     assert name == "look" and c.width == 3
     _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--sure=true", "b.png", "--sure"], "doc")
     assert c.files == ["a.png", "b.png"] and c.sure
-    with pytest.raises(UserError, match="did you mean look"):
+    with pytest.raises(UserError, match="is not one of look"):
         flags.parse_command(COMMANDS, ["lok"], "doc")
 
 

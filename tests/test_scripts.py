@@ -129,7 +129,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
 
 
 MISTAKES = {        # one of each kind, and what the line says
-    train_vit: {"shape": "did you mean shapes", "--heads=3": "does not divide width",
+    train_vit: {"shape": "shape is not one of", "--heads=3": "does not divide width",
                 "--batch_size=500": "batch_size=500 is more than the 400",
                 "--data=cifar10": "--source DIR",
                 "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
@@ -140,7 +140,7 @@ MISTAKES = {        # one of each kind, and what the line says
     train_gpt: {"--context=50000": "too few for --context=50000",
                 "--data=exam": "it is for evaluate.py"},
     sample: {"": "are required: --ckpt"},
-    evaluate: {"accuracy --ckpt=pretrained:shapes": "did you mean shapes-"},
+    evaluate: {"accuracy --ckpt=pretrained:shapes": "is not one of"},
     prepare: {"mine --size=x": "invalid int value: 'x'"},
     recall: {"--pairs=9": "--pairs=9 is more than --symbols=8"}}
 MISTAKES = [(script, *row) for script, rows in MISTAKES.items() for row in rows.items()]
