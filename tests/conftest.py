@@ -40,10 +40,10 @@ def text_cache(tmp_path_factory):
     from data.prepare import prepare, PRINTABLE, pydoc
     from data.tokenizer import CharTokenizer
     folder = tmp_path_factory.mktemp("text")
-    manual = pydoc()["train"]["text"][0]
-    for name, file, characters, words in (
-            ("tiny", "a.txt", PRINTABLE, manual[:40_000]), ("verse", "a.txt", "\nabc", "abc\n" * 3000),
-            ("exam", "test.txt", PRINTABLE, "read only\n" * 9)):
+    sets = [("tiny", "a.txt", PRINTABLE, pydoc()["train"]["text"][0][:40_000]),
+            ("verse", "a.txt", "\nabc", "abc\n" * 3000),
+            ("exam", "test.txt", PRINTABLE, "read only\n" * 9)]
+    for name, file, characters, words in sets:
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
         prepare(name, folder / name, folder / "cache", CharTokenizer(characters))
