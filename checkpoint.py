@@ -1,8 +1,8 @@
 """Checkpoints: files written whole, one `load_model` for every task and for published ones.
 
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
-optimizer, extra}. `model` is what one evaluates, of SimDINO the teacher; extra["student"] holds the
-weights in training where they differ. An image encoder is always `encoder.*`.
+optimizer, extra}. `model` holds the weights to evaluate, SimDINO's teacher's; its student's are in
+extra["student"]. An image encoder is always `encoder.*`.
 """
 import argparse
 import contextlib

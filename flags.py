@@ -1,4 +1,4 @@
-"""Flags: a dataclass is a command line and a field is a flag; and how a command ends."""
+"""Command lines from dataclasses, a flag for each field; and how a command ends."""
 import argparse
 import difflib
 import inspect
