@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import sys
 import zipfile
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +75,20 @@ def read_checkpoint(path, task=None):
         return _checked(_read(path), [task] if task else None, path)
 
 
+def read_newest(folder, task):
+    """The content of folder/ckpt.pt; if it is damaged, a warning, and ckpt.prev.pt in its place."""
+    newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"
+    try:
+        return read_checkpoint(newest, task)
+    except UserError as error:
+        if not before.exists():
+            raise
+        print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
+    content = read_checkpoint(before, task)
+    before.replace(newest)
+    return content
+
+
 def _read(path):
     """What torch.save wrote to a file, or to pretrained:NAME's: tensors, plain values, and the
     argparse.Namespace of official files. testzip checks each part's CRC, torch.load does not."""
@@ -90,7 +105,7 @@ def _read(path):
         with zipfile.ZipFile(path) as file, \
                 torch.serialization.safe_globals([argparse.Namespace]):
             if file.testzip() is not None:
-                raise ValueError
+                raise ValueError                # the message below
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -224,7 +239,7 @@ def translated(content, heads=None):
     """What `load_model` needs of a published file, which is a state dict or holds one.
     Sizes are read off the tensors, heads off the published sizes: a width that none of these has
     needs `heads`, except crate-lm's (d / 64). Raises ValueError."""
-    for key in ("state_dict", "model"):
+    for key in ("state_dict", "model"):         # one of them, or none, is around it
         content = content.get(key, content)
     state = {}
     for name, tensor in content.items():

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, read_checkpoint, read_metrics, write_checkpoint
+from checkpoint import load_into, load_optimizers, read_metrics, read_newest, write_checkpoint
 from flags import DataFlags, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
@@ -171,7 +171,7 @@ class Run:
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
         self.step, self.best = 0, None      # steps done; the lowest loss that chose best.pt
-        self.signal, self.handlers = 0, {}  # the first signal received; the handlers to put back
+        self.received, self.handlers = 0, {}    # the first signal; the handlers to put back
         self.losses, self.timed = [], []    # since the last line; (steps, seconds) of each lap
         self.bar, self.metrics = tqdm(disable=True), None   # until begin
         self.resuming = processes.main_only(self._open)
@@ -200,12 +200,15 @@ class Run:
         (self.dir / ".lock").write_text(launch)
         return resuming
 
-    def restore(self, model_config, optimizers, model):
-        """If the run resumes: fills the evaluated model and the optimizers, sets the step, returns
-        the checkpoint's content; else None. Raises UserError if the flags describe others."""
+    def restore(self, model, model_config, optimizers, data_meta, extra=None):
+        """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
+        `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
+        sets the step and returns the checkpoint's content; else None. UserError if flags differ."""
+        self.model, self.model_config, self.optimizers = model, model_config, optimizers
+        self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
             return None
-        content = self.processes.main_only(self._newest_whole)
+        content = self.processes.main_only(partial(read_newest, self.dir, self.task))
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(model_config)
         fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
@@ -216,19 +219,6 @@ class Run:
         load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]
-        return content
-
-    def _newest_whole(self):
-        """The content of ckpt.pt. If it is damaged, a warning, and the one before in its place."""
-        newest, before = self.dir / "ckpt.pt", self.dir / "ckpt.prev.pt"
-        try:
-            return read_checkpoint(newest, self.task)
-        except UserError as error:
-            if not before.exists():
-                raise
-            print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
-        content = read_checkpoint(before, self.task)
-        before.replace(newest)
         return content
 
     def begin(self, text, total, eval_every, unit, per_step, flops):
@@ -276,10 +266,10 @@ class Run:
         log = last or self.step % self.config.log_every == 0
         due = last or self.step % self.eval_every == 0
         if log or due:                          # due: it raises before a NaN is evaluated
-            mean, speed = self._mean_loss(), self._end_lap()
+            losses, speed = self._finite_losses(), self._end_lap()
         if log:
             self.losses = []
-            self._write_line(mean, speed, lr, values())
+            self._write_line(sum(losses) / len(losses), speed, lr, values())
         return due
 
     def _end_lap(self):
@@ -290,8 +280,8 @@ class Run:
             self.timed.append((steps, seconds))
         return self.per_step * steps / seconds
 
-    def _write_line(self, mean, speed, lr, values):
-        line, text = dict(step=self.step, split="train", loss=mean, lr=lr), f"loss {mean:.4f}"
+    def _write_line(self, loss, speed, lr, values):
+        line, text = dict(step=self.step, split="train", loss=loss, lr=lr), f"loss {loss:.4f}"
         if speed:
             line[self.speed_name] = speed
             text += f", {speed:,.0f} {self.unit}/s"
@@ -305,17 +295,17 @@ class Run:
             left = (time.perf_counter() - self.began) * (1 / done - 1)
             self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
 
-    def _mean_loss(self):
-        """Waits for the losses since the last line. Their mean; RunEnded if one is not finite."""
+    def _finite_losses(self):
+        """Waits for the losses since the last line. Raises RunEnded if one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
                 self.close()
                 raise RunEnded(3, f"the loss is not finite at step {step}: try a lower --lr; any "
                                   f"checkpoint in {self.dir} is of a step before")
-        return sum(losses) / len(losses)
+        return losses
 
-    def record(self, snapshot, scores, chosen_by=None):
+    def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
         is given and the lowest so far."""
         self.write(dict(step=self.step, split="val", **scores))
@@ -323,31 +313,34 @@ class Run:
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
         lowest = math.inf if self.best is None else self.best
-        best = chosen_by is not None and chosen_by < lowest         # never NaN
-        self.best = chosen_by if best else self.best
-        self.save(snapshot, best)
+        best = chosen_by is not None and chosen_by < lowest         # a NaN never is
+        if best:
+            self.best = chosen_by
+        self.save(best)
 
-    def end_step(self, snapshot):
+    def end_step(self):
         """Leaves, with a checkpoint, after a signal. Evaluations save too."""
-        stopping = self.processes.largest(self.signal) if self.step < self.total else 0
+        stopping = self.processes.largest(self.received) if self.step < self.total else 0
         if stopping:
-            self.save(snapshot)
+            self.save()
             self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
             self.close()
             raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
-    def save(self, snapshot, best=False):
+    def save(self, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a run killed between them evaluates that step
-        again. snapshot() returns {model, model_config, data_meta, optimizer, extra}."""
+        again."""
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                         **snapshot())
+                         model=self.model.state_dict(), model_config=asdict(self.model_config),
+                         optimizer=[o.state_dict() for o in self.optimizers],
+                         data_meta=self.data_meta, extra=self.extra)
             if best:
                 write_checkpoint(self.dir / "best.pt", whole | dict(optimizer={}, extra={}),
                                  keep_previous=False)
             write_checkpoint(self.dir / "ckpt.pt", whole)
         if self.losses:
-            self._mean_loss()               # a checkpoint of NaN would replace a good one
+            self._finite_losses()           # a checkpoint of NaN would replace a good one
         self._end_lap()
         self.processes.main_only(write)
         self.lap = self.step, time.perf_counter()
@@ -355,10 +348,11 @@ class Run:
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A second Ctrl-C ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        if number == self.signal == signal.SIGINT and self.processes.world == 1:
+        again = number == self.received
+        if again and number == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
-        self.signal = self.signal or number
+        self.received = self.received or number
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""

@@ -7,12 +7,13 @@
 [B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1. With
 --objective=masked tokens see all others, and masked ones are predicted (CRATE-BERT, [J]).
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from data import text
+from data.images import to_device
 from evaluate import language_scores
 from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import LanguageModel, text_config, TextConfig, train_flops
@@ -75,11 +76,11 @@ PRESETS = {
 # ---- Model --------------------------------------------------------------------------------------
 def build_model(c, tokenizer):
     """The language model that the flags describe."""
-    masked = c.objective == "masked"
-    vocab = tokenizer.n_vocab + 1 if masked else tokenizer.n_vocab          # [MASK] is one id more
+    causal = c.objective == "causal"
+    vocab = tokenizer.n_vocab if causal else tokenizer.n_vocab + 1          # [MASK] is one id more
     if tokenizer.n_vocab == 50257:
-        vocab = 50304       # GPT-2's, padded to a multiple of 64 for the sake of the matmul
-    fields = model_fields(TextConfig, c, vocab_size=vocab, causal=not masked)
+        vocab = 50304       # GPT-2's, padded to a multiple of 64: [MASK] is in the padding
+    fields = model_fields(TextConfig, c, vocab_size=vocab, causal=causal)
     return LanguageModel(text_config(c.size, **fields))
 
 
@@ -130,7 +131,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    run.restore(model.config, optimizers, model)
+    meta = dict(name=c.data, tokenizer=tokenizer.meta())
+    run.restore(model, model.config, optimizers, meta)
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
@@ -139,11 +141,6 @@ def main(argv):
               f"{c.context} tokens",
               total=c.steps, eval_every=1000, unit="tokens", per_step=c.batch_size * c.context,
               flops=train_flops(model) / c.context)
-
-    def snapshot():
-        meta = dict(name=c.data, tokenizer=tokenizer.meta())
-        return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    optimizer=[o.state_dict() for o in optimizers], data_meta=meta)
 
     for step in range(run.step, c.steps):
         model.train()
@@ -154,9 +151,7 @@ def main(argv):
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
             x, y = text.mask_some(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)
-        if device.type == "cuda":
-            x, y = x.pin_memory(), y.pin_memory()           # so that the copy does not wait
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        x, y = to_device(x, device), to_device(y, device)
 
         # the number of targets in the step: every token, or the randomly masked tokens
         n_targets = c.batch_size * c.context
@@ -187,8 +182,8 @@ def main(argv):
                 scores = validate(model, data.val)
             if c.sample and not masked and run.is_main:
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
-            run.record(snapshot, scores, chosen_by)
-        run.end_step(snapshot)
+            run.record(scores, chosen_by)
+        run.end_step()
     then = ["python evaluate.py lm --ckpt={best}"]
     if not masked:
         then.append("python sample.py --ckpt={best} --prompt='The '")

@@ -8,7 +8,7 @@
 reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: input, masked,
 reconstruction, and both combined.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -125,7 +125,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "mae", name, processes)
-    run.restore(model.config, optimizers, model)
+    run.restore(model, model.config, optimizers, data.meta())
     train, val = (on_device(data, split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c, device):
@@ -134,10 +134,6 @@ def main(argv):
               f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
               f"patches masked, batches of {c.batch_size}", total, eval_every=epoch,
               unit="images", per_step=c.batch_size, flops=train_flops(model))
-
-    def snapshot():
-        return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -170,8 +166,8 @@ def main(argv):
                 noise = validation_noise(model, 0, len(x), device)
                 show.write_sheet(run.dir / f"step{run.step}.png",
                                  *show.reconstructions(model, x, noise, data.mean, data.std))
-            run.record(snapshot, scores)
-        run.end_step(snapshot)
+            run.record(scores)
+        run.end_step()
     return run.done("python evaluate.py linear --ckpt={ckpt}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 

@@ -11,7 +11,7 @@ by the coding rate of the features, which falls if they collapse.
 """
 import copy
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -102,18 +102,19 @@ def make_views(pixels, c, data, step, rows):
     """The views of uint8 images (b, H, W, 3), `rows` of a step's batch, normalized: (2, b, 3, S, S)
     and (local_views, b, 3, s, s), if any. As released, blur has p 1.0 on the first global view, 0.1
     on the second, 0.5 on local ones; the second global view is solarized with p 0.2."""
-    x, views = augment.to_float(pixels), []
-    table = (   # kind, views, pixels, shares of the area, p of blur and of solarization by view
-        ("global", 2, c.image_size, (c.global_area, 1.0), (1.0, 0.1), (0.0, 0.2)),
-        ("local", c.local_views, c.local_size, (c.local_area, c.global_area), (0.5,), (0.0,)))
-    for kind, n, size, area, blur, solarize in table:
-        if n == 0:
-            continue
+    x = augment.to_float(pixels)
+
+    def make(kind, n, size, area, blur, solarize):
         rng = augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
                                   slice(rows.start * n, rows.stop * n))
         v = augment.views(x, n, size, rng, area, blur if c.blur else (0.0,), solarize, c.blur)
-        v = augment.normalize(v.flatten(0, 1), data.mean, data.std)
-        views.append(v.unflatten(0, (n, -1)))
+        return augment.normalize(v.flatten(0, 1), data.mean, data.std).unflatten(0, (n, -1))
+
+    views = [make("global", 2, c.image_size, (c.global_area, 1.0),
+                  blur=(1.0, 0.1), solarize=(0.0, 0.2))]
+    if c.local_views:
+        views.append(make("local", c.local_views, c.local_size, (c.local_area, c.global_area),
+                          blur=(0.5,), solarize=(0.0,)))
     return views
 
 
@@ -216,13 +217,32 @@ def feature_statistics(Z, eps, processes):
     effective rank exp(entropy of the eigenvalues of Z^* Z / N m), and two images' mean cosine."""
     total = processes.sum(torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)]))
     n = Z.shape[0] * processes.world
-    if not total.isfinite().all():
-        return dict.fromkeys(("coding_rate", "effective_rank", "cosine"), math.nan)
     gram, summed = total[:-1], total[-1]
     share = torch.linalg.eigvalsh(gram.cpu().double() / n).clamp_min(1e-12)
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
+
+
+class Watch:
+    """The numbers of a line of metrics.jsonl. It says once that the features have collapsed, not
+    before the step `start`: random features look collapsed."""
+
+    def __init__(self, run, eps, start):
+        self.run, self.eps, self.start, self.warned = run, eps, start, False
+
+    def numbers(self, Z, terms):
+        """Of this process's features Z (m, p) and the loss's terms {name: scalar}."""
+        processes = self.run.processes
+        seen = feature_statistics(Z, self.eps, processes)
+        for name, term in terms.items():
+            seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
+        collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
+        if collapsed and not self.warned and self.run.step > self.start:
+            self.warned = True
+            self.run.say(f"step {self.run.step}: the features have collapsed (effective rank "
+                         f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
+        return seen
 
 
 def score_neighbours(teacher, train, val, data, c, processes):
@@ -263,7 +283,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    if resumed := run.restore(student.encoder.config, optimizers, teacher):
+    config, extra = student.encoder.config, dict(student=student.state_dict(), center=center)
+    if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
     train, val = (on_device(data, split, device) for split in ("train", "val"))
@@ -271,39 +292,19 @@ def main(argv):
     if wants_compile(c, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
-    # about, in steps on one global view; a forward pass is a third of one
-    cost = 2 + 2 / 3 + c.local_views * (c.local_size / c.image_size) ** 2
-    config = student.encoder.config
+    # in training steps on one global view: the student's two and its local ones, and two forward
+    # passes of the teacher, each about a third of a step
+    cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
     run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
               f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
               f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
               f"{c.local_size}, batches of {c.batch_size}", total, eval_every=epoch,
               unit="images", per_step=c.batch_size, flops=cost * train_flops(student.encoder))
 
-    def snapshot():
-        extra = dict(student=student.state_dict(), center=center)
-        return dict(model=teacher.state_dict(), model_config=asdict(config), extra=extra,
-                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
-
     if run.step == 0:                       # what a score is to be compared with
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
-    warned = False
-
-    def statistics(Z, terms):
-        """Collapse of the features Z (m, p) and the loss's terms, for a line of metrics.jsonl."""
-        nonlocal warned
-        seen = feature_statistics(Z, c.eps, processes)
-        for name, term in terms.items():
-            seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
-        # not during warm-up, when random features look collapsed
-        collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
-        if collapsed and not warned and run.step > min(c.warmup_epochs * epoch, total // 2):
-            warned = True
-            run.say(f"step {run.step}: the features have collapsed (effective rank "
-                    f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-        return seen
-
+    watch = Watch(run, c.eps, start=min(c.warmup_epochs * epoch, total // 2))
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.step, total):
@@ -343,9 +344,9 @@ def main(argv):
         ema_update(averages, params, schedule["momentum"][step])
 
         # evaluate; the statistics of a line are of the step's first view
-        if run.log_step(loss, schedule["lr"][step], partial(statistics, s[0].detach(), terms)):
-            run.record(snapshot, score_neighbours(teacher, train, val, data, c, processes))
-        run.end_step(snapshot)
+        if run.log_step(loss, schedule["lr"][step], partial(watch.numbers, s[0].detach(), terms)):
+            run.record(score_neighbours(teacher, train, val, data, c, processes))
+        run.end_step()
     return run.done("python evaluate.py knn --ckpt={ckpt}",
                     "python analyze.py saliency --ckpt={ckpt}")
 

@@ -7,7 +7,7 @@
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
 a checkpoint of this project or a published one.
 """
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -208,7 +208,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.restore(model.config, optimizers, model)
+    run.restore(model, model.config, optimizers, data.meta())
     train, val = images.Images(*train_arrays, device), images.Images(*val_arrays, device)
     ddp = processes.wrap(model)
     if wants_compile(c, device):
@@ -216,10 +216,6 @@ def main(argv):
     run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
               f"at {c.image_size} px, batches of {c.batch_size}", total, eval_every=epoch,
               unit="images", per_step=c.batch_size, flops=train_flops(model))
-
-    def snapshot():
-        return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    optimizer=[o.state_dict() for o in optimizers], data_meta=data.meta())
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -252,8 +248,8 @@ def main(argv):
 
         # evaluate
         if run.log_step(loss, schedule[step]):
-            run.record(snapshot, classify(model, val, data, c, processes))
-        run.end_step(snapshot)
+            run.record(classify(model, val, data, c, processes))
+        run.end_step()
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 

@@ -133,11 +133,11 @@ def cli(main):                  # without the end of the process
 def alone(argv):
     raise flags.UserError("alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
 end_step = run.Run.end_step
-def fault(self, content):
+def fault(self):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if first and self.step == 6 and os.environ["RANK"] == "1":
-        self.signal = signal.SIGTERM
-    end_step(self, content)
+        self.received = signal.SIGTERM
+    end_step(self)
     if first and self.step == 15 and self.is_main:
         os.kill(os.getpid(), signal.SIGKILL)
 def main(argv):

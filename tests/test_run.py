@@ -2,7 +2,6 @@
 import math
 import os
 import signal
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -22,22 +21,18 @@ def run_in(out, log_every=1, **more):
 
 
 def start(out, total=10, eval_every=100, **more):
-    """(run, content, step): a run that has restored what there is; step(loss) does a step of it,
-    as in the scripts, and returns whether an evaluation is due."""
+    """(run, step): a run that has restored what there is; step(loss) does a step of it, as in the
+    scripts, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.restore(model.config, optimizers, model)
+    run.restore(model, model.config, optimizers, dict(classes=list("abc")))
     run.begin("a model", total, eval_every, "images", 1, 0)
-
-    def content():
-        return dict(model=model.state_dict(), model_config=asdict(model.config), extra={},
-                    data_meta=dict(classes=list("abc")), optimizer=[optimizers[0].state_dict()])
 
     def step(loss=1.0):
         model(torch.ones(2, 3, 16, 16)).square().mean().backward()
         optimizers[0].step()
         return run.log_step(torch.tensor(loss), 0.1)
-    return run, content, step
+    return run, step
 
 
 def test_a_folder_is_not_taken_by_accident(tmp_path):
@@ -76,13 +71,13 @@ def test_a_restart_goes_on_only_in_its_own_folder(tmp_path, monkeypatch):
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
-    run, content, step = start(tmp_path, eval_every=3, log_every=5)
+    run, step = start(tmp_path, eval_every=3, log_every=5)
     monkeypatch.setattr("run.write_checkpoint", lambda *file: now.append(now.pop() + 100))
     for seconds in [50] + 9 * [0.25]:
         now[0] += seconds
         if step():
             now[0] += 100
-            run.record(content, dict(loss=1.0))
+            run.record(dict(loss=1.0))
     done = run.done()
     lines = read_metrics(tmp_path)
     rates = [line["examples_per_s"] for line in lines if "loss" not in line or "lr" in line]
@@ -93,13 +88,13 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
 
 def train(out, until=None, **more):
     """20 steps, whose losses are 0, 1, 2 ...; logs every 6 and evaluates every 5."""
-    run, content, step = start(out, 20, 5, log_every=6, **more)
+    run, step = start(out, 20, 5, log_every=6, **more)
     while run.step < run.total:
         if step(float(run.step)):
-            run.record(content, dict(loss=1.0))
+            run.record(dict(loss=1.0))
         if run.step == until:
             os.kill(os.getpid(), signal.SIGTERM)
-        run.end_step(content)
+        run.end_step()
     return run.done()
 
 
@@ -123,10 +118,10 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
 
 
 def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
-    run, content, step = start(tmp_path)
+    run, step = start(tmp_path)
     for _ in range(3):
         step()
-    run.save(content)
+    run.save()
     step()
     run.write(dict(step=4, split="val", loss=math.nan))
     assert read_metrics(tmp_path)[-1] == dict(step=4, split="val", loss=None)
@@ -139,22 +134,22 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
 
 
 def test_best_pt_has_the_lowest_loss(tmp_path):
-    run, content, step = start(tmp_path)
+    run, step = start(tmp_path)
     for loss, best in ((2.0, 1), (3.0, 1), (1.0, 3), (None, 3)):    # None: chooses nothing
         step()
-        run.record(content, dict(loss=0.5), loss)
+        run.record(dict(loss=0.5), loss)
         assert read_checkpoint(tmp_path / "best.pt")["step"] == best
     run.close()
 
 
 def test_a_second_sigterm_waits_for_the_first(tmp_path):
     """torchrun sends each signal to all its processes, which may have had it before."""
-    run, content, step = start(tmp_path)
+    run, step = start(tmp_path)
     step()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(RunEnded) as stopped:
-        run.end_step(content)
+        run.end_step()
     assert stopped.value.exit_status == 143 and (tmp_path / "ckpt.pt").exists()
 
 
