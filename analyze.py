@@ -198,9 +198,7 @@ def open_pictures(c, count):
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(c.ckpt, c, c.untrained, ("vit", "mae", "simdino"))
     if c.files:
-        names = ["".join(char if char.isprintable() else " " for char in Path(file).name)
-                 for file in c.files]
-        return loaded, names, *evaluate.read_pictures(c.files, loaded)
+        return loaded, [Path(f).name for f in c.files], *evaluate.read_pictures(c.files, loaded)
     data, split = split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + count]
     if len(index) == 0:

@@ -71,12 +71,13 @@ def alternate(calls, device, repeats):
     """{name: median seconds} of functions called in turn, after one turn that is not measured."""
     wait = getattr(torch, device.type).synchronize
     seconds = {name: [] for name in calls}
-    for name, call in (repeats + 1) * list(calls.items()):
-        wait()
-        start = time.perf_counter()
-        call()
-        wait()
-        seconds[name].append(time.perf_counter() - start)
+    for _ in range(repeats + 1):
+        for name, call in calls.items():
+            wait()
+            start = time.perf_counter()
+            call()
+            wait()
+            seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 

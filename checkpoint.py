@@ -146,10 +146,9 @@ class Loaded(NamedTuple):
 
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):
-    """Any checkpoint, ours or a published one, as `Loaded`.
-    `tasks` names those that are accepted; `heads` gives K of a published file whose width matches
-    no published size. With an `untrained_seed` the weights are those at initialization. Raises
-    UserError, and ConfigError for a config that no model has."""
+    """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
+    of a published file whose width matches no published size. With an `untrained_seed` the weights
+    are random. Raises UserError, and ConfigError for a config that no model has."""
     with reading(path):
         content = _read(path)
         if "format" not in content:

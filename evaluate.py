@@ -222,6 +222,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
                 loss = model(x, y) * count
         total += torch.stack([loss, right, count])
     loss, right, n = processes.sum(total).tolist()
+    if n == 0:
+        raise UserError("there is no token to predict: the text is too short, or nothing is masked")
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
 
@@ -231,13 +233,13 @@ def layer_numbers(layer, Z, trace, c):
     """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
     LayerTrace; c has eps, lambd, unit_bases. In float64, where float32 gives NaN, on the CPU, since
     mps has no float64."""
-    U, Z_half, out = (T.cpu().double() for T in (layer.attention.bases(), trace.half, trace.out))
+    U, X, Z, half, out = (T.cpu().double() for T in (
+        layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    w = F.normalize(layer.norm1(Z).cpu().double().unsqueeze(1) @ U, dim=-1)     # (B, K, n, p)
-    Z = Z.cpu().double()
-    resized = Z_half * (Z.norm(dim=(1, 2)) / Z_half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, Z_half, resized))
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
     numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
                    Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
                    nonzeros=(out != 0).double().mean((-2, -1)))

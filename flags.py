@@ -179,11 +179,11 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,
         epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
     for flag, f in flags.items():
-        kind, *optional = typing.get_args(hints[flag]) or [hints[flag]]         # kind | None
-        if kind is tuple:                   # takes the words that are no flags
+        kinds = typing.get_args(hints[flag]) or (hints[flag],)      # (int, NoneType) of int | None
+        if kinds[0] is tuple:               # takes the words that are no flags
             parser.add_argument(flag, nargs="*", help=f.metadata["help"])
         else:
-            add_flag(parser, f, kind, optional, preset.get(flag, f.default))
+            add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)

@@ -348,8 +348,7 @@ class Run:
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A second Ctrl-C ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        again = number == self.received
-        if again and number == signal.SIGINT and self.processes.world == 1:
+        if number == self.received == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
         self.received = self.received or number
@@ -368,8 +367,8 @@ class Run:
             self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
 
     def done(self, *then):
-        """Writes and returns the last line of metrics.jsonl, with the mean speed of all laps, and
-        prints what to try next: commands with the folder {dir}, its files {ckpt} or {best}."""
+        """Writes the last line of metrics.jsonl, with the mean speed of all laps. Prints what to
+        try next: commands with the folder {dir}, its files {ckpt} or {best}. Returns the line."""
         seconds, steps = time.perf_counter() - self.began, sum(n for n, _ in self.timed)
         speed = self.per_step * steps / max(sum(t for _, t in self.timed), 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),

@@ -79,8 +79,8 @@ def main(argv):
                               tokenizer.known)
         for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
             written.append(new)
-            if c.samples == 1 and (token := int(new)) != stop:
-                pending.append(token)
+            if c.samples == 1 and int(new) != stop:
+                pending.append(int(new))
                 piece = tokenizer.decode(pending)
                 if not piece.endswith(UNKNOWN):     # a character may take several tokens
                     print(piece, end="", flush=True)

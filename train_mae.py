@@ -9,7 +9,6 @@ reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: i
 reconstruction, and both combined.
 """
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -97,7 +96,8 @@ def validate(model, val, data, c, processes, batch_size=256):
         x = model_input(pixels, data, c.image_size)
         with processes.autocast():
             loss = model(x, noise)
-        total += len(index) * torch.stack([loss.float(), torch.ones((), device=device)])
+        total[0] += len(index) * loss
+        total[1] += len(index)
     loss, n = processes.sum(total).tolist()
     return dict(loss=loss / n, n=int(n))
 
@@ -137,15 +137,15 @@ def main(argv):
 
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    draw = partial(augment.BatchRandom, batch=c.batch_size, rows=rows)
     for step in range(run.step, total):
         model.train()
 
         # batch
         pixels, _ = next(batches)
-        x = augmented(pixels, draw(derive_seed(c.seed, step, "augment")), c, data)
-        noise = draw(derive_seed(c.seed, step, "mask")).uniform(model.config.patches)
-        noise = images.to_device(noise, device)
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows)
+        x = augmented(pixels, rng, c, data)
+        rng = augment.BatchRandom(derive_seed(c.seed, step, "mask"), c.batch_size, rows)
+        noise = images.to_device(rng.uniform(model.config.patches), device)
 
         # forward and backward
         loss = 0.0

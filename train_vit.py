@@ -126,13 +126,13 @@ def augmented(pixels, rng, c, data):
 # ---- Model --------------------------------------------------------------------------------------
 def build_model(c, classes, loaded=None):
     """The classifier that the flags describe, its encoder filled from `loaded` if given."""
+    ours = model_fields(ImageConfig, c, classes=classes)
     if loaded is None:
-        given = model_fields(ImageConfig, c, classes=classes)
-        return ImageClassifier(image_config(c.size, **given))
+        return ImageClassifier(image_config(c.size, **ours))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
-    theirs = model_fields(ImageConfig, loaded.encoder.config) | dict(pool=pooling(loaded))
-    model = ImageClassifier(ImageConfig(**theirs | model_fields(ImageConfig, c, classes=classes)))
+    theirs = model_fields(ImageConfig, loaded.encoder.config, pool=pooling(loaded))
+    model = ImageClassifier(ImageConfig(**theirs | ours))
     checkpoint.load_resized(model.encoder, loaded, c.init_from)
     return model
 
@@ -153,7 +153,8 @@ def srr_loss(model, x, which, seed, eps=0.5):
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
     the cross-entropy keeps U away from it, so the weight has to be small."""
     layers, L = model.encoder.layers, len(model.encoder.layers)
-    chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
+    numbers = {"all": range(L), "random": [seed % L]}
+    chosen = numbers[which] if which in numbers else [int(which) - 1]
     with torch.no_grad():       # a pass of its own: the loss's stays as it is without SRR
         Z = [model.encoder.tokens(x)]
         for layer in layers[:max(chosen) + 1]:

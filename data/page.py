@@ -78,6 +78,7 @@ def html(name, loaded, untrained, data, tokens=None):
         raise UserError(f"{name}: the page knows no mask_tokens=after")
     other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
+    codes = [(t / s).round().char() for t, s in zip(other, scales)]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     content = examples | dict(
@@ -85,8 +86,8 @@ def html(name, loaded, untrained, data, tokens=None):
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
-        trained=dict(at=base64_of(*(t.half() for t in state.values()))), untrained=dict(
-            scales=scales, at=base64_of(*((t / s).round().char() for t, s in zip(other, scales)))))
+        trained=dict(at=base64_of(*(t.half() for t in state.values()))),
+        untrained=dict(scales=scales, at=base64_of(*codes)))
     page = (ROOT / "data" / "page.html").read_text("utf-8")
     for part in ("page.css", "crate.js", "page.js"):
         page = page.replace(f"{{{part}}}", (ROOT / "data" / part).read_text("utf-8"))

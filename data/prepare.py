@@ -197,8 +197,8 @@ def write_images(name, size, source, draft):
     else:
         sets = hold_out(load_dataset("imagefolder", data_files=own_files(source, "*/**/*"),
                                      drop_labels=False, cache_dir=str(draft / "scratch")), 0.1)
-        if "train" not in sets:
-            raise UserError(f"{source} has no part to train on")
+        if "train" not in sets or len(sets) < 2:
+            raise UserError(f"{source} has too few pictures to train and to validate on")
         sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
     features = sets["train"].features
     column = "img" if "img" in features else "image"
@@ -365,11 +365,13 @@ def main(argv):
     parser.add_argument("--size", type=int, choices=range(1, 513), metavar="PIXELS",
                         help="per side of your own pictures, 1 to 512 (32)")
     c = parser.parse_args(argv)
-    if c.name not in {**IMAGES, **TEXTS} and not c.source:
-        raise UserError(f"{not_one_of(c.name, [*IMAGES, *TEXTS])} (your own needs --source)")
-    made_here = c.name in ("shapes", "camouflage", "pydoc")
-    if c.name in IMAGES and (c.tokenizer or c.size) or made_here and c.source:
-        raise UserError(f"{c.name} is a set of ours, without that flag: give yours another name")
+    known = {**IMAGES, **TEXTS}
+    if c.name not in known and not c.source:
+        raise UserError(f"{not_one_of(c.name, known)} (your own needs --source)")
+    if c.name in known and (c.tokenizer or c.size):
+        raise UserError(f"--tokenizer and --size are for your own sets: {c.name} is one of ours")
+    if c.name in known and known[c.name].hub is None and c.source:
+        raise UserError(f"{c.name} is made here, without --source: give yours another name")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size or 32)

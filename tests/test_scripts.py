@@ -141,7 +141,7 @@ MISTAKES = {        # one of each kind, and what the line says
                 "--data=exam": "it is for evaluate.py"},
     sample: {"": "are required: --ckpt"}, recall: {"--pairs=9": "is more than --symbols=8"},
     evaluate: {"accuracy --ckpt=pretrained:shapes": "is not one of"},
-    prepare: {"mine --size=x": "invalid int value: 'x'", "cifar10 --size=64": "is a set of ours"}}
+    prepare: {"mine --size=x": "invalid int value: 'x'", "cifar10 --size=64": "is one of ours"}}
 MISTAKES = [(script, *row) for script, rows in MISTAKES.items() for row in rows.items()]
 
 
