@@ -343,11 +343,6 @@ class LM(Flags):
     context: int | None = option(None, "tokens a window; with rotary positions also more", low=1)
 
 
-@dataclass(kw_only=True)
-class Lambada(Flags):
-    """How often greedy decoding writes the last word of LAMBADA's passages."""
-
-
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = load(c, "gpt")
@@ -355,6 +350,11 @@ def lm(c):
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
+
+
+@dataclass(kw_only=True)
+class Lambada(Flags):
+    """How often greedy decoding writes the last word of LAMBADA's passages."""
 
 
 @torch.no_grad()

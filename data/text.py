@@ -68,7 +68,7 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
         x = np.zeros((batch_size, n), dtype=np.int64)
         y = np.full((batch_size, n), -1, dtype=np.int64)
         for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
-            back = 0 if causal else max(0, start + n + 1 - len(tokens))
+            back = 0 if causal else max(0, start + n + 1 - len(tokens))     # seen before: no target
             window = tokens[start - back:start - back + n + 1]
             m = len(window) - 1
             x[row, :m] = window[:-1]

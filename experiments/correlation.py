@@ -127,8 +127,12 @@ def tau_b(x, y, counts):
     A run and its copies are no pair. 0 where all runs tie in x or y, NaN where there is no pair.
     [S] writes tau-a, over all pairs; its Table 1 has tau-b (-0.572 for # params, mostly ties)."""
     sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
-    pairs, both, in_x, in_y = (((counts @ signs) * counts).sum(1)
-                               for signs in (1.0 - np.eye(len(x)), sx * sy, abs(sx), abs(sy)))
+
+    def total(signs):           # over ordered pairs of copies
+        return ((counts @ signs) * counts).sum(1)
+
+    pairs, both = total(1.0 - np.eye(len(x))), total(sx * sy)
+    in_x, in_y = total(abs(sx)), total(abs(sy))
     tau = both / np.sqrt(np.where(in_x * in_y > 0, in_x * in_y, 1))     # both is 0 there
     return np.where(pairs > 0, tau, np.nan)
 

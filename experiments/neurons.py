@@ -16,7 +16,6 @@ Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The 
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
 0.3 and 62.6 +- 0.5 % (CRATE untrained 64.7). With 20 neurons they are alike (87.2 and 87.0).
 """
-import sys
 from dataclasses import dataclass, MISSING, replace
 from typing import NamedTuple
 
@@ -68,7 +67,7 @@ class Codes(NamedTuple):
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    given, codes, backbone = [], [], loaded.encoder or loaded.model
+    indices, codes, backbone = [], [], loaded.encoder or loaded.model      # of images, or token ids
     layers = backbone.layers
     number = c.layer or len(layers)
     if number > len(layers) or layers[number - 1].sparsification is None:
@@ -76,18 +75,19 @@ def read_codes(loaded, c):
     layer = layers[number - 1]
     for index, x in batches(loaded, c):
         half = backbone.trace(x)[number - 1].half
-        given.append(index.cpu())
+        indices.append(index.cpu())
         codes.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
-    given, values = torch.cat(given).numpy(), torch.cat(codes)      # values (samples, tokens, m)
-    nonzeros, group = (values != 0).float().mean().item(), np.arange(len(given))
-    if loaded.task == "gpt":
+    indices, values = torch.cat(indices).numpy(), torch.cat(codes)         # (samples, tokens, m)
+    nonzeros, group = (values != 0).float().mean().item(), np.arange(len(indices))
+    if loaded.task == "gpt":                # a row is a token
         decode = tokenizer_from_meta(loaded.meta).decode
-        rows = [text_properties([decode([i]) for i in window]) for window in given]
+        rows = [text_properties([decode([i]) for i in window]) for window in indices]
         properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-        return Codes(values.flatten(0, 1), nonzeros, properties, given.flatten(),
-                     group.repeat(given.shape[1]))
+        return Codes(values.flatten(0, 1), nonzeros, properties, indices.flatten(),
+                     group.repeat(indices.shape[1]))
 
-    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(given))
+    # a row is an image
+    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(indices))
     channel = images.mean((1, 2)).argmax(1)
     properties = {f"class {i}": labels == i for i in np.unique(labels)}
     properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
@@ -162,7 +162,6 @@ def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = c.ckpt.split(",")
-    print(*argv, "...", file=sys.stderr, flush=True)
     if c.examples:
         for path in paths:
             print(path, *examples(open_model(path, c, c.untrained), c), sep="\n")

@@ -23,7 +23,6 @@ size. Attention alone learns the task in 260 +- 10 steps with three matrices, bu
 hardly anything (320 +- 25 steps). With one matrix a token is most like itself, and likeness is
 symmetric: looking for the previous token needs another query, or --shift.
 """
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -150,7 +149,6 @@ def main(argv):
               for arch in c.archs.split(",")}
     rows = []
     for arch, count in counts.items():
-        print(f"{arch}, {c.seeds} runs ...", file=sys.stderr, flush=True)
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=count, learned=f"{learned}/{c.seeds}")

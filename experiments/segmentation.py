@@ -15,7 +15,6 @@ Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two see
 of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixels 1.2.
 """
 import json
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +60,8 @@ def foreground(v):
     upper = flat > flat.mean(1, keepdim=True)
     flip = ~upper.gather(1, flat.abs().argmax(1, keepdim=True))
     corners = (upper ^ flip).view(shape)[:, ::shape[1] - 1, ::shape[2] - 1].sum((1, 2))
-    flip = flip ^ (corners >= 3)[:, None]
+    in_corners = (corners >= 3)[:, None]
+    flip = flip ^ in_corners
     side = (upper ^ flip).view(shape).float()
     extreme = torch.where(flip, -flat, flat).argmax(1)
     mask = F.one_hot(extreme, flat.shape[1]).view(shape).float()
@@ -196,7 +196,6 @@ def segment(c):
 def main(argv):
     """Prints and returns the scores of `segment`."""
     c, _ = parse(Config, {}, argv, __doc__)
-    print(*argv, "...", file=sys.stderr, flush=True)
     result = segment(c)
     print(json.dumps(result))
     return result
