@@ -360,7 +360,7 @@ class Lambada(Flags):
 @torch.no_grad()
 def lambada(c):
     """{"acc", "n"}: how often greedy decoding writes the last word of a passage, after a newline
-    and the passage up to its last space. As in ToST's released code ([B] Table 7.9) quotes become
+    and the passage up to its last space. As in ToST's released code ([B] Table 7.11) quotes become
     ", and the word may come anywhere in the next ten tokens, in any case."""
     loaded, processes = load(c, "gpt")
     model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)

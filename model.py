@@ -121,7 +121,7 @@ class Attention(nn.Module, ABC):
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
         if config.shift:
             # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
-            # the start: the last one's keys are mostly the previous token, its values the token
+            # the start: the last (K > 1) has mostly the previous token as key, itself as value
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
@@ -338,8 +338,8 @@ class Backbone(nn.Module):
 
 
 # ---- The objective ------------------------------------------------------------------------------
-# Rates are in nats. eps is the distortion up to which tokens are coded; the papers give none, 0.5
-# is ours, for tokens of norm sqrt(d), as LN's. A direction of mean square eps^2 / d costs
+# Rates are in nats a token. eps is the distortion up to which tokens are coded; the papers give
+# none, 0.5 is ours, for tokens of norm sqrt(d), as LN's. A direction of mean square eps^2 / d costs
 # log 2 / 2. Compare rates at equal eps only: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
@@ -534,7 +534,7 @@ class MMProx(Sparsification):
     """ReLU((1 + 4 / (9 (1 + alpha))) D^*Z - 4 lambda / (9 alpha) 1), alpha = d / (n eps^2).
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
-    instead of a LASSO step. n is the model's context."""
+    instead of a LASSO step. n is the model's context. (After LN Z has another norm: sqrt(d).)"""
     def __init__(self, config):
         super().__init__()
         alpha = config.width / (config.context * config.mm_eps ** 2)
@@ -552,7 +552,8 @@ class ODL(Sparsification):
         a1 = ReLU(eta D^*Z - eta lambda)
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
         output = D_hat a2
-    With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is -eta lambda."""
+    With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is fixed, -eta lambda. At
+    first ||D||^2 is about 2 (1 + C^1/2)^2 = 18: a step surely descends for eta < 2 / 18 alone."""
     tied = False
 
     def __init__(self, config):

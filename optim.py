@@ -94,13 +94,12 @@ def newton_schulz(G, dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024), for matrices of one shape together: torch's own takes one at a
-    time, with 33 launches each. MHSA's QKV counts as one matrix; Jordan advises Q, K, V apart.
+    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025), for matrices of one shape together:
+    torch's own takes one at a time. MHSA's QKV counts as one; Jordan advises Q, K, V apart.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 
-    s = 0.2 sqrt(max(rows, columns)) gives an entry the size of a step of AdamW, so that both share
-    one scale of learning rates."""
+    s = 0.2 sqrt(max(rows, columns)) gives entries the size of AdamW's steps: they share a rate."""
 
     def __init__(self, params, lr, weight_decay=0.0):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay))

@@ -31,7 +31,7 @@ class Config(RunFlags, ModelFlags):
     once: bool = option(False, "no token is a target twice, for texts larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
-    ista_steps: int | None = option(None, "of CRATE-alpha's code; auto is 2, as published", low=1)
+    ista_steps: int | None = option(None, "of the code of CRATE-alpha and crate-lm; auto: 2", low=1)
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -56,7 +56,7 @@ PRESETS = {
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
     "aot": dict(_OWT, arch="aot"),
     "gpt2": dict(_OWT, arch="transformer"),
-    "bert": dict(           # BERT's lr, decay and length; its 15 % are --mask_rate
+    "bert": dict(           # BERT's peak lr, decay and length; its lr falls linearly
         _OWT, micro_batch=32, objective="masked", context=512, batch_size=256, lr=1e-4,
         min_lr=0.0, weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),
     # nanoGPT's shakespeare_char; CPU: --width=128 --heads=4 --layers=4 --context=64

@@ -48,7 +48,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [B] 7.6; ViT-MAE takes --lr=2.4e-3 --weight_decay=0.05
         data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
-        lr=4.8e-4,          # 3e-5 x batch_size / 256
+        lr=4.8e-4,          # [B]'s 3e-5 as MAE's base rate: x batch_size / 256
         micro_batch=256,    # two of them in a step of 8 GPUs
         eval_every=3120),   # ten epochs
     "cifar10": dict(        # width, lr and length are our choice

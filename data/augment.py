@@ -111,7 +111,7 @@ def resize(x, size):
 
 
 def at_size(x, size):
-    """At a model's size ([N]'s evaluation): cropped if larger, resized if smaller."""
+    """At a model's size, for evaluation: the centre if larger, resized if smaller."""
     if x.shape[-1] < size:
         return resize(x, size)
     start = round((x.shape[-1] - size) / 2)

@@ -1,6 +1,6 @@
 r"""Do a supervised CRATE's features separate objects from background better than a transformer's?
 
-[B] Tables 7.2 and 7.4 say so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
+[B] Table 7.4 says so: MaskCut (Wang et al., 2023) on COCO gives CRATE-B/8 a box AP of 1.3,
 ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its colours differ
 from the background by about as much as their texture varies, so that pixels do not give it away.
 Two measures: the IoU of the object with saliency maps ([B] Eq. (7.2.41)), and MaskCut's AP.
