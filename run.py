@@ -346,9 +346,9 @@ class Run:
         self.lap = self.step, time.perf_counter()
 
     def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step. A second Ctrl-C ends it at once,
+        """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        if number == self.received == signal.SIGINT and self.processes.world == 1:
+        if self.received and number == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
         self.received = self.received or number
