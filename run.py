@@ -296,7 +296,8 @@ class Run:
             self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _finite_losses(self):
-        """Waits for the losses since the last line. Raises RunEnded if one is not finite."""
+        """The losses since the last line, means over processes; waits for them. Raises RunEnded if
+        one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             if not math.isfinite(loss):
@@ -328,8 +329,7 @@ class Run:
             raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
     def save(self, best=False):
-        """Writes ckpt.pt; if `best`, best.pt first: a run killed between them evaluates that step
-        again."""
+        """Writes ckpt.pt; if `best`, best.pt first: a kill between them repeats an evaluation."""
         def write():
             whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                          model=self.model.state_dict(), model_config=asdict(self.model_config),
