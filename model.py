@@ -1,6 +1,6 @@
 """White-box transformers: every operator of the CRATE papers beside its equation, then the models.
 
-A layer is one step of an optimizer for the sparse rate reduction,
+A layer takes two steps that are derived from the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
