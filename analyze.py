@@ -7,8 +7,7 @@
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
-    page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser
-"""
+    page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
 import math
 from dataclasses import dataclass, MISSING
 from pathlib import Path
@@ -31,7 +30,7 @@ class OneModel:
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
-    seed: int = option(0, "draws the random weights", low=0)
+    seed: int = option(0, "draws the random weights", low=0, high=2 ** 63)
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
@@ -117,7 +116,7 @@ def layers(c):
     """{"runs": [{"ckpt", "untrained", "objective", "layers"}, ...]}, its mean over layers."""
     runs = []
     for path in c.ckpt.split(","):
-        for untrained in (False, True) if c.untrained else (False,):
+        for untrained in ((False, True) if c.untrained else (False,)):
             loaded = open_model(path, c, untrained)
             table = layer_table(loaded, c)
             mean = sum(row["objective"] for row in table) / len(table)
@@ -132,11 +131,11 @@ def layers(c):
 
 def draw_layers(runs, c):
     """The numbers of the table over the layers; bands are one deviation."""
-    unit = ", U at unit size" if c.unit_bases else ""
-    panels = {"Rc_unit_tokens": ("R^c of the normalized U^* LN(Z^l)", f"nats, eps {c.eps:g}"),
-              "Rc_change": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", f"nats, eps {c.eps:g}"),
-              "Rc_change_equal_norm": ("the same difference at equal norm", f"nats, eps {c.eps:g}"),
-              "R": ("R(Z^(l+1))", f"nats, eps {c.eps:g}"),
+    nats, unit = f"nats, eps {c.eps:g}", ", U at unit size" if c.unit_bases else ""
+    panels = {"Rc_unit_tokens": ("R^c of the normalized U^* LN(Z^l)", nats),
+              "Rc_change": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", nats),
+              "Rc_change_equal_norm": ("the same difference at equal norm", nats),
+              "R": ("R(Z^(l+1))", nats),
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "objective": ("sparse rate reduction of Z^(l+1), higher is better",
                             f"R - R^c - {c.lambd:g} |Z|_0, nats{unit}")}
@@ -198,7 +197,8 @@ def open_pictures(c, count):
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded = open_model(c.ckpt, c, c.untrained, ("vit", "mae", "simdino"))
     if c.files:
-        return loaded, [Path(f).name for f in c.files], *evaluate.read_pictures(c.files, loaded)
+        pixels, x = evaluate.read_pictures(c.files, loaded)
+        return loaded, [Path(f).name for f in c.files], pixels, x
     data, split = split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + count]
     if len(index) == 0:
@@ -348,7 +348,8 @@ class Page(OneModel):
 def write_page(c):
     """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
     path, ids = c.ckpt, None
-    loaded, untrained = (load_model(path, None, c.heads, seed) for seed in (None, c.seed))
+    loaded = load_model(path, heads=c.heads)
+    untrained = load_model(path, heads=c.heads, untrained_seed=c.seed)
     if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
         raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":

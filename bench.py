@@ -5,8 +5,7 @@
     python bench.py generate        the next token, with and without the cache
 
 A literal model computes the same function of the same parameters without our fast paths.
-The variants of a table take turns, so that other load slows all of them. Times are medians.
-"""
+The variants of a table take turns, so that other load slows all of them. Times are medians."""
 import copy
 import math
 import statistics

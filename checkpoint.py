@@ -2,8 +2,7 @@
 
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
 optimizer, extra}. `model` holds the weights to evaluate, SimDINO's teacher's; its student's are in
-extra["student"]. An image encoder is always `encoder.*`.
-"""
+extra["student"]. An image encoder is always `encoder.*`."""
 import argparse
 import contextlib
 import json
@@ -19,10 +18,10 @@ import torch
 from torch import nn
 
 import model as models
-from flags import not_one_of, UserError
+from flags import not_one_of, ROOT, UserError
 
 FORMAT = "crate-3"
-PRETRAINED = Path(__file__).resolve().parent / "data" / "pretrained"
+PRETRAINED = ROOT / "data" / "pretrained"
 
 # task, named by its script -> (model, its config); of SimDINO the teacher's encoder alone
 TASKS = dict(vit=(models.ImageClassifier, models.ImageConfig),
@@ -102,10 +101,10 @@ def _read(path):
     if path.exists() and not path.is_file():
         raise ValueError("it is no file such as RUN/ckpt.pt")       # /dev/zero would never end
     try:
-        with zipfile.ZipFile(path) as file, \
-                torch.serialization.safe_globals([argparse.Namespace]):
+        with zipfile.ZipFile(path) as file:
             if file.testzip() is not None:
-                raise ValueError                # the message below
+                raise zipfile.BadZipFile
+        with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
@@ -140,9 +139,6 @@ class Loaded(NamedTuple):
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
     content: dict                   # the whole file; published ones have no run_config, no step
-
-    def __repr__(self):
-        return f"Loaded({self.task}, {self.model.config})"      # not its tensors
 
 
 def load_model(path, tasks=None, heads=None, untrained_seed=None):

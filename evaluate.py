@@ -8,8 +8,7 @@
     python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
-Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt.
-"""
+Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt."""
 import json
 import math
 import os
@@ -201,8 +200,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     window is a function of its number, at every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
-    n = context or model.config.context
-    batches = text.eval_batches(tokens, n, batch_size, rank, world, not masked)
+    batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
+                                causal=not masked)
     total = zero_sums(processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
@@ -256,7 +255,7 @@ class Flags(DeviceFlags, DataFlags):
     ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
     untrained: bool = option(False, "random weights instead of the checkpoint's")
-    seed: int = option(0, "draws the random weights, and the tenth that linear holds out", low=0)
+    seed: int = option(0, "draws the weights, and linear's held-out tenth", low=0, high=2 ** 63)
 
 
 def load(c, *tasks):
@@ -309,13 +308,14 @@ def probe(c):
     if (c.data if c.features == "pixels" else c.ckpt) is None:
         raise UserError("give --ckpt, or --features=pixels and --data=NAME")
     if c.features == "pixels":
-        encoder, meta, used = None, {}, None
+        encoder, meta, kind, used = None, {}, "pixels", None
         processes = Processes(c.device, c.dtype)
     else:
         loaded, processes = load(c, "vit", "mae", "simdino")
-        encoder, meta, used = loaded.encoder, loaded.meta, "random" if c.untrained else c.ckpt
-    kind = c.features or pooling(loaded)
-    data, samples = images_for(c.data, meta, c.data_dir), []
+        encoder, meta, kind = loaded.encoder, loaded.meta, c.features or pooling(loaded)
+        used = "random" if c.untrained else c.ckpt
+    data = images_for(c.data, meta, c.data_dir)
+    samples = []
     for name in ("train", "val"):
         split = on_device(data, name, processes.device)
         x = features(encoder, split, data, c, processes, kind, c.batch_size)

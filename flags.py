@@ -146,6 +146,8 @@ def reader(f, kind, optional):
         if optional and text.lower() in ("none", "auto"):
             return None
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
+        if value in (float("inf"), float("-inf")):
+            raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):

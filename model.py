@@ -117,8 +117,9 @@ class Attention(nn.Module, ABC):
     def __init__(self, config):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
-        self.dropout, self.rotary, self.mix = config.dropout, config.rotary, None
+        self.dropout, self.rotary = config.dropout, config.rotary
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
+        self.mix = None
         if config.shift:
             # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
             # the start: the last (K > 1) has mostly the previous token as key, itself as value
@@ -194,13 +195,14 @@ class MSSA(Attention):
         super().__init__(config)
         self.output, self.step_size = ARCHS[config.arch].output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
-        self.W = nn.Identity()
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     def forward(self, Z, cache=None):
-        out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
-        if self.output != "learned":                        # W is the identity
+        out = self.attend(*self.queries_keys_values(Z, cache))
+        if self.output == "learned":
+            out = self.W(out)
+        else:
             U = self.U.weight if self.output == "transpose" else self.U.weight.mT
             s = -self.step_size if self.output == "negative" else self.step_size
             out = F.linear(out, s * U)
@@ -535,6 +537,7 @@ class MMProx(Sparsification):
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. n is the model's context. (After LN Z has another norm: sqrt(d).)"""
+
     def __init__(self, config):
         super().__init__()
         alpha = config.width / (config.context * config.mm_eps ** 2)
@@ -558,11 +561,12 @@ class ODL(Sparsification):
 
     def __init__(self, config):
         super().__init__()
-        d, C, self.eta, self.lambd = config.width, config.expansion, config.eta, config.lambd
-        self.steps = config.ista_steps
-        for name in ["D"] if self.tied else ["D", "D_hat"]:
-            D = torch.empty(d, C * d).uniform_(-(6 / d) ** 0.5, (6 / d) ** 0.5)     # as released
-            self.register_parameter(name, nn.Parameter(D))
+        self.eta, self.lambd, self.steps = config.eta, config.lambd, config.ista_steps
+        shape = config.width, config.expansion * config.width
+        limit = (6 / config.width) ** 0.5               # as released
+        self.D = nn.Parameter(torch.empty(shape).uniform_(-limit, limit))
+        if not self.tied:
+            self.D_hat = nn.Parameter(torch.empty(shape).uniform_(-limit, limit))
 
     def code(self, Z):
         """a2, or after another number of steps their code: (B, n, C d), entries >= 0."""
@@ -1128,7 +1132,7 @@ class LanguageModel(Backbone):
             if caches and caches[0].n == context:
                 caches, new = [], ids[:, -(context // 2):]
             logits = self.advance(new, caches)
-            logits[:, known or self.config.vocab_size:] = -math.inf
+            logits[:, (known or self.config.vocab_size):] = -math.inf
             chosen = choose(logits, temperature, top_k, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)

@@ -94,7 +94,7 @@ class Processes:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
             outcome[0].shared = True
-            raise outcome.pop()     # a variable would keep the error, its frame and a run's lock
+            raise outcome.pop()     # a name for it would keep the traceback and a run's lock
         return outcome[0]
 
     def wrap(self, model):
@@ -162,18 +162,22 @@ class RunFlags(DeviceFlags, DataFlags):
 
 class Run:
     """One training run in one folder. A script calls Run, restore and begin; in each step log_step,
-    record if that says so, and end_step; at the end done. Every process calls every method; only
-    rank 0 writes. A write that fails ends the run; --resume continues from the last checkpoint."""
+    record if log_step returned True, and end_step; at the end done. Every process calls every
+    method, rank 0 alone writes. A failed write ends the run; --resume takes the last checkpoint."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
         self.flags = dict(task=task, name=name) | vars(config)
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
-        self.step, self.best = 0, None      # steps done; the lowest loss that chose best.pt
-        self.received, self.handlers = 0, {}    # the first signal; the handlers to put back
-        self.losses, self.timed = [], []    # since the last line; (steps, seconds) of each lap
-        self.bar, self.metrics = tqdm(disable=True), None   # until begin
+        self.step = 0                       # how many are done
+        self.best = None                    # the lowest loss that chose best.pt
+        self.received = 0                   # the first signal
+        self.handlers = {}                  # signal -> the handler to put back
+        self.losses = []                    # of the steps since the last line of metrics.jsonl
+        self.timed = 0, 0.0                 # steps and seconds of all laps
+        self.bar = tqdm(disable=True)       # until begin, like the next
+        self.metrics = None
         self.resuming = processes.main_only(self._open)
 
     def _open(self):
@@ -277,7 +281,7 @@ class Run:
         steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
         self.lap = self.step, time.perf_counter()
         if steps:
-            self.timed.append((steps, seconds))
+            self.timed = self.timed[0] + steps, self.timed[1] + seconds
         return self.per_step * steps / seconds
 
     def _write_line(self, loss, speed, lr, values):
@@ -330,20 +334,21 @@ class Run:
 
     def save(self, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a kill between them repeats an evaluation."""
-        def write():
-            whole = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                         model=self.model.state_dict(), model_config=asdict(self.model_config),
-                         optimizer=[o.state_dict() for o in self.optimizers],
-                         data_meta=self.data_meta, extra=self.extra)
-            if best:
-                write_checkpoint(self.dir / "best.pt", whole | dict(optimizer={}, extra={}),
-                                 keep_previous=False)
-            write_checkpoint(self.dir / "ckpt.pt", whole)
         if self.losses:
             self._finite_losses()           # a checkpoint of NaN would replace a good one
         self._end_lap()
-        self.processes.main_only(write)
+        self.processes.main_only(partial(self._write_checkpoints, best))
         self.lap = self.step, time.perf_counter()
+
+    def _write_checkpoints(self, best):
+        content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
+                       model=self.model.state_dict(), model_config=asdict(self.model_config),
+                       optimizer=[o.state_dict() for o in self.optimizers],
+                       data_meta=self.data_meta, extra=self.extra)
+        if best:
+            write_checkpoint(self.dir / "best.pt", content | dict(optimizer={}, extra={}),
+                             keep_previous=False)
+        write_checkpoint(self.dir / "ckpt.pt", content)
 
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
@@ -369,8 +374,9 @@ class Run:
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed of all laps. Prints what to
         try next: commands with the folder {dir}, its files {ckpt} or {best}. Returns the line."""
-        seconds, steps = time.perf_counter() - self.began, sum(n for n, _ in self.timed)
-        speed = self.per_step * steps / max(sum(t for _, t in self.timed), 1e-9)
+        seconds = time.perf_counter() - self.began
+        steps, timed = self.timed
+        speed = self.per_step * steps / max(timed, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
         self.write(line)

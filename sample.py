@@ -4,8 +4,7 @@
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
     python sample.py --ckpt=... --steer=1:31:4     entry 31 of layer 1's code is always 4
 
-One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr.
-"""
+One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr."""
 import re
 import sys
 import time

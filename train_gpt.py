@@ -5,8 +5,7 @@
     python train_gpt.py shakespeare --arch=tost              any preset, any flag
 
 [B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1. With
---objective=masked tokens see all others, and masked ones are predicted (CRATE-BERT, [J]).
-"""
+--objective=masked tokens see all others, and masked ones are predicted (CRATE-BERT, [J])."""
 from dataclasses import dataclass
 from functools import partial
 

@@ -6,8 +6,7 @@
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
 reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: input, masked,
-reconstruction, and both combined.
-"""
+reconstruction, and both combined."""
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +101,15 @@ def validate(model, val, data, c, processes, batch_size=256):
     return dict(loss=loss / n, n=int(n))
 
 
+def write_reconstructions(model, val, data, c, run):
+    """A PNG of the first validation images; their noise is that of `validate`."""
+    pixels, _ = val.batch(torch.arange(min(8, len(val))))
+    x = model_input(pixels, data, c.image_size)
+    noise = validation_noise(model, 0, len(x), x.device)
+    pictures, titles = show.reconstructions(model, x, noise, data.mean, data.std)
+    show.write_sheet(run.dir / f"step{run.step}.png", pictures, titles)
+
+
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
@@ -159,14 +167,9 @@ def main(argv):
 
         # evaluate
         if run.log_step(loss, schedule[step]):
-            scores = validate(model, val, data, c, processes)
             if run.is_main:
-                pixels, _ = val.batch(torch.arange(min(8, len(val))))
-                x = model_input(pixels, data, c.image_size)
-                noise = validation_noise(model, 0, len(x), device)
-                show.write_sheet(run.dir / f"step{run.step}.png",
-                                 *show.reconstructions(model, x, noise, data.mean, data.std))
-            run.record(scores)
+                write_reconstructions(model, val, data, c, run)
+            run.record(validate(model, val, data, c, processes))
         run.end_step()
     return run.done("python evaluate.py linear --ckpt={ckpt}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")

@@ -7,8 +7,7 @@
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
 moving average) the two large ones, and the features of all views should agree. Constant features
 would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
-by the coding rate of the features, which falls if they collapse.
-"""
+by the coding rate of the features, which falls if they collapse."""
 import copy
 import math
 from dataclasses import dataclass
@@ -247,7 +246,6 @@ class Watch:
 
 def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
-    teacher.eval()
     x, x_test = (features(teacher.encoder, split, data, c, processes) for split in (train, val))
     y, y_test = (split.labels.to(x.device) for split in (train, val))
     return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes, c.k)

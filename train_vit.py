@@ -5,8 +5,7 @@
     torchrun --standalone --nproc_per_node=8 train_vit.py        ImageNet, the setting of [N]
 
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
-a checkpoint of this project or a published one.
-"""
+a checkpoint of this project or a published one."""
 from dataclasses import dataclass
 from functools import partial
 
@@ -182,8 +181,8 @@ def main(argv):
         data = images_for(c.data, loaded.meta, c.data_dir)
     kept = max(len(data.train_labels) - c.val, 0)           # the first are trained on
     n = c.train_images or kept
-    if n > kept:
-        raise UserError(f"--train_images={n}: {c.data} has {kept}")
+    if not 0 < n <= kept:
+        raise UserError(f"--train_images={n}: {c.data} has {kept} after --val={c.val}")
     train_arrays = data.train_images[:n], data.train_labels[:n]
     val_arrays = data.val_images, data.val_labels
     if c.val:

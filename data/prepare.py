@@ -15,8 +15,7 @@ the documents, or the last tenth of a single one. The set is data/cache/NAME, wi
     {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
 
 GPT-2's end-of-text token follows each document. Disk, about: imagenet 262 GB, streamed from the Hub
-or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written.
-"""
+or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written."""
 import argparse
 import contextlib
 import fcntl

@@ -12,7 +12,7 @@ Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[cl
     python -m experiments.denoising
 
 Verdict (2026-11-22): yes, where the noise is small against the tokens. Up to sigma = 0.2 the error
-of [J] Eq. (47) is within 5 % of the least possible (0.331 and 0.318); at sigma = 1 they are 10.5 and 5.6.
+of [J] Eq. (47) is within 5 % of the least possible (0.331, 0.318); at sigma 1 they are 10.5, 5.6.
 """
 from dataclasses import dataclass
 

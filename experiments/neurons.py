@@ -25,9 +25,10 @@ import torch
 from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
 from data.page import strongest
-from data.show import averages, print_table
+from data.show import print_table
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
+from experiments.recall import averages
 from flags import cli, option, parse, UserError
 
 
@@ -169,7 +170,7 @@ def main(argv):
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):
-        for untrained in (False, True) if c.untrained else (False,):
+        for untrained in ((False, True) if c.untrained else (False,)):
             name = config.arch + (", untrained" if untrained else "")
             seed = c.seed + len(runs.setdefault(name, []))
             codes = read_codes(open_model(path, replace(c, seed=seed), untrained), c)

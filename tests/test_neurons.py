@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from analyze import spread
 from checkpoint import load_model
 from data import images, text
-from data.show import averages
 from experiments import neurons
+from experiments.recall import averages
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 
