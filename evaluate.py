@@ -45,6 +45,8 @@ def images_for(name, meta, cache):
 def read_pictures(files, loaded):
     """(pixels (n, 3, S, S) in [0, 1], the same normalized as in the training of an image model) of
     the central squares of picture files. Raises UserError for one that cannot be read."""
+    if loaded.encoder is None or isinstance(files, str):
+        raise UserError("read_pictures needs a list of files, and an image model")
     pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
     for file, (_, problem) in zip(files, pictures):
         if problem:

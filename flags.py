@@ -188,8 +188,8 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
             add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1)
-        hint = f", did you mean --{near[0]}?" if near else "; [PRESET], then --name=value"
+        near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
+        hint = f", did you mean --{near[0]}?" if near else "; --help lists what there is"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}

@@ -1,6 +1,5 @@
 """A run: its processes and device, its folder, metrics, signals, saving and resuming."""
 import contextlib
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -42,7 +41,6 @@ class Processes:
         if device not in found:
             raise UserError(f"--device={device}: this machine has none")
         self.device = torch.device(device)
-        keep_freed_memory()
         if device == "cuda":
             if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
                 raise UserError("--nproc_per_node is more than the GPUs of this machine")
@@ -111,15 +109,6 @@ class Processes:
         return ddp
 
 
-def keep_freed_memory():
-    """Tells glibc to keep the pages of a freed tensor. Else it gives large ones back to the kernel,
-    which zeroes them before they are used again: 8 % of a short run on a CPU."""
-    with contextlib.suppress(OSError, AttributeError):      # another C library
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-3, 1 << 25)                                # M_MMAP_THRESHOLD, its largest
-        mallopt(-1, (1 << 31) - 1)                          # M_TRIM_THRESHOLD
-
-
 def derive_seed(*purpose):
     """A 63-bit seed, a function of the arguments: no state has to be saved."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
@@ -152,7 +141,7 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 
 @dataclass(kw_only=True)
 class RunFlags(DeviceFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
-    resume: bool = option(False, "continue the run in out_dir, with the same flags")
+    resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
@@ -182,7 +171,8 @@ class Run:
 
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, launch = self.config, f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
+        c = self.config
+        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
@@ -356,7 +346,9 @@ class Run:
         if self.received and number == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
             interrupt(number, frame)
-        self.received = self.received or number
+        if not self.received:
+            self.received = number
+            self.say("ending after this step, with a checkpoint")
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
@@ -380,7 +372,7 @@ class Run:
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
         self.write(line)
-        text = f", {speed:,.0f} {self.unit}/s" if self.step > self.start else ", nothing left to do"
+        text = f", {speed:,.0f} {self.unit}/s" if steps else f": there were {self.total} to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir, ckpt=self.dir / "ckpt.pt",

@@ -179,6 +179,8 @@ def main(argv):
     else:
         loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
         data = images_for(c.data, loaded.meta, c.data_dir)
+    if c.crop == "pad" and data.image_size > c.image_size and processes.rank == 0:
+        print(f"note: the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
     kept = max(len(data.train_labels) - c.val, 0)           # the first are trained on
     n = c.train_images or kept
     if not 0 < n <= kept:

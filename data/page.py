@@ -70,15 +70,16 @@ def image_examples(model, task, data):
 @torch.no_grad()
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run."""
-    model, c = loaded.model.half().float(), loaded.model.config    # rounded as in the page
-    state = model.state_dict()
+    c = loaded.model.config
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
     if loaded.task == "mae" and c.mask_tokens == "after":
         raise UserError(f"{name}: the page knows no mask_tokens=after")
-    other = [*untrained.model.state_dict().values()]        # int8 will do for random numbers
-    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in other]
-    codes = [(t / s).round().char() for t, s in zip(other, scales)]
+    model = loaded.model.half().float()         # rounded as in the page
+    state = model.state_dict()
+    random = [*untrained.model.state_dict().values()]       # int8 will do for these
+    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in random]
+    codes = [(t / s).round().char() for t, s in zip(random, scales)]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     content = examples | dict(

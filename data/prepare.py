@@ -125,7 +125,7 @@ def own_files(source, pattern):
     files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
     if not files:
         raise UserError(f"no file matches {source}/{pattern}: pictures lie in DIR/CLASS/FILE, text "
-                        "(--tokenizer) in .parquet, .jsonl or .txt files in DIR")
+                        "(it needs --tokenizer) in .parquet, .jsonl or .txt files in DIR")
     names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
     if not {*names} <= SPLITS.keys():
         names = ["train"] * len(files)
@@ -203,7 +203,7 @@ def write_images(name, size, source, draft):
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
-    for split, part in (("train", "train"), ("val", "val" if "val" in sets else row.val)):
+    for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
         rows = sets[part].cast_column(column, ImageColumn(decode=False))
         labels, problems = write_pictures(draft / f"{split}_images.npy", rows, column, label,
                                           row.size)
@@ -233,9 +233,10 @@ def image_meta(classes, draft):
         part = pixels[start:start + 1000].reshape(-1, 3)
         sums += [part.sum(0, np.uint64), np.square(part, dtype=np.uint32).sum(0, np.uint64)]
     mean, mean_square = sums / pixels[..., 0].size
+    std = np.sqrt(np.maximum(mean_square - mean ** 2, 1))       # 1: a channel may be constant
     counts = {split: len(np.load(draft / f"{split}_labels.npy")) for split in ("train", "val")}
     return dict(kind="images", classes=classes, image_size=pixels.shape[1], images=counts,
-                mean=(mean / 255).tolist(), std=(np.sqrt(mean_square - mean ** 2) / 255).tolist())
+                mean=(mean / 255).tolist(), std=(std / 255).tolist())
 
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
@@ -338,7 +339,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if not name or not folder.exists():
+    if not name or not folder.exists() or Path(name).name != name:      # no path to raw files
         if name not in sets:
             own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
@@ -371,6 +372,8 @@ def main(argv):
         raise UserError(f"--tokenizer and --size are for your own sets: {c.name} is one of ours")
     if c.name in known and known[c.name].hub is None and c.source:
         raise UserError(f"{c.name} is made here, without --source: give yours another name")
+    if Path(c.name).name != c.name:
+        raise UserError(f"{c.name} is a path: NAME is the set's name, and --source={c.name}")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size or 32)

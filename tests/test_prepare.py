@@ -48,8 +48,10 @@ def test_pictures_stand_upright(tmp_path):
 
 
 def test_small_images_are_stored_as_they_are(tmp_path):
-    names = [f"class {i}" for i in range(10)]
-    pictures, labels = [noise(32, 32, i) for i in range(60)], [i % 5 for i in range(60)]
+    """The deviation of a constant channel is 1 / 255, so that images can be divided by it."""
+    names, blue = [f"class {i}" for i in range(10)], Image.new("L", (32, 32), 255)
+    pictures = [Image.merge("RGB", (*noise(32, 32, i).split()[:2], blue)) for i in range(60)]
+    labels = [i % 5 for i in range(60)]
     for split, rows in (("train", slice(0, 40)), ("test", slice(40, 60))):
         parquet(tmp_path / f"source/data/{split}-00000-of-00001.parquet", names,
                 img=pictures[rows], label=labels[rows])
@@ -60,8 +62,10 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert np.array_equal([*data.train_images, *data.val_images], pixels)
     assert np.array_equal([*data.train_labels, *data.val_labels], labels)
     assert data.mean == pytest.approx(pixels[:40].mean((0, 1, 2)) / 255)
-    assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)) / 255)
+    assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)).clip(1) / 255)
     assert_fails("is there already", prepare.main, command)
+    assert_fails("is a path: NAME", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
+    assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
     (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
     assert_fails("incomplete: there are 1 of 00003 .*", prepare.prepare, "cifar10",
                  tmp_path / "source", tmp_path / "other")
