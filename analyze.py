@@ -297,14 +297,14 @@ def neighbours(c):
     classes, first = (part[:8] for part in np.unique(data.val_labels, return_index=True))
     cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
     nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
-    pictures = np.concatenate([data.val_images[first][:, None], data.train_images[nearest]], 1)
+    found = data.train_images[nearest]                          # (rows, k, H, H, 3), a copy
+    edge = found.shape[2] // 16 + 1
+    for i, j in np.argwhere(data.train_labels[nearest] != classes[:, None]):
+        framed = np.full_like(found[i, j], (255, 0, 0))
+        framed[edge:-edge, edge:-edge] = found[i, j, edge:-edge, edge:-edge]
+        found[i, j] = framed
+    pictures = np.concatenate([data.val_images[first][:, None], found], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
-    wrong = torch.from_numpy(data.train_labels[nearest] != classes[:, None])
-    edge = shown.shape[-1] // 16 + 1
-    frame = torch.ones(shown.shape[-2:], dtype=torch.bool)
-    frame[edge:-edge, edge:-edge] = False
-    red = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
-    shown[:, 1:] = torch.where(wrong[..., None, None, None] & frame, red, shown[:, 1:])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
     show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest
