@@ -266,8 +266,8 @@ def predict(c):
     if loaded.task == "vit":
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         best = model(x).softmax(-1).topk(min(c.top, len(classes)))
-        answers = [{classes[i]: p for p, i in zip(*row)}
-                   for row in zip(best.values.tolist(), best.indices.tolist())]
+        numbers, chances = best.indices.tolist(), best.values.tolist()
+        answers = [{classes[i]: p for i, p in zip(*row)} for row in zip(numbers, chances)]
     elif loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]

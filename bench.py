@@ -80,11 +80,11 @@ def alternate(calls, device, repeats):
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def row(title, variant, **values):
-    """Prints a row. A value's name is its unit."""
-    cells = [f"{value:>9,.0f}" if value >= 100 else f"{value:>9.3g}" for value in values.values()]
-    units = (unit.replace("_per_", "/").replace("_", " ") for unit in values)
-    print(f"{title:32} {variant:18}", *map("{} {}".format, cells, units), flush=True)
+def row(title, variant, values):
+    """Prints a row of values, {unit: number}."""
+    cells = [(f"{value:>9,.0f} " if value >= 100 else f"{value:>9.3g} ") + unit
+             for unit, value in values.items()]
+    print(f"{title:32} {variant:18}", *cells, flush=True)
 
 
 def forward_backward(processes, forward, leaves):
@@ -135,9 +135,9 @@ def bench_steps(table, c, processes):
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
         times = alternate(steps, device, c.repeats)
         for name, seconds in times.items():
-            row(f"{title}, batch {batch}", name, ms=1e3 * seconds,
-                of_literal=seconds / times["literal"],
-                **{f"{unit}_per_s": batch * fields.get("context", 1) / seconds})
+            row(f"{title}, batch {batch}", name, {
+                "ms": 1e3 * seconds, "of literal": seconds / times["literal"],
+                f"{unit}/s": batch * fields.get("context", 1) / seconds})
 
 
 # ---- Growth with the number of tokens, and generation -------------------------------------------
@@ -153,7 +153,7 @@ def bench_length(c, processes):
                                [Z, *operator.parameters()])
                  for name, operator in operators.items()}
         for name, seconds in alternate(steps, device, c.repeats).items():
-            row(f"{n} patches", name, ms=1e3 * seconds)
+            row(f"{n} patches", name, {"ms": 1e3 * seconds})
 
 
 @torch.no_grad()
@@ -178,7 +178,7 @@ def bench_generate(c, processes):
             calls[f"{arch}, cached"] = partial(read, ids[:, n:n + 1], read(ids[:, :n], []))
             calls[f"{arch}, uncached"] = partial(read, ids[:, :n + 1], [])
         for name, seconds in alternate(calls, device, c.repeats).items():
-            row(f"one token after {n}", name, ms=1e3 * seconds)
+            row(f"one token after {n}", name, {"ms": 1e3 * seconds})
 
 
 COMMANDS = {table: partial(bench_steps, table) for table in MODELS}

@@ -96,6 +96,7 @@ def classify(model, split, data, config, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
     total = zero_sums(processes.device)
+    batch_size = min(batch_size, math.ceil(len(split) / processes.world))
     for batch, labels in batches_of(split, batch_size, config, processes):
         n = len(labels)
         if 0 < n < batch_size:      # a full last batch: a compiled model sees one shape

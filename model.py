@@ -1150,7 +1150,7 @@ class LanguageModel(Backbone):
 
 def choose(logits, temperature=1.0, top_k=None, generator=None):
     """One token for each of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
-    if temperature == 0:
+    if temperature < 1e-9:              # 0, or so low that the quotient would overflow
         return logits.argmax(-1)
     logits = logits.float() / temperature
     if top_k is not None and top_k < logits.shape[-1]:

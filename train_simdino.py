@@ -36,7 +36,7 @@ class Config(RunFlags, ModelFlags):
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
     # the method
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
-    eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", above=0)
+    eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", low=1e-6)
     gamma: float | None = option(None, "the rate's weight; auto 1 / output + 1 / batch_size", low=0)
     rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
                           "with the teacher's (released)", choices=("student", "mean"))

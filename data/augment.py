@@ -8,7 +8,7 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional as F
 
 from data.images import to_device
 

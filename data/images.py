@@ -36,7 +36,7 @@ def load(name, cache=CACHE):
     with prepare.opened(name, "images", cache) as (folder, meta):
         files = {folder / f"{split}_{kind}.npy"         # must be there; masks may be
                  for split in ("train", "val") for kind in ("images", "labels")}
-        arrays = {path.stem: np.load(path, None if "labels" in path.stem else "r")
+        arrays = {path.stem: np.load(path, mmap_mode=None if "labels" in path.stem else "r")
                   for path in files.union(folder.glob("*.npy"))}
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"],
                          **arrays)

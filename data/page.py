@@ -30,8 +30,8 @@ def strongest(values, count):
 
 
 def text_examples(model, data, tokens):
-    """(a text, from after the first full stop; for each entry of each code five passages that
-    excite it most, with the place of the character that does), logits."""
+    """(dict(text, characters, entries), the text's logits). The text begins after the first full
+    stop; entries[layer][entry] are the five (passage, place in it) that excite the entry most."""
     n, decode = min(model.config.context, len(tokens)), data.tokenizer.decode
     windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
 
@@ -42,15 +42,15 @@ def text_examples(model, data, tokens):
     for layer in model.layers:
         half = layer.compress(Z)
         code, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
-        entries.append([[passage(*place) for place in places] for places in strongest(code, 5)])
+        entries.append([[passage(w, t) for w, t in places] for places in strongest(code, 5)])
     words = decode(tokens[:10_000]).partition(". ")[2][:min(n, 64)] or decode(tokens[:n])
     ids = torch.from_numpy(data.tokenizer.encode(words).astype(np.int64))[None]
     return dict(text=words, characters=data.tokenizer.characters, entries=entries), model(ids)
 
 
 def image_examples(model, task, data):
-    """(up to eight pictures, of different classes if there are; an autoencoder's `masked` patches),
-    and of the first: logits, an encoder's class token, or predicted patches."""
+    """(dict(pictures ...), up to eight, of different classes if there are; what the model makes of
+    the first: logits, an encoder's class token, or the patches predicted where some are masked)."""
     c, labels = model.config, data.val_labels
     firsts = np.unique(labels, return_index=True)[1]                        # one of each class
     index = [*dict.fromkeys([*firsts, *range(len(labels))])][:8]
@@ -77,9 +77,9 @@ def html(name, loaded, untrained, data, tokens=None):
         raise UserError(f"{name}: the page knows no mask_tokens=after")
     model = loaded.model.half().float()         # rounded as in the page
     state = model.state_dict()
-    random = [*untrained.model.state_dict().values()]       # int8 will do for these
-    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in random]
-    codes = [(t / s).round().char() for t, s in zip(random, scales)]
+    drawn = untrained.model.state_dict().values()       # int8 will do, a scale for each tensor
+    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in drawn]
+    in_int8 = [(t / scale).round().char() for t, scale in zip(drawn, scales)]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     content = examples | dict(
@@ -88,7 +88,7 @@ def html(name, loaded, untrained, data, tokens=None):
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in state.items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
         trained=dict(at=base64_of(*(t.half() for t in state.values()))),
-        untrained=dict(scales=scales, at=base64_of(*codes)))
+        untrained=dict(scales=scales, at=base64_of(*in_int8)))
     page = (ROOT / "data" / "page.html").read_text("utf-8")
     for part in ("page.css", "crate.js", "page.js"):
         page = page.replace(f"{{{part}}}", (ROOT / "data" / part).read_text("utf-8"))

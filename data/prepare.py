@@ -54,7 +54,7 @@ class TextSet(NamedTuple):
     hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
     documents: object = itemgetter("text")     # of a split's rows
-    passages: bool = False          # whether evaluation scores the rows one by one
+    passages: bool = False          # whether evaluation scores the rows of test one by one
     one_text: bool = False          # all rows are one text, whose last tenth validates
     held_out: float = 0.01          # of the documents, where none are for validation
     large: bool = False
@@ -252,8 +252,7 @@ def write_text(name, tokenizer, source, draft):
     row = TEXTS.get(name, TextSet())
     sets = pydoc() if name == "pydoc" else read_rows(row.hub, source, draft)
     if row.passages:
-        lines = [json.dumps(dict(one, task=task)) + "\n" for task in sets for one in sets[task]]
-        (draft / f"{name}.jsonl").write_text("".join(lines))
+        sets["test"].to_json(draft / f"{name}.jsonl")
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
     parts = {SPLITS[split]: row.documents(sets[split]) for split in sets}
@@ -339,7 +338,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if not name or not folder.exists() or Path(name).name != name:      # no path to raw files
+    if name in ("", "..") or Path(name).name != name or not folder.exists():   # no path to files
         if name not in sets:
             own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
@@ -372,7 +371,7 @@ def main(argv):
         raise UserError(f"--tokenizer and --size are for your own sets: {c.name} is one of ours")
     if c.name in known and known[c.name].hub is None and c.source:
         raise UserError(f"{c.name} is made here, without --source: give yours another name")
-    if Path(c.name).name != c.name:
+    if Path(c.name).name != c.name or c.name == "..":
         raise UserError(f"{c.name} is a path: NAME is the set's name, and --source={c.name}")
     if (folder := Path(c.data_dir) / c.name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")

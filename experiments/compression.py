@@ -38,7 +38,7 @@ class Compression:
     eps: float = option(0.5, "distortion of the rates", low=1e-6)
     step: float = option(0.1, "step size times beta; an exact step descends below 2", above=0)
     iterations: int = option(30, "how many steps", low=1)
-    seed: int = option(0, "draws everything", low=0)
+    seed: int = option(0, "draws everything", low=0, high=2 ** 63)
     out: str = option(str(ROOT / "out" / "compression.png"), "the figure")
 
 

@@ -50,7 +50,7 @@ class Correlation(DeviceFlags, DataFlags):
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
     samples: int = option(1000, "training images for SRR, margin and flatness", low=1)
-    eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", above=0)
+    eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure; likewise", low=0)
     draws: int = option(5, "draws of the noise on the weights (flatness)", low=1)
     dtype: str = option("float32", "autocast's", choices=("float32", "bfloat16"))

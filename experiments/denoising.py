@@ -32,7 +32,7 @@ class Denoising:
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(500, "n", low=1)
     steps: int = option(100, "steps of sde", low=1)
-    seed: int = option(0, "draws everything", low=0)
+    seed: int = option(0, "draws everything", low=0, high=2 ** 63)
 
 
 def posterior_mean(z, U, sigma):

@@ -49,11 +49,12 @@ def text_properties(pieces):
         mark = piece.strip()
         quoted ^= piece.count('"') % 2 == 1
         letter = ((0 if piece[:1].isspace() else letter) + 1) if mark.isalpha() else 0
-        rows.append((mark.isdigit(), mark[:1].isupper(), quoted, letter == 1, letter == 2,
-                     letter > 4, not mark, bool(mark) and not mark.isalnum()))
-    names = ("digit", "capital", "quoted", "first letter", "second letter", "fifth letter or later",
-             "space", "punctuation")
-    return dict(zip(names, np.array(rows).T))
+        rows.append({
+            "digit": mark.isdigit(), "capital": mark[:1].isupper(), "quoted": quoted,
+            "first letter": letter == 1, "second letter": letter == 2,
+            "fifth letter or later": letter > 4, "space": not mark,
+            "punctuation": bool(mark) and not mark.isalnum()})
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
 
 
 class Codes(NamedTuple):

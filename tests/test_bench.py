@@ -61,12 +61,12 @@ def test_tables(monkeypatch, table, variants):
     tables = dict(vit=[("a", 2, IMAGE)], gpt=[("a", 2, TEXT)])
     rows = []
     monkeypatch.setattr(bench, "MODELS", tables)
-    monkeypatch.setattr(bench, "row", lambda title, variant, **values: rows.append(
+    monkeypatch.setattr(bench, "row", lambda title, variant, values: rows.append(
         dict(variant=variant) | values))
     bench.main([table, "--device=cpu", "--repeats=1", "--longest=64"])
     assert [row["variant"] for row in rows] == variants and min(row["ms"] for row in rows) > 0
     if table in tables:
         literal = rows[variants.index("literal")]
-        assert rows[0]["of_literal"] == pytest.approx(rows[0]["ms"] / literal["ms"])
+        assert rows[0]["of literal"] == pytest.approx(rows[0]["ms"] / literal["ms"])
     if table == "vit":
-        assert rows[0]["images_per_s"] == pytest.approx(2e3 / rows[0]["ms"])
+        assert rows[0]["images/s"] == pytest.approx(2e3 / rows[0]["ms"])
