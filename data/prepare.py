@@ -91,7 +91,7 @@ TEXTS = {
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"}), passages=True),
 }
-SPLITS = dict(train="train", validation="val", val="val", test="test")      # {theirs: ours}
+SPLITS = dict(train="train", validation="val", valid="val", val="val", test="test")  # theirs: ours
 
 
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
