@@ -80,10 +80,9 @@ class Layers(OneModel):
     layer: mean and deviation over samples. Rates are in nats. MHSA has value maps for U.
 
     R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
-    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). Rc_change is that by
-    attention, R^c(Z^{l+1/2} | U) - R^c(Z^l | U), which was derived to be negative. Longer tokens
-    alone raise R^c: for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. R and the objective
-    are of Z^{l+1}."""
+    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). Rc_change is what attention
+    adds: R^c(Z^{l+1/2} | U) - R^c(Z^l | U), derived to be negative. Longer tokens alone raise R^c:
+    for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. R and the objective are of Z^{l+1}."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)

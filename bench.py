@@ -142,8 +142,7 @@ def bench_steps(table, c, processes):
 
 # ---- Growth with the number of tokens, and generation -------------------------------------------
 def bench_length(c, processes):
-    """Forward and backward of four operators on four square grids of n patches, each four times the
-    one before."""
+    """Forward and backward of four operators on four grids of patches, each 4 times as large."""
     device, config = processes.device, models.ImageConfig(width=256, heads=4, qkv_bias=True)
     operators = {name: getattr(models, name)(config).to(device)
                  for name in ("TSSA", "CBSA", "MSSA", "MHSA")}

@@ -3,8 +3,8 @@
     python crate.py         trains on drawn shapes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
-objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps. Attention approximates
-a step on R^c, to compress Z; ISTA takes a step on a LASSO in place of R - lambda ||Z||_0.
+objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention is a gradient step on R^c that does
+not shrink Z, with a learned W, Eq. (31)-(37); ISTA is a step on a LASSO in place of the rest.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
@@ -39,7 +39,7 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
 
 
 class MSSA(nn.Module):
-    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: Eq. (35)-(37). As in
+    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: Eq. (35), (37). As in
     the released code, w^* w is divided by sqrt(p) and W has a bias."""
 
     def __init__(self, d, K):
@@ -106,7 +106,7 @@ class CRATE(nn.Module):
 
 
 def newton_schulz(G):
-    """Nearly U V^* of each G = U S V^* in a stack (Jordan et al. 2024)."""
+    """Nearly P Q^* of each G = P S Q^* (its SVD) in a stack (Jordan et al. 2024)."""
     X = G / G.norm(dim=(1, 2), keepdim=True)
     for _ in range(5):
         A = X @ X.mT
@@ -128,7 +128,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
         for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov's
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as AdamW's
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()
@@ -172,7 +172,7 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained   R^c, nats        attention        objective        nonzeros, %"
+    print("untrained -> trained   R^c, nats        R^c added        objective        nonzeros, %"
           "      accuracy, %")
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))

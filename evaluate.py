@@ -62,7 +62,7 @@ def on_device(data, split, device):
 
 
 def pooling(loaded):
-    """The tokens that training shaped: "class", or "mean" where the class token has no loss."""
+    """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
     return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
 
 
@@ -160,8 +160,8 @@ def logistic_regression(x, y, classes, decay):
 
 
 def linear_probe(x, y, x_test, y_test, classes, seed=0):
-    """Test accuracy of a logistic regression on standardized features: dict(acc, decay), the decay
-    chosen on a held-out tenth of the training samples."""
+    """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
+    decay), the decay chosen on a held-out tenth of the training samples."""
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
     x, x_test = (x - mean) / std, (x_test - mean) / std
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -233,8 +233,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 # ---- Numbers of a layer -------------------------------------------------------------------------
 def layer_numbers(layer, Z, trace, c):
     """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
-    LayerTrace; c has eps, lambd, unit_bases. In float64, where float32 gives NaN, on the CPU, since
-    mps has no float64."""
+    LayerTrace; c has eps, lambd, unit_bases. In float64, since float32 gives NaN, and on the CPU,
+    since mps has no float64."""
     U, X, Z, half, out = (T.cpu().double() for T in (
         layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
     if c.unit_bases:
@@ -363,8 +363,8 @@ class Lambada(Flags):
 @torch.no_grad()
 def lambada(c):
     """{"acc", "n"}: how often greedy decoding writes the last word of a passage, after a newline
-    and the passage up to its last space. As in ToST's released code ([B] Table 7.11) quotes become
-    ", and the word may come anywhere in the next ten tokens, in any case."""
+    and the passage up to its last space. As in ToST's released code quotes become straight, and the
+    word may come anywhere in the next ten tokens, in any case."""
     loaded, processes = load(c, "gpt")
     model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
     if not model.config.causal:

@@ -50,8 +50,8 @@ def attention_map(q, k, scale, causal=False):
 
 
 def shift(w, a):
-    """(1 - a) w_i + a w_{i-1} for every token i, w_0 = 0: keys or values that see the previous one
-    (Xu et al. 2025, whose two weights need not sum to 1). w (..., K, n, p), shares a (K, 1, 1)."""
+    """(1 - a) w_i + a w_{i-1} for every token i, 0 before the first: keys or values that see the
+    token before (Xu et al. 2025: two weights of any sum). w (..., K, n, p), shares a (K, 1, 1)."""
     return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
@@ -77,9 +77,10 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
     with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
 
-    Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens <= i,
-    [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in [N]
-    Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
+    Derived is (1 - beta kappa) Z + beta kappa MSSA(Z), [J] Eq. (34); a layer has Z + MSSA(Z), Eq.
+    (45). Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
+    <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
+    [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
     w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
@@ -121,8 +122,8 @@ class Attention(nn.Module, ABC):
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
         self.mix = None
         if config.shift:
-            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads differ from
-            # the start: the last (K > 1) has mostly the previous token as key, itself as value
+            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads start out
+            # different: the last takes mostly the previous token's key and the token's own value
             spread = torch.linspace(-2, 2, self.heads)
             self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
@@ -153,8 +154,8 @@ class Attention(nn.Module, ABC):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
         shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
-        and k_i turn by R_i. In MSSA q = k = v = w, so its scores are symmetric in i and j, turned
-        or not: turned, they tell which of two tokens comes first; shift breaks the symmetry."""
+        and k_i turn by R_i. In MSSA q = k = v = w: the matrix of scores is symmetric, even turned.
+        But turned scores depend on which of two tokens comes first. shift breaks the symmetry."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a), shift(v, b)
@@ -188,8 +189,7 @@ class MSSA(Attention):
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta and
-    scale 1). U has no bias.
-    One tensor w = U^* Z is query, key and value, so generation caches one tensor per layer."""
+    scale 1). One tensor w = U^* Z is query, key and value: generation caches one tensor a layer."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -213,7 +213,8 @@ def ista(Z, D, eta=0.1, lambd=0.1):
     """ISTA(Z | D) = ReLU(Z - eta D^*(D Z - Z) - eta lambda 1), as printed.
 
     [J] Eq. (44), [N] Eq. (17). One proximal gradient step, started at Z, on the non-negative LASSO
-    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42). Z (..., n, d), D (d, d) -> (..., n, d).
+    1/2 ||Z - D A||^2 + lambda ||A||_1, [J] Eq. (41)-(42), in place of R - lambda ||Z||_0: a nearly
+    orthogonal D leaves R as it is, Eq. (39). Z (..., n, d), D (d, d) -> (..., n, d).
     [N] Eq. (15)-(16) omit the 1/2; [B] prints + eta lambda, which would not shrink."""
     residual = Z @ D.mT - Z                                 # D Z - Z
     return F.relu(Z - eta * residual @ D - eta * lambd)
@@ -340,9 +341,10 @@ class Backbone(nn.Module):
 
 
 # ---- The objective ------------------------------------------------------------------------------
-# Rates are in nats a token. eps is the distortion up to which tokens are coded; the papers give
-# none, 0.5 is ours, for tokens of norm sqrt(d), as LN's. A direction of mean square eps^2 / d costs
-# log 2 / 2. Compare rates at equal eps only: the released [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
+# Rates are in nats a token; ||Z||_0 counts the entries of all. eps is the distortion up to which
+# tokens are coded. The papers give none: 0.5 is our choice, for tokens of norm sqrt(d), as LN's. A
+# direction of mean square eps^2 / d costs (log 2) / 2. Compare rates at equal eps only: the
+# released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
@@ -404,7 +406,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 
 
 def gaussian_mixture_denoise(z, U, sigma):
-    """E[z_clean | z] ~ sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
+    """E[z_clean | z], about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
     [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
     (K, d, p), plus noise of deviation sigma. As sigma -> 0 it goes to the nearest subspace."""
@@ -444,7 +446,7 @@ class TSSA(Attention):
     Named in [B] Section 7.5.2; the formula is the released code's. With w = U_k^* Z for head k:
         Pi_ik   = softmax over k of eta_k sum_j (w_ij / ||w_:j||)^2   membership of token i in k
         s_k     = sum_i Pi_ik w_i^2 / sum_i Pi_ik                     its second moments, a p-vector
-        out_ik  = - Pi_ik w_i / (1 + s_k)                        w + out shrinks where s is low
+        out_ik  = - Pi_ik w_i / (1 + s_k)                      entries with a small s change most
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
 
@@ -460,7 +462,7 @@ class TSSA(Attention):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
         square, eta = w.square(), at_least_float32(self.eta)[:, None]
         if not self.causal:
-            # the released guards: 1e-12 under the norm (1e-24 under its square), 1e-8 under the sum
+            # as released: the norm is at least 1e-12, its square 1e-24, and the sum is 1e-8 more
             share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
             Pi = (eta * share.sum(-1)).softmax(-2)
             return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
@@ -556,7 +558,7 @@ class ODL(Sparsification):
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
         output = D_hat a2
     With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is fixed, -eta lambda. At
-    first ||D||^2 is about 2 (1 + C^1/2)^2 = 18: a step surely descends for eta < 2 / 18 alone."""
+    first ||D||^2 is about 2 (1 + C^1/2)^2 = 18: descent is only sure for eta < 2 / 18."""
     tied = False
 
     def __init__(self, config):
@@ -586,8 +588,7 @@ class TiedODL(ODL):
 
 
 class MLP(Sparsification):
-    """In ISTA's place, not sparse: Linear, GELU, Linear, as in ViT and GPT-2. [B] Eq. (7.2.20)
-    prints ReLU."""
+    """Linear, GELU ([B] Eq. (7.2.20) prints ReLU), Linear, as in ViT and GPT-2; not sparse."""
 
     def __init__(self, config):
         super().__init__()
@@ -660,7 +661,7 @@ ARCHS = {
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
-    # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, with 1 it is 1 to 2
+    # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
     "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0),
     "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
@@ -680,9 +681,9 @@ CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
-# task -> arch or family -> size -> fields; an arch without a row has vit's. Image sizes are the
-# released code's (vit: DeiT's tiny and small, ViT's base and large); aot's are ours. Text sizes are
-# inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
+# task -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
+# Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
+# sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
     "image": {
         "crate": CRATE_SIZES,
@@ -713,8 +714,8 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None: as the authors of the arch have it (ARCHS).
-    Every config also has `task`, `causal`, and `context`, the number of tokens."""
+    """What the layers of every model share. None: as the arch's authors have it (FAMILIES; for
+    layer_scale ARCHS). Every config also has `task`, `causal`, and `context`, how many tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -929,7 +930,7 @@ class ImageEncoder(Backbone):
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d) for a grid of patches, by bicubic interpolation where its size is
-        another. The scale is the ratio of the sizes; DINO first adds 0.1 to the new one."""
+        another. The scale is rows / side; DINO's is (rows + 0.1) / side."""
         positions, side = self.positions, self.config.side
         if rows == columns == side:
             return positions
@@ -1122,9 +1123,9 @@ class LanguageModel(Backbone):
     def stream(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, known=None):
         """Yields the next tokens (B,) of the texts `ids` (B, m), n times or until all have ended.
 
-        temperature 0 is greedy; top_k keeps the likeliest tokens; ids from `known` on, which are no
-        text, are never drawn. When the context is full, the model reads its last half anew. After
-        its first `stop` a text has nothing else."""
+        temperature 0 is greedy; top_k keeps the likeliest tokens; ids from `known` on, padding, are
+        never drawn. When the context is full, the model rereads its last half. After its first
+        `stop` a text has only stops."""
         context = self.config.context
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
@@ -1162,7 +1163,7 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Left out: repeated uses of D and U, products in TSSA and CBSA."""
+    causal map counts in full. Not: repeated D and U, products of TSSA and CBSA, image heads."""
     c, seen = model.config, model.config.context
     if isinstance(c, MAEConfig) and c.mask_tokens == "after":
         seen -= c.masked_patches()

@@ -76,7 +76,7 @@ def is_fast_in_bfloat16(device):
 
 
 def newton_schulz(G, dtype):
-    """Nearly U V^* of each G = U S V^* in a stack (m, rows, columns): five quintic steps
+    """Nearly P Q^* of each G = P S Q^* (its SVD) in a stack (m, rows, columns): five quintic steps
 
         X = 3.4445 X + (-4.7750 A + 2.0315 A^2) X,   A = X X^*,
 
@@ -132,7 +132,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
 
     `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's, as Jordan
     advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
-    not, as in timm (released CRATE decays all). Raises ValueError if Muon gets no matrix."""
+    not, as in timm (nanoGPT decays positions, released CRATE all). ValueError if Muon gets none."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
     muon, rest = {}, {}             # (decays, scale) -> parameters
     for key, p in model.named_parameters():

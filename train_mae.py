@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 train_mae.py        ImageNet, the setting of [B] 7.6
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
-reverse CRATE's, and compare the masked patches. Each evaluation writes a PNG: input, masked,
-reconstruction, and both combined."""
+reverse CRATE's, and compare the masked patches with their pixels. Each evaluation writes a PNG:
+input, masked, reconstruction, and both combined."""
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.6; ViT-MAE takes --lr=2.4e-3 --weight_decay=0.05
         data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
         lr=4.8e-4,          # [B]'s 3e-5 as MAE's base rate: x batch_size / 256
-        micro_batch=256,    # two of them in a step of 8 GPUs
+        micro_batch=256,    # two a step on each of 8 GPUs
         eval_every=3120),   # ten epochs
     "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=192, heads=6, layers=6,

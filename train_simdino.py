@@ -42,7 +42,7 @@ class Config(RunFlags, ModelFlags):
                           "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, the projector's output", low=2)
-    momentum: float = option(0.996, "of the teacher's mean; rises to 1 as a cosine", low=0, high=1)
+    momentum: float = option(0.996, "of the teacher's average; a cosine up to 1", low=0, high=1)
     prototypes: int = option(65536, "DINO: how many", low=2)
     teacher_temp: float = option(0.07, "DINO: the teacher's, rising from 0.04", above=0)
     warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
@@ -134,7 +134,7 @@ class Branch(nn.Module):
             nn.init.trunc_normal_(module.weight, std=0.02)
             nn.init.zeros_(module.bias)
         self.prototypes = None
-        if prototypes:      # used at norm 1; their own, nn.Linear's, sets how fast they turn
+        if prototypes:      # used at norm 1; the norm that they start with sets how fast they turn
             start = torch.empty(prototypes, output).uniform_(-1, 1)
             self.prototypes = nn.Parameter(start * output ** -0.5)
 
@@ -171,8 +171,7 @@ def squared_distance(student, teacher):
 def global_coding_rate(Z, eps, processes):
     """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z Z^*), [B] Eq. (7.2.34).
     Z (2, m, p) of each of N processes. The covariance is summed over the processes, in float32. DDP
-    averages gradients, so each process gives N times the gradient of its own samples: no second
-    exchange is needed."""
+    averages gradients, so each process gives N times the gradient of its own samples."""
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world
         covariance = Z.mT @ Z

@@ -150,7 +150,7 @@ def srr_loss(model, x, which, seed, eps=0.5):
     """The mean of R^c(Z^{l+1} | U^l), l being all layers, one drawn from seed, or a numbered one.
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
-    the cross-entropy keeps U away from it, so the weight has to be small."""
+    the cross-entropy keeps U away from it, so the weight has to be small. eps is ours."""
     layers, L = model.encoder.layers, len(model.encoder.layers)
     numbers = {"all": range(L), "random": [seed % L]}
     chosen = numbers[which] if which in numbers else [int(which) - 1]
