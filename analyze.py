@@ -56,8 +56,8 @@ def split_for(loaded, c):
 
 
 def batches(loaded, c):
-    """c.samples images or windows of text, spread over the split: (the images' numbers (B,) or the
-    tokens (B, n), the backbone's input). Nothing is masked."""
+    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
+    c.samples images or windows of text, spread over the split. Nothing is masked."""
     config, device = loaded.model.config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
         tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
@@ -79,8 +79,8 @@ class Layers(OneModel):
     """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
     layer: mean and deviation over samples. Rates are in nats. MHSA has value maps for U.
 
-    R^c is that of the projections in the softmax, U_k^* LN(Z^l), each token scaled to norm 1, as in
-    [N]'s code; the caption of [N]'s figure says R^c(Z^{l+1/2} | U). Rc_change is what attention
+    Rc_unit_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
+    caption has R^c(Z^{l+1/2} | U). --shift and --rotary are left out. Rc_change is what attention
     adds: R^c(Z^{l+1/2} | U) - R^c(Z^l | U), derived to be negative. Longer tokens alone raise R^c:
     for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. R and the objective are of Z^{l+1}."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
@@ -112,7 +112,7 @@ def layer_table(loaded, c):
 
 
 def layers(c):
-    """{"runs": [{"ckpt", "untrained", "objective", "layers"}, ...]}, its mean over layers."""
+    """{"runs": [{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]}."""
     runs = []
     for path in c.ckpt.split(","):
         for untrained in ((False, True) if c.untrained else (False,)):
@@ -324,7 +324,8 @@ def curves(c):
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
         raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
-    names = ["loss"] + ["acc"] * any("acc" in line for _, lines in runs for line in lines)
+    scored = any("acc" in line for _, lines in runs for line in lines)
+    names = ["loss", "acc"] if scored else ["loss"]
     figure, (axes,) = show.new_figure(1, len(names), 4.5, 3.5)
     for ax, name in zip(axes, names):
         for i, (run, lines) in enumerate(runs):

@@ -1,6 +1,7 @@
 """Speed: the fast paths beside the literal form of the same function, and a transformer.
 
-    python bench.py vit             training steps of image models; gpt: of text models
+    python bench.py vit             training steps of image models
+    python bench.py gpt             training steps of text models
     python bench.py length          growth of attention with the number of tokens
     python bench.py generate        the next token, with and without the cache
 

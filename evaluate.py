@@ -43,8 +43,8 @@ def images_for(name, meta, cache):
 
 
 def read_pictures(files, loaded):
-    """(pixels (n, 3, S, S) in [0, 1], the same normalized as in the training of an image model) of
-    the central squares of picture files. Raises UserError for one that cannot be read."""
+    """(pixels (n, 3, S, S) in [0, 1], the pixels normalized as in the model's training), of the
+    central squares of picture files. Raises UserError for a file that cannot be read."""
     if loaded.encoder is None or isinstance(files, str):
         raise UserError("read_pictures needs a list of files, and an image model")
     pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
@@ -114,18 +114,18 @@ def classify(model, split, data, config, processes, batch_size=500):
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
-    result = None       # one tensor: a list of views Z[:, 0] would keep every token in memory
-    for i, (batch, _) in enumerate(batches_of(split, batch_size, config, processes)):
+    parts = []
+    for batch, _ in batches_of(split, batch_size, config, processes):
         if encoder is None:
             x = augment.to_float(batch).flatten(1)
         else:
             with processes.autocast():
                 Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
-            x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0]
-        if result is None:
-            result = x.new_zeros(len(split), x.shape[1])
-        mine = result[processes.rank::processes.world]
-        mine[i * batch_size:i * batch_size + len(x)] = x
+            x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0].clone()     # a view would keep Z
+        parts.append(x)
+    mine = torch.cat(parts)
+    result = mine.new_zeros(len(split), mine.shape[1])
+    result[processes.rank::processes.world] = mine
     return processes.sum(result)
 
 
@@ -211,8 +211,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
             for row in range(batch_size):
                 window = (i * batch_size + row) * world + rank
                 rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
-                x[row], targets = text.mask_some(x[row:row + 1], rng, n_vocab, mask_rate)
-                y[row] = torch.where(y[row] >= 0, targets, -1)      # -1: not to be counted
+                inputs, targets = text.mask_some(x[row:row + 1], rng, n_vocab, mask_rate)
+                x[row], y[row] = inputs[0], torch.where(y[row] >= 0, targets[0], -1)
         x, y = x.to(processes.device), y.to(processes.device)
         count, right = (y >= 0).sum(), torch.zeros((), device=y.device)
         with processes.autocast():

@@ -51,8 +51,6 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error is one line on stderr; Ctrl-C, a closed pipe: none."""
     signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
-    for name in ("stdout", "stderr"):                   # None where the shell has closed them
-        setattr(sys, name, getattr(sys, name) or open(os.devnull, "w"))
     status = 0
     try:
         main(sys.argv[1:])
@@ -140,9 +138,9 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
               above=("more than", operator.gt), high=("at most", operator.le))
 
 
-def reader(f, kind, optional):
-    """The function from a flag's text to its value; argparse says "invalid" and its name."""
-    def read(text):
+def converter(f, kind, optional):
+    """The function from a flag's text to its value. argparse says "invalid NAME value"."""
+    def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
@@ -153,8 +151,9 @@ def reader(f, kind, optional):
             if limit is not None and not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
-    read.__name__ = {int: "whole number", float: "number", bool: "true|false"}.get(kind, "text")
-    return read
+    names = {int: "whole number", float: "number", bool: "true|false"}
+    convert.__name__ = names.get(kind, "text")
+    return convert
 
 
 def add_flag(parser, f, kind, optional, default):
@@ -164,7 +163,7 @@ def add_flag(parser, f, kind, optional, default):
     parser.add_argument(
         f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
         metavar="|".join(f.metadata.get("choices", [kind.__name__])),
-        type=reader(f, kind, optional), required=default is MISSING, **bare)
+        type=converter(f, kind, optional), required=default is MISSING, **bare)
 
 
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):

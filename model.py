@@ -35,7 +35,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
 def at_least_float32(t):
-    """t in float32, or in float64 if it is: in bfloat16 a logdet's factorization can fail."""
+    """t in float64 if it is already, else in float32: bfloat16 is too coarse for a logdet."""
     return t if t.dtype == torch.float64 else t.float()
 
 
@@ -348,8 +348,8 @@ class Backbone(nn.Module):
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
-    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L). It
-    is NaN where the factorization fails: raising an error would wait for the GPU."""
+    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L),
+    NaN where the factorization fails: to raise an error, the CPU would have to wait for the GPU."""
     eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
     L, failed = torch.linalg.cholesky_ex(eye + a * G)
     rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -724,7 +724,7 @@ class BackboneConfig:
     eta: float = 0.1                    # step of ISTA and ODL
     lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
     step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
-    rotary: ClassVar = False            # in text models alone, like shift
+    rotary: ClassVar = False            # TextConfig makes a field of it, and of shift
     shift: ClassVar = False
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
@@ -819,7 +819,7 @@ class MAEConfig(ImageConfig):
 
     def masked_patches(self):
         """How many are masked. As released, the visible ones are rounded down."""
-        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 100 * (1 - 0.9)
+        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # (1 - 0.9) 100 < 10
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ def micro_batches(model, size, *batch):
     *before, last = zip(*(t.split(size or len(t)) for t in batch))
     without_exchange = getattr(model, "no_sync", contextlib.nullcontext)
     for part in before:
-        with without_exchange():
+        with without_exchange():            # as long as the caller works on the part
             yield part
     yield last
 
@@ -94,8 +94,8 @@ def newton_schulz(G, dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025), for matrices of one shape together:
-    torch's own takes one at a time. MHSA's QKV counts as one; Jordan advises Q, K, V apart.
+    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025). Matrices of one shape are updated
+    together, in torch's own one at a time. MHSA's QKV is one matrix; Jordan advises Q, K, V apart.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 
@@ -108,7 +108,8 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         """One update of every matrix that has a gradient."""
         for group in self.param_groups:
-            by_shape = {}
+            by_shape, device = {}, group["params"][0].device
+            dtype = torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32
             for p in group["params"]:
                 if p.grad is not None:
                     by_shape.setdefault(p.shape, []).append(p)
@@ -119,7 +120,6 @@ class Muon(torch.optim.Optimizer):
                 m = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(m, grads, 0.05)
                 G = torch.stack(torch._foreach_lerp(grads, m, 0.95))
-                dtype = torch.bfloat16 if is_fast_in_bfloat16(G.device) else torch.float32
                 update = newton_schulz(G, dtype)
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
                 scale = group["lr"] * 0.2 * math.sqrt(max(shape))

@@ -96,7 +96,7 @@ class Processes:
         return outcome[0]
 
     def wrap(self, model):
-        """The model, in DistributedDataParallel if there are several processes. Compile later."""
+        """The model, in DistributedDataParallel if there are several processes. Compile after."""
         if self.world == 1:
             return model
         ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -143,7 +143,7 @@ class RunFlags(DeviceFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
-    seed: int = option(0, "the same seed gives the same run", low=0)
+    seed: int = option(0, "the same gives the same run on one machine", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
@@ -230,7 +230,7 @@ class Run:
         self.handlers = {number: signal.signal(number, self._on_signal)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
-        self.lap = self.step, self.began        # where the steps began that are being timed
+        self.lap = self.step, self.began        # step and time at which this lap began
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
                  f"{'bfloat16' if self.processes.bfloat16 else 'float32'}")
@@ -253,7 +253,7 @@ class Run:
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update(1)
-        if self.step == self.start + 1:         # with compilation: not timed
+        if self.step == self.start + 1:         # may have compiled: it is not timed
             loss.item()
             self.lap = self.step, time.perf_counter()
         last = self.step == self.total

@@ -57,10 +57,10 @@ def main(argv):
     processes = Processes(c.device, c.dtype)
     loaded = load_model(c.ckpt, ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
-    if c.steer is not None:
-        steer(model, c.steer)
     if not model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: it continues no text")
+    if c.steer is not None:
+        steer(model, c.steer)
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
@@ -70,9 +70,11 @@ def main(argv):
     if c.samples == 1:
         print(opening, end="", flush=True)
 
-    stop, began = tokenizer.eot if c.stop else None, time.perf_counter()
+    stop = tokenizer.eot if c.stop else None
+    began = time.perf_counter()
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
-    start, written, pending = torch.tensor([ids] * c.samples, device=processes.device), [], []
+    start = torch.tensor([ids] * c.samples, device=processes.device)
+    written, pending = [], []
     with processes.autocast():
         stream = model.stream(start, c.tokens, c.temperature, c.top_k, stop, generator,
                               tokenizer.known)

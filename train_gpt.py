@@ -115,7 +115,7 @@ def main(argv):
     if c.once and c.steps * c.batch_size > (len(data.train) - 1) // c.context:
         raise UserError(f"--once: {c.data} has {len(data.train):,} training tokens, too few for "
                         f"{c.steps * c.batch_size:,} windows of {c.context}")
-    windows = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
+    val = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
     validate = partial(language_scores, processes=processes, n_vocab=tokenizer.n_vocab,
                        batch_size=c.micro_batch or rows.stop - rows.start, mask_rate=c.mask_rate)
 
@@ -175,18 +175,16 @@ def main(argv):
 
         # evaluate on the first --eval_windows sequences, which choose best.pt; at the end on all
         if run.log_step(loss, schedule[step]):
-            scores = validate(model, windows)
+            scores = validate(model, val)
             chosen_by = scores["loss"]
-            if run.step == run.total and len(windows) < len(data.val):
+            if run.step == run.total and len(val) < len(data.val):
                 scores = validate(model, data.val)
             if c.sample and not masked and run.is_main:
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
         run.end_step()
-    then = ["python evaluate.py lm --ckpt={best}"]
-    if not masked:
-        then.append("python sample.py --ckpt={best} --prompt='The '")
-    return run.done(*then)
+    sample = [] if masked else ["python sample.py --ckpt={best} --prompt='The '"]
+    return run.done("python evaluate.py lm --ckpt={best}", *sample)
 
 
 if __name__ == "__main__":

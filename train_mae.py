@@ -86,12 +86,12 @@ def build_model(c):
 def validate(model, val, data, c, processes, batch_size=256):
     """The mean loss over the validation images, every one once, shared among the processes."""
     model.eval()
-    device = processes.device
-    total = torch.zeros(2, device=device)
+    total = torch.zeros(2, device=processes.device)
+    # by whole batches, since a batch's noise is a function of its first image
     mine = torch.arange(len(val)).split(batch_size)[processes.rank::processes.world]
     batches = val.batches([i.numpy() for i in mine], c.workers)
     for index, (pixels, _) in zip(with_bar(mine, "images"), batches):
-        noise = validation_noise(model, int(index[0]), len(index), device)
+        noise = validation_noise(model, int(index[0]), len(index), processes.device)
         x = model_input(pixels, data, c.image_size)
         with processes.autocast():
             loss = model(x, noise)
@@ -126,7 +126,7 @@ def main(argv):
     torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c).to(device)
 
-    # ---- optimizer
+    # ---- optimizer; with AdamW for model.predict Muon was not tried
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
                                  hidden=[model.encoder.layers, model.decoder, model.predict])
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))

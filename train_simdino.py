@@ -106,7 +106,8 @@ def make_views(pixels, c, data, step, rows):
     def make(kind, n, size, area, blur, solarize):
         rng = augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
                                   slice(rows.start * n, rows.stop * n))
-        v = augment.views(x, n, size, rng, area, blur if c.blur else (0.0,), solarize, c.blur)
+        v = augment.views(x, n, size, rng, scale=area, blur=blur if c.blur else (0.0,),
+                          solarize_p=solarize, sigma=c.blur)
         return augment.normalize(v.flatten(0, 1), data.mean, data.std).unflatten(0, (n, -1))
 
     views = [make("global", 2, c.image_size, (c.global_area, 1.0),

@@ -185,10 +185,9 @@ def _hue(x, shift):
 
 
 def color_jitter(x, rng, brightness, contrast, saturation, hue, p=1.0):
-    """With probability p, the four changes in an order of the sample's own.
-    Strength b draws a factor from [1 - b, 1 + b] for factor x + (1 - factor) base, where base is
-    black (brightness), the mean luma (contrast) or the luma (saturation); hue draws a shift from
-    [-hue, hue], in turns."""
+    """With probability p, the four changes in an order of the sample's own. Strength b draws a
+    factor from [1 - b, 1 + b] for factor x + (1 - factor) base: base is black (brightness), the
+    mean luma (contrast) or the luma (saturation). hue draws a shift from [-hue, hue], in turns."""
     low = [1 - brightness, 1 - contrast, 1 - saturation, -hue]
     high = [1 + brightness, 1 + contrast, 1 + saturation, hue]
     low, high = torch.tensor([low, high]).view(2, 4, 1, 1, 1)
@@ -235,9 +234,9 @@ def solarize(x, rng, p):
     return _each([None, lambda x: torch.where(x < level, x, 1 - x)], rng.bernoulli(p), x)
 
 
-def views(x, count, size, rng, scale, blur, solar, sigma):
+def views(x, count, size, rng, scale, blur, solarize_p, sigma):
     """`count` views of each image by DINO's recipe: (B, 3, H, W) -> (count, B, 3, size, size).
-    `blur` (of up to `sigma` pixels) and `solar` hold the probability for each view in turn,
+    `blur` (of up to `sigma` pixels) and `solarize_p` hold the probability for each view in turn,
     repeated if there are more views. `rng` draws for count samples an image."""
     def chance(p):
         return torch.tensor([p[v % len(p)] for v in range(count)]).repeat(len(x))
@@ -246,8 +245,8 @@ def views(x, count, size, rng, scale, blur, solar, sigma):
     v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
     if max(blur) > 0:
         v = gaussian_blur(v, rng, chance(blur), (min(0.1, sigma), sigma))
-    if max(solar) > 0:
-        v = solarize(v, rng, chance(solar))
+    if max(solarize_p) > 0:
+        v = solarize(v, rng, chance(solarize_p))
     return v.unflatten(0, (len(x), count)).transpose(0, 1)
 
 

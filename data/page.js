@@ -214,7 +214,7 @@ async function drawCharts(mine) {                           // once nothing has 
   history.replaceState(null, "", "#" + new URLSearchParams(kept));
   const both = kinds.map(kind => models[kind].numbers ??=
     models[kind].layers.map(L => numbers(L, n)));
-  const charts = {rate: "R<sup>c</sup> of what enters the softmax, nats", change:
+  const charts = {rate: "R<sup>c</sup> of U<sub>k</sub>*LN(Z), each of norm 1, nats", change:
     "What attention adds to R<sup>c</sup>, nats", nonzeros: "Share of the code that is not zero"};
   const x = l => 44 + 240 * l / Math.max(1, depth - 1);
   fill("charts", Object.entries(charts).map(([key, title]) => {
@@ -257,7 +257,7 @@ for (const id of ["lambda", "eta"]) $(id).oninput = () => set({[id]: Number($(id
 $("untrained").onchange = () => set({untrained: +$("untrained").checked});
 $("reset").onclick = () => set({...initial, text: state.text, picture: state.picture});
 $("hold").oninput = () => set({hold: `${L.number}:${entry}:${$("hold").value}`, entry});
-$("strips").onclick = e =>
+$("strips").onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $("strips").clientWidth * T.code.cols)});
 $("write").onclick = async () => {
   for (let i = 0; i < 20; i++) {
@@ -286,7 +286,8 @@ $("picture").onpointerdown = $("picture").onpointermove = $("picture").onpointer
   const [x, y] = [e.clientX - left, e.clientY - top].map(y => clamp(y / width * H | 0, 0, H - 1));
   const patch = (y / P | 0) * side + (x / P | 0), rgb = rgbOf($("colour").value);
   if (e.type === "pointerdown") painted = false;
-  if (e.type === "pointermove" && e.buttons) {              // a drag paints
+  const moved = e.type === "pointermove" && e.buttons;       // a drag paints; out of its patch on a
+  if (moved && (!mae || painted || at !== patch + 1)) {      // mae page, where a click masks
     for (let i = 0; i < H * H; i++)
       if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 20) pixels.set(rgb, 3 * i);
     painted = true;
@@ -295,6 +296,7 @@ $("picture").onpointerdown = $("picture").onpointermove = $("picture").onpointer
   if (e.type === "pointerup" && mae && !painted)            // a click masks
     set({mask: (patches.delete(patch) ? [...patches] : [...patches, patch]).join(".")});
   else if (painted || at !== patch + 1) set({at: patch + 1, entry: -1});
+  if (e.type === "pointerup") painted = false;
 };
 
 // ---- What stays: names, each equation with its source and its place, the check

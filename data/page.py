@@ -1,5 +1,5 @@
-"""The page of a checkpoint (`analyze.py page`): page.html, and in it page.css, page.js, crate.js,
-which runs the model, its weights, and examples with what PyTorch makes of them."""
+"""Writes a checkpoint's page (`analyze.py page`): page.html with page.css, page.js and crate.js in
+it, the model's weights, and examples with PyTorch's outputs for them."""
 import base64
 import json
 from dataclasses import asdict

@@ -19,6 +19,7 @@ or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written
 import argparse
 import contextlib
 import fcntl
+import glob
 import io
 import json
 import os
@@ -133,7 +134,7 @@ def own_files(source, pattern):
         print(f"left out: {others} files that are not DIR/{pattern}", file=sys.stderr)
     parts = {}
     for file, name in zip(files, names):
-        parts.setdefault(SPLITS[name], []).append(file)
+        parts.setdefault(SPLITS[name], []).append(glob.escape(file))     # `datasets` takes patterns
     return parts
 
 

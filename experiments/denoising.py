@@ -5,7 +5,7 @@ Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[cl
 
     closed       the approximation of [J] Eq. (47)
     posterior    E[clean | noisy], the least mean squared error possible ([N] Section A.1)
-    sde          the reverse diffusion of [J] Eq. (49): a sample of the posterior: twice that error
+    sde          reverse diffusion, [J] Eq. (49): a sample of the posterior, so twice that error
 
 "error": mean squared distance to the clean token; "off": to the nearest subspace.
 

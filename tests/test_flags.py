@@ -92,7 +92,6 @@ def test_ctrl_c_has_no_traceback(monkeypatch, main):
         monkeypatch.setattr("flags.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
         main(argv)
     monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
-    monkeypatch.setattr("sys.stdout", None)                 # closed, as by python ... >&-
     with pytest.raises(SystemExit, match="130"):
         flags.cli(start)
 

@@ -92,10 +92,10 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
 
 
 def test_own_pictures(tmp_path, capsys):
-    """DIR/test validates, or a tenth. What is no picture is left out."""
+    """DIR/test validates, or a tenth. What is no picture is left out; a name may be a pattern."""
     for i, suffix in enumerate((".png", ".gif", ".bmp", ".tiff", ".webp") * 4):
         for root in ("split/train", "split/test", "flat"):
-            file = tmp_path / root / ("cat" if i < 9 else "dog") / f"test {i}{suffix}"
+            file = tmp_path / root / ("cat" if i < 9 else "dog") / f"test [{i}]{suffix}"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40 + i % 3, 36), (12 * i,) * 3).save(file)
     (tmp_path / "flat/dog/zz.jpg").write_bytes(b"no picture")
@@ -113,7 +113,7 @@ def test_own_pictures(tmp_path, capsys):
     assert "1 pictures left out: " in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
     for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"fewer than two classes of test .*test \d+\.\w+ \(", prepare.prepare, "none",
+    assert_fails(r"fewer than two classes of test .*test \[\d+\]\.\w+ \(", prepare.prepare, "none",
                  tmp_path / "split", tmp_path / "cache")
 
 
