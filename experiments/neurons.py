@@ -1,13 +1,14 @@
 """Can single neurons be read?
 
-A neuron is an entry of a layer's code, of the last one's if --layer is not given: ISTA's or ODL's,
-or what comes out of an MLP's GELU. Means and standard errors over an arch's checkpoints.
+A neuron is one entry of a layer's code: ISTA's or ODL's code, or that of an MLP after its GELU. The
+layer is the last, unless --layer says another. Rows are means over an arch's checkpoints.
 
-k-sparse probes (Gurnee et al., Finding Neurons in a Haystack, 2023): a logistic regression on the k
-neurons whose means differ most with a property, in deviations, fitted on half of the windows or
-images, as many rows with it as without; the accuracy on the other half (chance: 50 %), mean over
-the properties. Purity: how much of a neuron's 20 highest activations is one character or class;
-mean over at most 100 that fire 20 times. Of each model as many are drawn as the narrowest's d.
+A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
+the k neurons whose means differ most with a property, in deviations. It is fitted on half of the
+windows or images, with as many rows that have the property as not, and scored on the other half
+(chance is 50 %). "k=5" is its mean accuracy over the properties. Purity is the share of one token
+or class among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
+Of every model as many neurons are drawn as the narrowest model has dimensions.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
     python -m experiments.neurons --ckpt=a.pt --examples                what excites five of them
@@ -69,18 +70,21 @@ class Codes(NamedTuple):
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    indices, codes, backbone = [], [], loaded.encoder or loaded.model      # of images, or token ids
+    backbone = loaded.encoder or loaded.model
     layers = backbone.layers
     number = c.layer or len(layers)
     if number > len(layers) or layers[number - 1].sparsification is None:
         raise UserError(f"layer {number} of {len(layers)} has no sparse code")
     layer = layers[number - 1]
+    indices, codes = [], []                     # indices are of images, or token ids
     for index, x in batches(loaded, c):
         half = backbone.trace(x)[number - 1].half
         indices.append(index.cpu())
         codes.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
-    indices, values = torch.cat(indices).numpy(), torch.cat(codes)         # (samples, tokens, m)
-    nonzeros, group = (values != 0).float().mean().item(), np.arange(len(indices))
+    indices = torch.cat(indices).numpy()
+    values = torch.cat(codes)                                              # (samples, tokens, m)
+    nonzeros = (values != 0).float().mean().item()
+    group = np.arange(len(indices))
     if loaded.task == "gpt":                # a row is a token
         decode = tokenizer_from_meta(loaded.meta).decode
         rows = [text_properties([decode([i]) for i in window]) for window in indices]
@@ -129,7 +133,9 @@ def examples(loaded, c):
     of text that excite it most, around its highest token, in «» where it is half as high."""
     if loaded.task != "gpt":
         raise UserError("--examples prints passages of text; this checkpoint is of images")
-    codes, decode, lines = read_codes(loaded, c), tokenizer_from_meta(loaded.meta).decode, []
+    codes = read_codes(loaded, c)
+    decode = tokenizer_from_meta(loaded.meta).decode
+    lines = []
     has = torch.from_numpy(np.array([*codes.properties.values()])).float()
     correlation = torch.corrcoef(torch.cat([has, codes.values.mT]))[:len(has), len(has):]
     best, entries = correlation.nan_to_num().max(1)
