@@ -83,7 +83,8 @@ function draw(current, mine) {
   (text ? drawText : drawPicture)();
   (mae ? drawGuess : drawAnswer)();
   drawHeads();
-  drawCode();
+  drawStrips();
+  drawEntry();
   drawCharts(mine);
   for (const [id, value] of Object.entries({layer: L.number, lambda: state.lambda, eta: state.eta}))
     $(id).nextElementSibling.value = $(id).value = value;
@@ -182,22 +183,27 @@ function drawHeads() {
   }));
 }
 
-function drawCode() {                                       // before and after the step, an entry
+function drawStrips() {                                     // the token before and after the step
   const before = rowAt(T.X), code = rowAt(T.code), m = code.length, best = order(code).slice(0, 6);
-  const most = Math.max(1e-9, ...before, ...code), zeros = code.filter(y => y === 0).length;
+  const most = Math.max(1e-9, ...before, ...code);
+  const nonzeros = code.filter(y => y !== 0).length;
   const bars = values => [...values].map((y, i) => `M${i + .1} 0v${-y / most}h.8v${y / most}z`);
   const strip = (values, rows, kind) => `<svg viewBox="0 -1 ${m} ${rows}" height="${48 * rows}"
     preserveAspectRatio="none"><rect x="${entry}" y="-1" width="1" height="${rows}"/>
     <path class="${kind}" d="${bars(values).join("")}"/></svg>`;
   fill("strips", "<small>before the step</small>", strip(before, 2, "bar"), `<small>after it:
-    ${m - zeros} of ${m} entries are not zero</small>`, strip(code, L.decodes ? 2 : 1, "hot"));
+    ${nonzeros} of ${m} entries are not zero</small>`, strip(code, L.decodes ? 2 : 1, "hot"));
   fill("largest", "<small>largest</small>", best.map(j =>
     button(`${j}: ${digits(code[j])}`, j === entry, {entry: j})));
+}
+
+function drawEntry() {                                      // at every token, and where it is high
+  const m = T.code.cols;
   const held = state.hold.startsWith(`${L.number}:${entry}:`);
   fill("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
   fill("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
   $("hold").max = Math.ceil(2 * T.code.at.reduce((most, y) => Math.max(most, y)));
-  $("hold").value = code[entry];
+  $("hold").value = rowAt(T.code)[entry];
   $("hold").nextElementSibling.value = digits(Number($("hold").value));
   const passages = data.entries?.[L.number - 1][entry] ?? [];
   const marked = (letter, hit) => hit ? `<mark>${seen(letter)}</mark>` : seen(letter);

@@ -8,8 +8,8 @@ nothing by it: on average over the tasks ToST reaches 59.90, the transformer 59.
 
 Verdict (2026-11-24; --seeds=1 --steps=400 --held_out=3000): the cost is as claimed. A step on 16
 pictures of 16 x 16 pixels takes ToST 440 ms of a busy core, the transformer 766 and CRATE 1,023
-(32 x 32, on 2026-11-21: 673, 1,851 and 3,155). ToST gets 16.6 % right, the transformer 17.6, CRATE
-20.4, each +- 0.7. One seed of so short a run cannot tell whether ToST loses to the transformer.
+(32 x 32, on 2026-11-21: 673, 1,851 and 3,155). Whether ToST loses accuracy is open: it gets 16.6 %
+right, the transformer 17.6 and CRATE 20.4, each +- 0.7. To tell, one needs hours of several cores.
 """
 import statistics
 import time
@@ -66,12 +66,14 @@ def train(c, arch, seed, x, y, processes):
     torch.manual_seed(derive_seed(seed, arch))
     config = TextConfig(arch=arch, layers=4, context=x.shape[1], vocab_size=256, causal=False,
                         **SIZES[arch])
-    model, seconds = SequenceClassifier(config).to(processes.device), []
+    model = SequenceClassifier(config).to(processes.device)
     optimizers = make_optimizers(model, "adamw", c.lr, 0.05, (0.9, 0.95))
     rates = warmup_cosine(c.lr, c.steps, c.steps // 10)
     batches = images.index_batches(len(x), c.batch_size, seed)          # the same for every arch
+    seconds = []
     for step in tqdm(range(c.steps), f"{arch} {seed}", disable=None):
-        start, index = time.perf_counter(), next(batches)
+        index = next(batches)
+        start = time.perf_counter()
         with processes.autocast():
             loss = F.cross_entropy(model(x[index]), y[index])
         loss.backward()
@@ -92,11 +94,16 @@ def accuracy(model, x, y, processes):
 def main(argv):
     """[{"arch", "ms", "accuracy", ...}, ...]: means over the seeds, and their standard errors."""
     c, _ = parse(LongRange, {}, argv, __doc__)
-    processes, data, rows = Processes(c.device, c.dtype), images.load("cifar10", c.data_dir), []
-    x, x_test = (grey_pixels(pictures, c.side).to(processes.device)
-                 for pictures in (data.train_images, data.val_images[:c.held_out]))
-    y, y_test = (torch.from_numpy(labels).to(processes.device)
-                 for labels in (data.train_labels, data.val_labels[:c.held_out]))
+    processes = Processes(c.device, c.dtype)
+    data = images.load("cifar10", c.data_dir)
+
+    def on_device(pictures, labels):
+        return (grey_pixels(pictures, c.side).to(processes.device),
+                torch.from_numpy(labels).to(processes.device))
+
+    x, y = on_device(data.train_images, data.train_labels)
+    x_test, y_test = on_device(data.val_images[:c.held_out], data.val_labels[:c.held_out])
+    rows = []
     for arch in SIZES:
         runs = []
         for seed in range(c.seeds):
