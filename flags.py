@@ -188,7 +188,7 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
-        hint = f", did you mean --{near[0]}?" if near else "; --help lists what there is"
+        hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
