@@ -345,7 +345,7 @@ def opened(name, kind, cache):
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
                             "python data/prepare.py NAME --source DIR makes your own")
         if sets[name].large:
-            raise UserError(f"{name} is not prepared: {how_to(name, cache)}; --help lists other presets")
+            raise UserError(f"{name} is not prepared: {how_to(name, cache)}; --help lists presets")
         prepare(name, cache=cache)
     with one_line(name, f"delete {folder} and prepare it again"):
         meta = json.loads((folder / "meta.json").read_bytes())
