@@ -182,12 +182,11 @@ def load_into(module, state, path, assign=False):
 
 def load_resized(encoder, loaded, path):
     """Fills `encoder` from a loaded one, learned positions interpolated to its own image size."""
-    c, state = encoder.config, loaded.encoder.state_dict()
-    if c.image_size != loaded.encoder.config.image_size:
-        side, positions = c.image_size // c.patch_size, encoder.positions
-        if loaded.encoder.config.positions == "learned":
-            positions = loaded.encoder.position_table(side, side)
-        state["positions"] = positions.detach()
+    c, theirs, state = encoder.config, loaded.encoder.config, loaded.encoder.state_dict()
+    if c.image_size != theirs.image_size:
+        state["positions"] = encoder.positions.detach()
+        if theirs.positions == "learned":
+            state["positions"] = loaded.encoder.position_table(c.side, c.side).detach()
     load_into(encoder, state, path)
 
 

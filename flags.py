@@ -64,7 +64,7 @@ def cli(main):
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
     flush_or_mute()
     if dist.is_initialized():
         if status == 0:

@@ -77,8 +77,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
     with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
 
-    Derived is (1 - beta kappa) Z + beta kappa MSSA(Z), [J] Eq. (34); a layer has Z + MSSA(Z), Eq.
-    (45). Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
+    [J] Eq. (34) derives (1 - beta kappa) Z + beta kappa MSSA(Z); a layer is Z + MSSA(Z), Eq. (45).
+    Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
     <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
     [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
     w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
@@ -646,7 +646,7 @@ class Arch(NamedTuple):
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    text: str = "text"                  # family of language models: nanoGPT's, and ToST's too
+    text_family: str = "text"           # of language models: nanoGPT's, and ToST's too
 
 
 ARCHS = {
@@ -658,7 +658,7 @@ ARCHS = {
     # an ablation: CRATE with one of CRATE-alpha's changes, the residual around step 2
     "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
     "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, "alpha", text="text-biases"),   # Bai and Ma 2025
+    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_family="text-biases"),   # Bai and Ma 2025
     "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
@@ -740,7 +740,7 @@ class BackboneConfig:
 
     def family(self):
         arch = ARCHS[self.arch]
-        return FAMILIES[arch.text if self.task == "text" else arch.family]
+        return FAMILIES[arch.text_family if self.task == "text" else arch.family]
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -819,7 +819,7 @@ class MAEConfig(ImageConfig):
 
     def masked_patches(self):
         """How many are masked. As released, the visible ones are rounded down."""
-        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # (1 - 0.9) 100 < 10
+        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 100 (1 - 0.9) < 10
 
 
 @dataclass(kw_only=True)
@@ -1163,7 +1163,7 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Not: repeated D and U, products of TSSA and CBSA, image heads."""
+    causal map counts in full. Left out: repeated D and U, products of TSSA, CBSA, image heads."""
     c, seen = model.config, model.config.context
     if isinstance(c, MAEConfig) and c.mask_tokens == "after":
         seen -= c.masked_patches()

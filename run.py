@@ -164,8 +164,8 @@ class Run:
         self.received = 0                   # the first signal
         self.handlers = {}                  # signal -> the handler to put back
         self.losses = []                    # of the steps since the last line of metrics.jsonl
-        self.timed = 0, 0.0                 # steps and seconds of all laps
-        self.bar = tqdm(disable=True)       # until begin, like the next
+        self.timed_steps, self.timed_seconds = 0, 0.0           # of all laps
+        self.bar = tqdm(disable=True)       # no bar and no file before begin
         self.metrics = None
         self.resuming = processes.main_only(self._open)
 
@@ -271,11 +271,13 @@ class Run:
         steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
         self.lap = self.step, time.perf_counter()
         if steps:
-            self.timed = self.timed[0] + steps, self.timed[1] + seconds
+            self.timed_steps += steps
+            self.timed_seconds += seconds
         return self.per_step * steps / seconds
 
     def _write_line(self, loss, speed, lr, values):
-        line, text = dict(step=self.step, split="train", loss=loss, lr=lr), f"loss {loss:.4f}"
+        line = dict(step=self.step, split="train", loss=loss, lr=lr)
+        text = f"loss {loss:.4f}"
         if speed:
             line[self.speed_name] = speed
             text += f", {speed:,.0f} {self.unit}/s"
@@ -294,15 +296,19 @@ class Run:
         one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
-            if not math.isfinite(loss):
-                self.close()
-                raise RunEnded(3, f"the loss is not finite at step {step}: try a lower --lr; any "
-                                  f"checkpoint in {self.dir} is of a step before")
+            self._check_finite(loss, step)
         return losses
+
+    def _check_finite(self, loss, step):
+        if not math.isfinite(loss):
+            self.close()
+            raise RunEnded(3, f"the loss is not finite at step {step}: try a lower --lr; any "
+                              f"checkpoint in {self.dir} is of a step before")
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
-        is given and the lowest so far."""
+        is given and the lowest so far. Raises RunEnded if the validation loss is not finite."""
+        self._check_finite(scores.get("loss", 0.0), self.step)
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
@@ -367,12 +373,11 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed of all laps. Prints what to
         try next: commands with the folder {dir}, its files {ckpt} or {best}. Returns the line."""
         seconds = time.perf_counter() - self.began
-        steps, timed = self.timed
-        speed = self.per_step * steps / max(timed, 1e-9)
+        speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
         self.write(line)
-        text = f", {speed:,.0f} {self.unit}/s" if steps else f": there were {self.total} to do"
+        text = f", {speed:,.0f} {self.unit}/s" if speed else f": there were {self.total} to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir, ckpt=self.dir / "ckpt.pt",

@@ -22,7 +22,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Defaults are nanoGPT's for GPT-2, but [B]'s batches of 384 sequences. Presets change them."""
+    """Defaults are nanoGPT's for GPT-2, except [B]'s batches of 384. Presets change them."""
     data: str = option("openwebtext", "a prepared text set")
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)

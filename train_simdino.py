@@ -223,25 +223,16 @@ def feature_statistics(Z, eps, processes):
                 cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
 
 
-class Watch:
-    """The numbers of a line of metrics.jsonl. It says once that the features have collapsed, not
-    before the step `start`: random features look collapsed."""
-
-    def __init__(self, run, eps, start):
-        self.run, self.eps, self.start, self.warned = run, eps, start, False
-
-    def numbers(self, Z, terms):
-        """Of this process's features Z (m, p) and the loss's terms {name: scalar}."""
-        processes = self.run.processes
-        seen = feature_statistics(Z, self.eps, processes)
-        for name, term in terms.items():
-            seen[name] = (processes.sum(term.detach().clone()) / processes.world).item()
-        collapsed = seen["effective_rank"] < 2 or seen["cosine"] > 0.99
-        if collapsed and not self.warned and self.run.step > self.start:
-            self.warned = True
-            self.run.say(f"step {self.run.step}: the features have collapsed (effective rank "
-                         f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-        return seen
+def line_numbers(Z, terms, eps, run, start):
+    """The numbers of a line of metrics.jsonl, from this process's features Z (m, p) and the loss's
+    terms {name: scalar}. It says if the features have collapsed; until step `start` all look so."""
+    seen = feature_statistics(Z, eps, run.processes)
+    for name, term in terms.items():
+        seen[name] = (run.processes.sum(term.detach().clone()) / run.processes.world).item()
+    if run.step > start and (seen["effective_rank"] < 2 or seen["cosine"] > 0.99):
+        run.say(f"step {run.step}: the features have collapsed (effective rank "
+                f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
+    return seen
 
 
 def score_neighbours(teacher, train, val, data, c, processes):
@@ -302,7 +293,7 @@ def main(argv):
     if run.step == 0:                       # what a score is to be compared with
         scores = score_neighbours(teacher, train, val, data, c, processes)
         run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
-    watch = Watch(run, c.eps, start=min(c.warmup_epochs * epoch, total // 2))
+    trained = min(c.warmup_epochs * epoch, total // 2)      # from here on features can collapse
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
     for step in range(run.step, total):
@@ -342,7 +333,8 @@ def main(argv):
         ema_update(averages, params, schedule["momentum"][step])
 
         # evaluate; the statistics of a line are of the step's first view
-        if run.log_step(loss, schedule["lr"][step], partial(watch.numbers, s[0].detach(), terms)):
+        numbers = partial(line_numbers, s[0].detach(), terms, c.eps, run, trained)
+        if run.log_step(loss, schedule["lr"][step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
         run.end_step()
     return run.done("python evaluate.py knn --ckpt={ckpt}",

@@ -23,7 +23,7 @@ from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """With --init_from, auto takes what the checkpoint has."""
+    """With --init_from, auto takes what the checkpoint has; --image_size is 32 unless given."""
     data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)

@@ -6,9 +6,10 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-Files in DIR/train, DIR/val and DIR/test, or named so, keep these splits if all files are; pictures
-without a val are validated on test. Otherwise a tenth of the pictures is held out, a hundredth of
-the documents, or the last tenth of a single one. The set is data/cache/NAME, with meta.json and
+If all files lie in DIR/train, DIR/val and DIR/test, or have such names, these are the splits;
+pictures without a val are validated on test. Otherwise a tenth of the pictures is held out, or a
+hundredth of the documents, or the last tenth of a single one. The set is data/cache/NAME:
+meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
@@ -107,6 +108,9 @@ def read_rows(hub, source, draft, streaming=False):
         except Exception:       # no network; `datasets` would ask six times, in half a minute
             config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
         return load_dataset(**hub, streaming=streaming)
+    if hub:             # a repository may have several sets, each in a folder
+        folder = source / hub.get("name", "default")
+        source = folder if folder.is_dir() else source
     for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
         part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
         present = len(list(path.parent.glob(f"{part}*-of-{count}*")))
@@ -277,7 +281,7 @@ def write_text(name, tokenizer, source, draft):
             # 64 at once: they may be books, and memory holds their tokens
             for start in tqdm(range(0, len(documents), 64), f"{name} {split}", disable=None):
                 for ids in tokenizer.encode_batch(documents[start:start + 64]):
-                    out.write(np.array([*ids, *end], np.uint16))
+                    out.write(np.concatenate([ids, end], dtype=np.uint16, casting="unsafe"))
             tokens[split] = out.tell() // 2
     return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens)
 

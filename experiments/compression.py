@@ -7,7 +7,7 @@ in a toy. Here five updates are iterated on random tokens and subspaces, and R^c
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
     neumann, exact   Z - step / beta grad R^c, approximate or exact         [J] Eq. (33), (31)
 
-Twice: where the Neumann series converges, beta ||U_k^* Z||^2 < 1, and on larger tokens.
+On small tokens, where the Neumann series converges (beta ||U_k^* Z||^2 < 1), and on larger ones.
 
     python -m experiments.compression
 

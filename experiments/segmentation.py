@@ -91,7 +91,7 @@ def patch_features(encoder, x, number, kind):
     layer = encoder.layers[number - 1]
     Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
     _, keys, _ = layer.attention.queries_keys_values(layer.norm1(Z))
-    return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads abreast
+    return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads side by side
 
 
 # ---- Scores -------------------------------------------------------------------------------------

@@ -162,10 +162,11 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
 
 
 def test_articles_sentences_and_passages(tmp_path, bpe):
-    """Wikitext's rows are lines, empty ones without their ` \\n`."""
+    """Wikitext's rows are lines, empty ones without their ` \\n`. Another set lies beside it."""
     lines = ["", " = One = \n", "", " first \n", " = = part = = \n", "", " formula \n",
              " = 1 / s = \n", "", " = Two ( film ) = \n", "", " the second \n"]
-    parquet(tmp_path / "a/test-00000-of-00001.parquet", text=lines)
+    for folder in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
+        parquet(tmp_path / f"a/{folder}/test-00000-of-00001.parquet", text=lines)
     prepare.prepare("wikitext", tmp_path / "a", tmp_path)
     data, lines = text.load("wikitext", tmp_path), [line or " \n" for line in lines]
     assert documents(data.test, bpe) == ["".join(lines[:9]), "".join(lines[9:])]
