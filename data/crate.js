@@ -165,9 +165,16 @@ function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
     const heads = l < c.layers ? c.heads : c.decoder_heads;
     const own = output === "transpose" ? U : transposed(U);
     const s = output === "negative" ? -c.step_size : c.step_size;           // of crate-c, -n, -t
-    Object.assign(L, {number: l + 1, heads, p: U.rows / heads, U, bias: W?.bias, decodes: !!L.D,
-      D, Dt: transposed(D), mix: mix?.at.map(y => 1 / (1 + Math.exp(-y))),
-      W: W?.weight ?? made(U.cols, U.rows, t => s * own.at[t])});
+    L.number = l + 1;
+    L.decodes = !!L.D;                                          // a layer of a decoder
+    L.heads = heads;
+    L.p = U.rows / heads;
+    L.U = U;
+    L.W = W?.weight ?? made(U.cols, U.rows, t => s * own.at[t]);
+    L.bias = W?.bias;
+    L.D = D;
+    L.Dt = transposed(D);
+    L.mix = mix?.at.map(y => 1 / (1 + Math.exp(-y)));           // shares a_k, then b_k
   });
   return model;
 }

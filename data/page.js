@@ -2,16 +2,23 @@
 // ---- State: what was chosen, and is kept in the address
 // `set` changes the state, as does a click on what has data-set; `update` computes and draws. `esc`
 // keeps names and texts from being markup.
-const $ = id => document.getElementById(id), data = JSON.parse($("data").textContent), models = {};
-const {config: c, task} = data, text = task === "gpt", mae = task === "mae", views = [];
-const P = c.patch_size, H = c.image_size, side = H / P, kinds = ["trained", "untrained"];
+const $ = id => document.getElementById(id);
+const data = JSON.parse($("data").textContent);
+const {config: c, task} = data, text = task === "gpt", mae = task === "mae";
+const P = c.patch_size, H = c.image_size, side = H / P;     // side: of the grid of patches
+const middle = 1 + (side + 1) * (side >> 1);                // the token of the middle patch
+const depth = c.layers + (c.decoder_layers ?? 0);
+const kinds = ["trained", "untrained"];
+const models = {};                      // kind -> the model, when it has been built
 const letters = [...data.characters ?? "", "\ufffd"];       // the last stands for any other
-const middle = 1 + (side + 1) * (side >> 1), depth = c.layers + (c.decoder_layers ?? 0);
+const views = [];                       // what `fill` draws on canvases
 const initial = {picture: 0, mask: (data.masked ?? []).join("."), text: data.text, layer: c.layers,
   at: text ? -1 : mae || c.pool === "mean" ? middle : 0, entry: -1, hold: "", off: "",
   lambda: c.lambd, eta: c.eta, untrained: 0};               // -1: the last token, the largest entry
-let state, pixels, file;                // what was chosen; the picture and its file's name
-let turn = 0, edits = 0, painted;       // counts of updates and of pictures; whether a drag paints
+let state;                              // what was chosen
+let pixels, file;                       // the picture, and its file's name
+let turn = 0, edits = 0;                // counts of updates and of pictures
+let painted;                            // whether this drag has painted
 let model, n, L, T, at, entry;          // what is drawn: n tokens, layer L, its trace T, the choice
 
 const esc = words => String(words).replace(/[&<>"]/g, sign => `&#${sign.charCodeAt()};`);
@@ -100,8 +107,12 @@ function fill(id, ...parts) {                               // and what is on it
 
 // A value for each token: bars over the characters, colour over the picture. None: the picture
 function view(values, picture = pixels, hidden) {
-  if (!text) return `<div class="frame" data-view="${views.push([values, picture, hidden]) - 1}">` +
-    "<canvas></canvas><i></i></div>";
+  if (text) return bars(values);
+  views.push([values, picture, hidden]);                    // `fill` draws it
+  return `<div class="frame" data-view="${views.length - 1}"><canvas></canvas><i></i></div>`;
+}
+
+function bars(values) {
   const most = Math.max(1e-9, ...values), bar = i => 1.5 * Math.max(0, values[i]) / most;
   return `<div class="type">${model.ids.map((id, i) => `<span class="${i === at ? "at" : ""}">` +
     `<i style="height: ${bar(i)}em"></i>${seen(letters[id])}</span>`).join("")}</div>`;
@@ -202,6 +213,7 @@ function drawEntry() {                                      // at every token, a
   const held = state.hold.startsWith(`${L.number}:${entry}:`);
   fill("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
   fill("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
+  $("hold").min = Math.floor(2 * T.code.at.reduce((least, y) => Math.min(least, y), 0));
   $("hold").max = Math.ceil(2 * T.code.at.reduce((most, y) => Math.max(most, y)));
   $("hold").value = rowAt(T.code)[entry];
   $("hold").nextElementSibling.value = digits(Number($("hold").value));
@@ -287,22 +299,42 @@ $("file").onchange = async () => {
     set({}, brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3), chosen.name);
   } catch { fill("caption", esc(chosen.name), " cannot be read as a picture"); }
 };
-$("picture").onpointerdown = $("picture").onpointermove = $("picture").onpointerup = e => {
-  const {left, top, width} = $("picture").getBoundingClientRect(), patches = masked();
-  const [x, y] = [e.clientX - left, e.clientY - top].map(y => clamp(y / width * H | 0, 0, H - 1));
-  const patch = (y / P | 0) * side + (x / P | 0), rgb = rgbOf($("colour").value);
-  if (e.type === "pointerdown") painted = false;
-  const moved = e.type === "pointermove" && e.buttons;       // a drag paints; out of its patch on a
-  if (moved && (!mae || painted || at !== patch + 1)) {      // mae page, where a click masks
-    for (let i = 0; i < H * H; i++)
-      if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 20) pixels.set(rgb, 3 * i);
-    painted = true;
-    edits++;
-  }
-  if (e.type === "pointerup" && mae && !painted)            // a click masks
+
+function pointed(e) {                                       // the pixel there, and its patch
+  const {left, top, width} = $("picture").getBoundingClientRect();
+  const pixel = offset => clamp(offset / width * H | 0, 0, H - 1);
+  const x = pixel(e.clientX - left), y = pixel(e.clientY - top);
+  return {x, y, patch: (y / P | 0) * side + (x / P | 0)};
+}
+
+function paint(x, y) {                                      // a round dab of the chosen colour
+  const rgb = rgbOf($("colour").value);
+  for (let i = 0; i < H * H; i++)
+    if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 20) pixels.set(rgb, 3 * i);
+  painted = true;
+  edits++;
+}
+
+function choose(patch) {
+  if (painted || at !== patch + 1) set({at: patch + 1, entry: -1});
+}
+
+$("picture").onpointerdown = e => {
+  painted = false;
+  choose(pointed(e).patch);
+};
+$("picture").onpointermove = e => {
+  const {x, y, patch} = pointed(e);
+  // a drag paints; where a click masks, only once it has left its patch
+  if (e.buttons && (!mae || painted || at !== patch + 1)) paint(x, y);
+  choose(patch);
+};
+$("picture").onpointerup = e => {
+  const {patch} = pointed(e), patches = masked();
+  if (mae && !painted)                                      // a click masks
     set({mask: (patches.delete(patch) ? [...patches] : [...patches, patch]).join(".")});
-  else if (painted || at !== patch + 1) set({at: patch + 1, entry: -1});
-  if (e.type === "pointerup") painted = false;
+  else choose(patch);
+  painted = false;
 };
 
 // ---- What stays: names, each equation with its source and its place, the check
