@@ -52,7 +52,7 @@ def spread(total, n):
 def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
     data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
-    return data, evaluate.on_device(data, c.split, next(loaded.model.parameters()).device)
+    return data, data.on_device(c.split, next(loaded.model.parameters()).device)
 
 
 def batches(loaded, c):

@@ -56,11 +56,6 @@ def read_pictures(files, loaded):
     return pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
 
 
-def on_device(data, split, device):
-    """The "train" or "val" part of an image set."""
-    return images.Images(getattr(data, f"{split}_images"), getattr(data, f"{split}_labels"), device)
-
-
 def pooling(loaded):
     """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
     return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
@@ -301,14 +296,15 @@ def accuracy(c):
     loaded, processes = load(c, "vit")
     data = images_for(c.data, loaded.meta, c.data_dir)
     check_classes(loaded, data)
-    split = on_device(data, c.split, processes.device)
+    split = data.on_device(c.split, processes.device)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, c, processes, c.batch_size)
 
 
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
-    if (c.data if c.features == "pixels" else c.ckpt) is None:
+    needed = c.data if c.features == "pixels" else c.ckpt
+    if needed is None:
         raise UserError("give --ckpt, or --features=pixels and --data=NAME")
     if c.features == "pixels":
         encoder, meta, kind, used = None, {}, "pixels", None
@@ -320,7 +316,7 @@ def probe(c):
     data = images_for(c.data, meta, c.data_dir)
     samples = []
     for name in ("train", "val"):
-        split = on_device(data, name, processes.device)
+        split = data.on_device(name, processes.device)
         x = features(encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
     return dict(data=data.name, features=kind, encoder=used), samples, processes, data

@@ -49,6 +49,24 @@ def attention_map(q, k, scale, causal=False):
     return gram.softmax(-1)
 
 
+def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
+    """Multi-head subspace self-attention, as printed.
+
+    SSA(Z | U_k) = (U_k^*Z) softmax((U_k^*Z)^*(U_k^*Z))                [J] Eq. (35), [N] Eq. (11)
+    without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
+    with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
+
+    [J] Eq. (34) derives (1 - beta kappa) Z + beta kappa MSSA(Z); a layer is Z + MSSA(Z), Eq. (45).
+    Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
+    <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
+    [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
+    w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
+    ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
+    if W is None:
+        return (ssa @ U.mT).sum(-3)
+    return F.linear(ssa.transpose(-3, -2).flatten(-2), W, bias)         # heads side by side, then W
+
+
 def shift(w, a):
     """(1 - a) w_i + a w_{i-1} for every token i, 0 before the first: keys or values that see the
     token before (Xu et al. 2025: two weights of any sum). w (..., K, n, p), shares a (K, 1, 1)."""
@@ -68,24 +86,6 @@ def rotate(w, phase):
     (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
     pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
-
-
-def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
-    """Multi-head subspace self-attention, as printed.
-
-    SSA(Z | U_k) = (U_k^*Z) softmax((U_k^*Z)^*(U_k^*Z))                [J] Eq. (35), [N] Eq. (11)
-    without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
-    with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
-
-    [J] Eq. (34) derives (1 - beta kappa) Z + beta kappa MSSA(Z); a layer is Z + MSSA(Z), Eq. (45).
-    Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
-    <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
-    [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
-    w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
-    ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
-    if W is None:
-        return (ssa @ U.mT).sum(-3)
-    return F.linear(ssa.transpose(-3, -2).flatten(-2), W, bias)         # heads side by side, then W
 
 
 @dataclass

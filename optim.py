@@ -164,9 +164,3 @@ def take_step(optimizers, lr, weight_decay=None):
                 group["weight_decay"] = weight_decay
         optimizer.step()
         optimizer.zero_grad()
-
-
-@torch.no_grad()
-def ema_update(average, params, momentum):
-    """average = momentum average + (1 - momentum) params, two lists of parameters."""
-    torch._foreach_lerp_(average, params, 1 - momentum)

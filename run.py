@@ -220,10 +220,11 @@ class Run:
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.start, self.eval_every = self.step, self.config.eval_every or eval_every
-        # the speed times this is the MFU, the share of the GPUs' peak; 0 where the peak is unknown
+        # the speed times this is the MFU, the share of the GPUs' peak in bfloat16, or 0
         name = device_name(self.processes.device)
-        peak = next((PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK), math.inf)
-        self.unit_mfu = flops / peak / self.processes.world
+        peaks = [PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK]
+        known = peaks and self.processes.bfloat16
+        self.unit_mfu = flops / peaks[0] / self.processes.world if known else 0
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))

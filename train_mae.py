@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from data import augment, images, show
-from evaluate import model_input, on_device, validation_noise, with_bar
+from evaluate import model_input, validation_noise, with_bar
 from flags import cli, model_fields, ModelFlags, option, parse
 from model import mae_config, MAEConfig, MaskedAutoencoder, train_flops
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
@@ -134,7 +134,7 @@ def main(argv):
     # ---- run
     run = Run(c, "mae", name, processes)
     run.restore(model, model.config, optimizers, data.meta())
-    train, val = (on_device(data, split, device) for split in ("train", "val"))
+    train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()

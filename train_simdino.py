@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 import checkpoint
 from data import augment, images
-from evaluate import features, nearest_neighbours, on_device
+from evaluate import features, nearest_neighbours
 from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
-from optim import count, ema_update, make_optimizers, steps_per_epoch, take_step, warmup_cosine
+from optim import count, make_optimizers, steps_per_epoch, take_step, warmup_cosine
 from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
 
@@ -199,6 +199,12 @@ def clip_each(params, limit):
     torch._foreach_mul_(grads, (limit / (norms + 1e-6)).clamp(max=1).unbind())
 
 
+@torch.no_grad()
+def ema_update(average, params, momentum):
+    """average = momentum average + (1 - momentum) params, two lists of parameters."""
+    torch._foreach_lerp_(average, params, 1 - momentum)
+
+
 def schedules(c, total, epoch):
     """What changes over the run, [B] 7.2: lists of a value for each step."""
     rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
@@ -276,7 +282,7 @@ def main(argv):
     if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
-    train, val = (on_device(data, split, device) for split in ("train", "val"))
+    train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
     if wants_compile(c, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated

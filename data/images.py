@@ -30,6 +30,10 @@ class ImageData:
         return dict(name=self.name, classes=self.classes, mean=self.mean, std=self.std,
                     image_size=self.image_size)
 
+    def on_device(self, split, device):
+        """Its "train" or "val" part, as Images."""
+        return Images(getattr(self, f"{split}_images"), getattr(self, f"{split}_labels"), device)
+
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""

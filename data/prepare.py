@@ -6,10 +6,9 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-If all files lie in DIR/train, DIR/val and DIR/test, or have such names, these are the splits;
-pictures without a val are validated on test. Otherwise a tenth of the pictures is held out, or a
-hundredth of the documents, or the last tenth of a single one. The set is data/cache/NAME:
-meta.json and
+Files that all lie in DIR/train, DIR/val, DIR/test, or are named so, keep these splits; pictures
+without a val are validated on test. Otherwise a tenth of the pictures is held out, or a hundredth
+of the documents, or the last tenth of a single one. The set is data/cache/NAME: meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)

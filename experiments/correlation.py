@@ -28,7 +28,7 @@ from analyze import spread
 from checkpoint import load_model
 from data import images
 from data.show import print_table
-from evaluate import classify, images_for, model_input, on_device
+from evaluate import classify, images_for, model_input
 from flags import cli, DataFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from optim import count
@@ -195,7 +195,7 @@ def examine(theta, c, processes):
     loaded, data, train, loss = fit(theta, folder, c, processes)
     model = loaded.model
     initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
-    val = on_device(data, "val", processes.device)
+    val = data.on_device("val", processes.device)
     gap = classify(model, val, data, c, processes)["loss"] - loss
     batch, y = train.batch(spread(len(train), c.samples))
     x = model_input(batch, data, model.config.image_size)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from data import augment
 from data.show import print_table, stretched
-from evaluate import Flags, images_for, load, model_input, on_device, pooling, with_bar
+from evaluate import Flags, images_for, load, model_input, pooling, with_bar
 from flags import cli, option, parse, UserError
 from model import patchify, saliency
 
@@ -143,7 +143,7 @@ def open_objects(c):
     data = images_for(c.data, loaded.meta, c.data_dir)
     masks = torch.tensor(data.val_masks)[:, None]
     masks = augment.at_size(masks, min(size, masks.shape[-1])).bool()
-    return loaded, processes, number, data, on_device(data, "val", processes.device), masks
+    return loaded, processes, number, data, data.on_device("val", processes.device), masks
 
 
 @torch.no_grad()
