@@ -210,8 +210,7 @@ def open_pictures(c, count):
 
 @dataclass(kw_only=True)
 class Tokens(Pictures):
-    """|Z^{l+1}| of one image, tokens by features, layer by layer ([N] Figure 6). Black is the 99th
-    percentile of a layer and more."""
+    """|Z^{l+1}| of an image, tokens by features, by layer ([N] Figure 6); black: percentile 99."""
 
 
 @torch.no_grad()

@@ -227,9 +227,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Numbers of a layer -------------------------------------------------------------------------
 def layer_numbers(layer, Z, trace, c):
-    """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d) and its
-    LayerTrace; c has eps, lambd, unit_bases. In float64, since float32 gives NaN, and on the CPU,
-    since mps has no float64."""
+    """The numbers of analyze.py layers for one layer, each (B,), from Z^l (B, n, d), its LayerTrace
+    and c's eps, lambd, unit_bases. In float64: float32 gives NaN. On the CPU: mps lacks float64."""
     U, X, Z, half, out = (T.cpu().double() for T in (
         layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
     if c.unit_bases:
@@ -303,8 +302,7 @@ def accuracy(c):
 
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
-    needed = c.data if c.features == "pixels" else c.ckpt
-    if needed is None:
+    if (c.data if c.features == "pixels" else c.ckpt) is None:
         raise UserError("give --ckpt, or --features=pixels and --data=NAME")
     if c.features == "pixels":
         encoder, meta, kind, used = None, {}, "pixels", None
@@ -337,7 +335,7 @@ class LM(Flags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     data: str | None = option(None, "which text; auto is what the checkpoint was trained on")
     split: str | None = option(None, "which part; auto is test if it exists, else val",
-                               choices=text.SPLITS)
+                               choices=("train", "val", "test"))
     batch_size: int = option(16, "windows at once", low=1)
     context: int | None = option(None, "tokens a window; with rotary positions also more", low=1)
 

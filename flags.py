@@ -49,7 +49,7 @@ def ending(error):
 
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
-    128 + signal after a saved one. An error is one line on stderr; Ctrl-C, a closed pipe: none."""
+    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
     signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
     status = 0
     try:
@@ -143,6 +143,7 @@ def converter(f, kind, optional):
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
+        text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
         if value in (float("inf"), float("-inf")):
             raise ValueError        # argparse: "invalid number value"

@@ -168,7 +168,8 @@ class Attention(nn.Module, ABC):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
         n, start = q.shape[2], k.shape[2] - q.shape[2]  # in generation, q are k's last n tokens
         dropout = self.dropout if self.training else 0.0
-        causal, mask = self.causal and not start, None
+        causal = self.causal and start == 0
+        mask = None
         if self.causal and start and n > 1:
             mask = torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
@@ -285,7 +286,7 @@ class Layer(nn.Module):
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
             self.scale2 = nn.Parameter(self.scale1.detach().clone()) if arch.residual else None
 
-    def branch(self, out, scale):
+    def scale_and_drop(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
         if scale is not None:
             out = out * scale
@@ -296,14 +297,14 @@ class Layer(nn.Module):
 
     def compress(self, Z, cache=None):
         """Z^l -> Z^{l+1/2}."""
-        return Z + self.branch(self.attention(self.norm1(Z), cache), self.scale1)
+        return Z + self.scale_and_drop(self.attention(self.norm1(Z), cache), self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
         if self.sparsification is None:
             return Z
         out = self.sparsification(self.norm2(Z))
-        return Z + self.branch(out, self.scale2) if self.residual else out
+        return Z + self.scale_and_drop(out, self.scale2) if self.residual else out
 
     def forward(self, Z, cache=None):
         return self.sparsify(self.compress(Z, cache))
@@ -953,8 +954,7 @@ class ImageEncoder(Backbone):
 
 
 class ImageClassifier(nn.Module):
-    """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after a LayerNorm unless
-    the encoder ends with one."""
+    """model(x): (B, C, H, W) -> logits (B, classes). A linear head, behind exactly one last LN."""
 
     def __init__(self, config):
         super().__init__()
@@ -1163,7 +1163,8 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Left out: repeated D and U, products of TSSA, CBSA, image heads."""
+    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
+    CBSA, the heads of images."""
     c, seen = model.config, model.config.context
     if isinstance(c, MAEConfig) and c.mask_tokens == "after":
         seen -= c.masked_patches()

@@ -30,8 +30,8 @@ def count(model):
 
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
-    """A list of `total` values: linear up to `base` over `warmup` steps (half of a run at most),
-    from base / warmup (DINO and MAE: 0), then half a cosine to `final`."""
+    """A list of `total` values: a straight rise to `base` over `warmup` steps, at most half of all,
+    then half a cosine down to `final`. The first is base / warmup; DINO and MAE have 0."""
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     rise = [base * (i + 1) / warmup for i in range(warmup)]
@@ -95,7 +95,8 @@ def newton_schulz(G, dtype):
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025). Matrices of one shape are updated
-    together, in torch's own one at a time. MHSA's QKV is one matrix; Jordan advises Q, K, V apart.
+    together, where torch.optim.Muon takes one at a time. MHSA's QKV is one matrix; Jordan advises
+    Q, K, V apart.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from checkpoint import load_into, load_optimizers, read_metrics, read_newest, write_checkpoint
-from flags import DataFlags, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
+from flags import CACHE, DataFlags, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
 
@@ -92,7 +93,7 @@ class Processes:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
             outcome[0].shared = True
-            raise outcome.pop()     # a name for it would keep the traceback and a run's lock
+            raise outcome.pop()     # a variable would keep its traceback, and a run's lock
         return outcome[0]
 
     def wrap(self, model):
@@ -182,7 +183,7 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun has started this run again, if the one in the folder has its id
+        # torchrun has restarted this very run if .lock names the same launch
         restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
         resuming = saved and (c.resume or restarted)
         files = {path.name for path in self.dir.iterdir()} - {".lock"}
@@ -216,15 +217,15 @@ class Run:
         return content
 
     def begin(self, text, total, eval_every, unit, per_step, flops):
-        """Says what is trained; starts clock, bar and metrics. `flops` of a unit are for MFU."""
+        """Says what is trained, starts clock, bar and metrics.jsonl. flops: of a unit, for MFU."""
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.start, self.eval_every = self.step, self.config.eval_every or eval_every
-        # the speed times this is the MFU, the share of the GPUs' peak in bfloat16, or 0
+        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
         name = device_name(self.processes.device)
         peaks = [PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK]
         known = peaks and self.processes.bfloat16
-        self.unit_mfu = flops / peaks[0] / self.processes.world if known else 0
+        self.mfu_per_speed = flops / peaks[0] / self.processes.world if known else 0
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -282,7 +283,7 @@ class Run:
         if speed:
             line[self.speed_name] = speed
             text += f", {speed:,.0f} {self.unit}/s"
-        if mfu := speed * self.unit_mfu:
+        if mfu := speed * self.mfu_per_speed:
             line["mfu"] = mfu
             text += f", mfu {mfu:.1%}"
         self.write(line | values)
@@ -293,8 +294,7 @@ class Run:
             self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _finite_losses(self):
-        """The losses since the last line, means over processes; waits for them. Raises RunEnded if
-        one is not finite."""
+        """The losses since the last line, means over processes. RunEnded if one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             self._check_finite(loss, step)
@@ -303,8 +303,8 @@ class Run:
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
             self.close()
-            raise RunEnded(3, f"the loss is not finite at step {step}: try a lower --lr; any "
-                              f"checkpoint in {self.dir} is of a step before")
+            raise RunEnded(3, f"the loss or a weight is not finite at step {step}: try a lower "
+                              f"--lr; any checkpoint in {self.dir} is of a step before")
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
@@ -331,8 +331,8 @@ class Run:
 
     def save(self, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a kill between them repeats an evaluation."""
-        if self.losses:
-            self._finite_losses()           # a checkpoint of NaN would replace a good one
+        norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
+        self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
         self._end_lap()
         self.processes.main_only(partial(self._write_checkpoints, best))
         self.lap = self.step, time.perf_counter()
@@ -371,8 +371,8 @@ class Run:
             self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
 
     def done(self, *then):
-        """Writes the last line of metrics.jsonl, with the mean speed of all laps. Prints what to
-        try next: commands with the folder {dir}, its files {ckpt} or {best}. Returns the line."""
+        """Writes the last line of metrics.jsonl, with the mean speed of all laps, and returns it.
+        Prints commands to try next: {data} in them becomes --data_dir, if it was given."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -380,9 +380,11 @@ class Run:
         self.write(line)
         text = f", {speed:,.0f} {self.unit}/s" if speed else f": there were {self.total} to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
+        folder, data_dir = (shlex.quote(str(path)) for path in (self.dir, self.config.data_dir))
+        data = "" if self.config.data_dir == str(CACHE) else f" --data_dir={data_dir}"
         for command in ("python analyze.py curves {dir}", *then):
-            self.say("  " + command.format(dir=self.dir, ckpt=self.dir / "ckpt.pt",
-                                           best=self.dir / "best.pt"))
+            self.say("  " + command.format(dir=folder, ckpt=f"{folder}/ckpt.pt",
+                                           best=f"{folder}/best.pt", data=data))
         self.close()
         return line
 

@@ -107,8 +107,8 @@ def main(argv):
     # ---- data
     data = text.load(c.data, cache=c.data_dir)
     tokenizer = data.tokenizer
-    if data.train is None or data.val is None or len(data.val) < 2:
-        raise UserError(f"{c.data} lacks a part to train or to validate on: it is for evaluate.py")
+    if data.train is None or data.val is None:
+        raise UserError(f"{c.data} has no part to train on, or no val to validate on")
     if len(data.train) <= c.context:
         raise UserError(f"{c.data} has {len(data.train):,} training tokens, too few for "
                         f"--context={c.context}: use a smaller context")
@@ -179,12 +179,12 @@ def main(argv):
             chosen_by = scores["loss"]
             if run.step == run.total and len(val) < len(data.val):
                 scores = validate(model, data.val)
-            if c.sample and not masked and run.is_main:
+            if c.sample and not masked and run.is_main and scores["loss"] < float("inf"):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
         run.end_step()
     sample = [] if masked else ["python sample.py --ckpt={best} --prompt='The '"]
-    return run.done("python evaluate.py lm --ckpt={best}", *sample)
+    return run.done("python evaluate.py lm --ckpt={best}{data}", *sample)
 
 
 if __name__ == "__main__":

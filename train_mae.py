@@ -171,7 +171,7 @@ def main(argv):
                 write_reconstructions(model, val, data, c, run)
             run.record(validate(model, val, data, c, processes))
         run.end_step()
-    return run.done("python evaluate.py linear --ckpt={ckpt}",
+    return run.done("python evaluate.py linear --ckpt={ckpt}{data}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 
 

@@ -79,8 +79,7 @@ PRESETS = {
         patch_size=4,       # 65 tokens a global view, 17 a local one
         blur=0.0,           # a deviation of 2 px leaves little of 32 px
         momentum=0.99,      # 13 times fewer steps than ImageNet's run: the teacher follows faster
-        lr=2e-3, epochs=100, batch_size=512, hidden=1024, prototypes=4096,
-        warmup_temp_epochs=10, local_area=0.1,
+        batch_size=512, hidden=1024, prototypes=4096, warmup_temp_epochs=10, local_area=0.1,
         eval_every=485),    # five epochs
     "cifar10-small": dict(  # a quarter of an hour on one CPU core
         data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0,
@@ -343,8 +342,8 @@ def main(argv):
         if run.log_step(loss, schedule["lr"][step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
         run.end_step()
-    return run.done("python evaluate.py knn --ckpt={ckpt}",
-                    "python analyze.py saliency --ckpt={ckpt}")
+    return run.done("python evaluate.py knn --ckpt={ckpt}{data}",
+                    "python analyze.py saliency --ckpt={ckpt}{data}")
 
 
 if __name__ == "__main__":

@@ -73,8 +73,7 @@ PRESETS = {
         batch_size=256, optimizer="muon", lr=2e-3, weight_decay=0.1, randaugment=2, cutmix=0.5,
         eval_every=780),    # four epochs: an evaluation takes a fifteenth of one
     "cifar10-small": dict(  # minutes on a laptop CPU
-        data="cifar10", width=192, heads=6, layers=6, patch_size=4, batch_size=128, epochs=5,
-        warmup_epochs=0.5, compile=True,
+        data="cifar10", width=192, heads=6, layers=6, patch_size=4, compile=True,
         # AdamW at 1e-3 is 8 points behind; decay 0.05 is as accurate, but makes tokens denser
         optimizer="muon", lr=5e-3, weight_decay=0.5),
     "cifar10-cpu": dict(    # 83.9 %, eight hours of one CPU core; RESULTS.md continues to 86.8 %
@@ -151,10 +150,10 @@ def srr_loss(model, x, which, seed, eps=0.5):
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
     the cross-entropy keeps U away from it, so the weight has to be small. eps is ours."""
-    layers, L = model.encoder.layers, len(model.encoder.layers)
-    numbers = {"all": range(L), "random": [seed % L]}
-    chosen = numbers[which] if which in numbers else [int(which) - 1]
-    with torch.no_grad():       # a pass of its own: the loss's stays as it is without SRR
+    layers = model.encoder.layers
+    L = len(layers)
+    chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
+    with torch.no_grad():       # a second pass, so that the first is what it is without SRR
         Z = [model.encoder.tokens(x)]
         for layer in layers[:max(chosen) + 1]:
             Z.append(layer(Z[-1]))
@@ -252,7 +251,7 @@ def main(argv):
         if run.log_step(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
         run.end_step()
-    return run.done("python analyze.py layers --ckpt={ckpt} --untrained",
+    return run.done("python analyze.py layers --ckpt={ckpt} --untrained{data}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 
 

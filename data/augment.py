@@ -306,8 +306,7 @@ def _autocontrast(x, s, m):
 
 
 def _equalize(x, s, m):
-    """Level i -> (step // 2 + pixels below i) // step, where 255 steps are all pixels but those of
-    the brightest level."""
+    """Level i -> (step // 2 + pixels below i) // step; 255 steps: all but the brightest level's."""
     levels = x.flatten(2).long()    # (B, 3, HW)
     counts = torch.zeros(*x.shape[:2], 256, device=x.device)
     counts.scatter_add_(2, levels, torch.ones_like(x).flatten(2))

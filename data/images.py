@@ -60,7 +60,7 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 
 
 def to_device(t, device):
-    """t on the device. From memory that is not pinned a GPU would copy after all its other work."""
+    """t on the device. A copy to a GPU from memory that is not pinned would make the CPU wait."""
     if device.type == "cuda":
         return t.pin_memory().to(device, non_blocking=True)
     return t.to(device)

@@ -51,7 +51,7 @@ function set(changes, picture, name) {                      // a picture, and th
 async function compute(kind, mine) {
   const model = models[kind] ??= build(data, kind), {eta, lambda, off, hold} = state;
   const all = [...state.text || "\n"], half = c.context >> 1, began = performance.now();
-  const first = Math.max(0, Math.ceil((all.length - c.context) / half) * half);     // as `stream`
+  const first = Math.max(0, Math.ceil((all.length - c.context) / half) * half);     // moves by half
   const ids = text ? idsOf(data, all.slice(first)) : [`${edits} ${state.mask}`];
   const knobs = {eta, lambda, off: off.split("~"), hold: hold.split(":").map(Number)};
   const key = JSON.stringify(knobs);

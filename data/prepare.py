@@ -282,6 +282,8 @@ def write_text(name, tokenizer, source, draft):
                 for ids in tokenizer.encode_batch(documents[start:start + 64]):
                     out.write(np.concatenate([ids, end], dtype=np.uint16, casting="unsafe"))
             tokens[split] = out.tell() // 2
+        if tokens[split] < 2:
+            raise UserError(f"its part {split} has {tokens[split]} tokens: the text is too short")
     return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens)
 
 
@@ -342,7 +344,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if name in ("", "..") or Path(name).name != name or not folder.exists():   # no path to files
+    if name in ("", "..") or Path(name).name != name or not folder.exists():   # it is a path
         if name not in sets:
             own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "

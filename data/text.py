@@ -11,8 +11,6 @@ from data import prepare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from_meta
 from flags import CACHE
 
-SPLITS = ("train", "val", "test")
-
 
 @dataclass
 class TextData:

@@ -118,8 +118,8 @@ def test_micro_batches_change_nothing(train, tmp_path, name):
 
 @each_script
 def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
-    more = {train_simdino: ["--weight_decay_end=0"],    # gpt would sample from what is not finite
-            train_gpt: ["--clip=0", "--sample=0", "--log_every=9"]}
+    more = {train_simdino: ["--weight_decay_end=0"],
+            train_gpt: ["--clip=0", "--sample=5", "--log_every=9"]}
     with pytest.raises(RunEnded, match="not finite at step"):
         train(script, "a", "--lr=1e30", "--optimizer=lion", "--weight_decay=0", "--eval_every=1",
               *more.get(script, []))
@@ -138,7 +138,7 @@ MISTAKES = {        # one of each kind, and what the line says
     train_mae: {"--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_size=12": "patch_size=8 does not divide local_size=12"},
     train_gpt: {"--context=50000": "too few for --context=50000",
-                "--data=exam": "it is for evaluate.py"},
+                "--data=exam": "exam has no part to train on"},
     sample: {"": "are required: --ckpt"}, recall: {"--pairs=9": "is more than --symbols=8"},
     evaluate: {"accuracy --ckpt=pretrained:shapes": "is not one of"},
     prepare: {"mine --size=x": "invalid int value: 'x'", "cifar10 --size=64": "is one of ours"}}
