@@ -593,7 +593,8 @@ class MLP(Sparsification):
 
     def __init__(self, config):
         super().__init__()
-        d, m, self.dropout = config.width, config.expansion * config.width, config.dropout
+        self.dropout = config.dropout
+        d, m = config.width, config.expansion * config.width
         self.up = nn.Linear(d, m, bias=config.mlp_bias)
         self.down = nn.Linear(m, d, bias=config.mlp_bias)
 

@@ -33,16 +33,18 @@ const pause = ms => new Promise(done => setTimeout(done, ms));
 const button = (inner, pressed, changes) =>
   `<button aria-pressed="${pressed}" data-set="${esc(JSON.stringify(changes))}">${inner}</button>`;
 
-function set(changes, picture, name) {                      // a picture, and the name of its file
+function set(changes) {
   Object.assign(state, changes);
-  if (!text) state.picture = clamp(state.picture | 0, 0, data.labels.length - 1);
+  if (text || !("picture" in changes)) return update();
+  state.picture = clamp(state.picture | 0, 0, data.labels.length - 1);
   const start = 3 * H * H * state.picture;
-  if ("picture" in changes && !text) picture = bytes(data.pictures).slice(start, start + 3 * H * H);
-  if (picture) {
-    pixels = picture;
-    file = name;
-    edits++;
-  }
+  return look(bytes(data.pictures).slice(start, start + 3 * H * H));
+}
+
+function look(picture, name) {                              // `name`: of the user's own file
+  pixels = picture;
+  file = name;
+  edits++;
   return update();
 }
 
@@ -296,7 +298,7 @@ $("file").onchange = async () => {
     brush.fillRect(0, 0, H, H);
     const [x, y] = [image.width - size, image.height - size];
     brush.drawImage(image, x / 2, y / 2, size, size, 0, 0, H, H);
-    set({}, brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3), chosen.name);
+    look(brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3), chosen.name);
   } catch { fill("caption", esc(chosen.name), " cannot be read as a picture"); }
 };
 
