@@ -360,9 +360,9 @@ class Run:
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
         if self.is_main:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
-            flush_or_mute()
+                flush_or_mute()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""

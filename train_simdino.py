@@ -281,6 +281,7 @@ def main(argv):
     if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
+        resumed = None                      # its memory
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
     if wants_compile(c, device):

@@ -1,6 +1,6 @@
 """Image sets as training reads them: load(NAME) -> ImageData -> Images -> batches on the device.
 prepare.py makes the files; a small set is prepared at its first use."""
-import signal
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,9 +105,8 @@ class Images:
             self, batch_size=None, sampler=index_batches, num_workers=workers, prefetch_factor=4,
             pin_memory=self.device.type == "cuda",
             multiprocessing_context="fork",     # a spawned worker would get a copy of the images
-            # signals reach the whole process group, but the parent has a step to finish
-            worker_init_fn=lambda worker: [signal.signal(number, signal.SIG_IGN)
-                                           for number in (signal.SIGINT, signal.SIGTERM)],
+            # out of the process group, which signals reach: the parent has a step to finish
+            worker_init_fn=lambda worker: os.setsid(),
             generator=torch.Generator())    # else the global one's state would depend on `workers`
         for images, labels in loader:
             yield to_device(images, self.device), to_device(labels, self.device)
