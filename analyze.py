@@ -210,7 +210,7 @@ def open_pictures(c, count):
 
 @dataclass(kw_only=True)
 class Tokens(Pictures):
-    """|Z^{l+1}| of an image, tokens by features, by layer ([N] Figure 6); black: percentile 99."""
+    """|Z^{l+1}| of an image, tokens by features, by layer ([N] Figure 6). Black: percentile 99."""
 
 
 @torch.no_grad()

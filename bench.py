@@ -143,7 +143,7 @@ def bench_steps(table, c, processes):
 
 # ---- Growth with the number of tokens, and generation -------------------------------------------
 def bench_length(c, processes):
-    """Forward and backward of four operators on four grids of patches, each 4 times as large."""
+    """Forward and backward of four operators on four grids, each with four times the patches."""
     device, config = processes.device, models.ImageConfig(width=256, heads=4, qkv_bias=True)
     operators = {name: getattr(models, name)(config).to(device)
                  for name in ("TSSA", "CBSA", "MSSA", "MHSA")}

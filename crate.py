@@ -3,8 +3,8 @@
     python crate.py         trains on drawn shapes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
-objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention is a gradient step on R^c that does
-not shrink Z, with a learned W, Eq. (31)-(37); ISTA is a step on a LASSO in place of the rest.
+objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c,
+Eq. (31)-(37): it does not shrink Z, and W is learned. ISTA steps on a LASSO in place of the rest.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual

@@ -955,7 +955,7 @@ class ImageEncoder(Backbone):
 
 
 class ImageClassifier(nn.Module):
-    """model(x): (B, C, H, W) -> logits (B, classes). A linear head, behind exactly one last LN."""
+    """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after exactly one LN."""
 
     def __init__(self, config):
         super().__init__()
