@@ -50,7 +50,7 @@ def ending(error):
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
-    signal.signal(signal.SIGINT, interrupt)             # shells ignore it in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
     status = 0
     try:
         main(sys.argv[1:])
@@ -72,12 +72,6 @@ def cli(main):
         dist.destroy_process_group()
         os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
-
-
-def interrupt(number, frame):
-    """The first Ctrl-C ends a command; a second one exits at once, without a traceback."""
-    signal.signal(number, lambda *_: os._exit(130))
-    raise KeyboardInterrupt
 
 
 def flush_or_mute():

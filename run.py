@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from checkpoint import load_into, load_optimizers, read_metrics, read_newest, write_checkpoint
-from flags import CACHE, DataFlags, flush_or_mute, interrupt, option, ROOT, RunEnded, UserError
+from flags import CACHE, DataFlags, flush_or_mute, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
 
@@ -352,7 +352,7 @@ class Run:
         but not with several processes, to which torchrun sends every signal again."""
         if self.received and number == signal.SIGINT and self.processes.world == 1:
             self.say("stopped at once, nothing saved since the last checkpoint")
-            interrupt(number, frame)
+            raise KeyboardInterrupt
         if not self.received:
             self.received = number
             self.say("ending after this step, with a checkpoint")
