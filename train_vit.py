@@ -6,7 +6,7 @@
 
 [N] B.1.2: Lion, cross-entropy with smoothed labels, linear warm-up, cosine. --init_from fine-tunes
 a checkpoint of this project or a published one."""
-from dataclasses import dataclass
+from dataclasses import dataclass, MISSING
 from functools import partial
 
 import torch
@@ -89,17 +89,18 @@ PRESETS = {
         optimizer="muon", lr=5e-3, weight_decay=0.5, pool="mean",
         padding=2, label_smoothing=0.0),        # objects reach close to the border
     "finetune-cifar10": dict(   # [N] B.1.2 and the released finetune.py: any checkpoint, at 224 px
-        data="cifar10", image_size=224, optimizer="adamw", lr=5e-5, weight_decay=0.01, beta2=0.999,
-        batch_size=512, epochs=200, warmup_epochs=0, label_smoothing=0.0,
+        data="cifar10", init_from=MISSING, image_size=224, optimizer="adamw", lr=5e-5,
+        weight_decay=0.01, beta2=0.999, batch_size=512, epochs=200, warmup_epochs=0,
+        label_smoothing=0.0,
         crop="resized",     # bicubic, as all resampling here; the released code's is bilinear
         randaugment=2, magnitude=14, eval_every=388),       # four epochs
     # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
     "finetune-cifar10-small": dict(
-        data="cifar10", batch_size=128, epochs=5, warmup_epochs=0.5, optimizer="muon", lr=2e-2,
-        layer_decay=0.5),
+        data="cifar10", init_from=MISSING, batch_size=128, epochs=5, warmup_epochs=0.5,
+        optimizer="muon", lr=2e-2, layer_decay=0.5),
     "finetune-shapes": dict(
-        data="shapes", batch_size=50, epochs=12, warmup_epochs=1, log_every=50, optimizer="muon",
-        lr=2e-2, layer_decay=0.5, padding=2, label_smoothing=0.0),
+        data="shapes", init_from=MISSING, batch_size=50, epochs=12, warmup_epochs=1, log_every=50,
+        optimizer="muon", lr=2e-2, layer_decay=0.5, padding=2, label_smoothing=0.0),
 }
 
 
@@ -165,8 +166,6 @@ def main(argv):
     """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    if name.startswith("finetune") and c.init_from is None:
-        raise UserError(f"{name} needs --init_from=CHECKPOINT")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     if c.cutmix and (rows.stop - rows.start) % 2:

@@ -29,8 +29,9 @@ PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 @pytest.mark.parametrize("script, preset", PRESETS, ids=[f"{s.__name__}-{p}" for s, p in PRESETS])
 def test_presets_build(script, preset):
     """And their batches divide among 1 to 8 GPUs. Other data have another folder."""
-    c, name = parse(script.Config, script.PRESETS, [preset], "")
-    other = parse(script.Config, script.PRESETS, [preset, "--data=x"], "")[1]
+    argv = [preset, "--init_from=x"] if preset.startswith("finetune") else [preset]
+    c, name = parse(script.Config, script.PRESETS, argv, "")
+    other = parse(script.Config, script.PRESETS, [*argv, "--data=x"], "")[1]
     tokenizer = SimpleNamespace(n_vocab=50257 if c.data == "openwebtext" else 97)
     with torch.device("meta"):
         model = script.build_model(c, *{train_vit: [100], train_gpt: [tokenizer]}.get(script, []))
