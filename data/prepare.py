@@ -98,14 +98,9 @@ SPLITS = dict(train="train", validation="val", valid="val", val="val", test="tes
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
 def read_rows(hub, source, draft, streaming=False):
     """The rows of a set on the Hub, or of the files in a folder: the Hub's or a user's own text."""
-    from datasets import config, load_dataset
-    from huggingface_hub import constants, utils
+    from datasets import load_dataset
 
     if source is None:
-        try:
-            utils.get_session().head(constants.ENDPOINT, timeout=10)
-        except Exception:       # no network; `datasets` would ask six times, in half a minute
-            config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True     # what it has kept serves
         return load_dataset(**hub, streaming=streaming)
     if hub:             # a repository may have several sets, each in a folder
         folder = source / hub.get("name", "default")

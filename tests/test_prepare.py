@@ -4,7 +4,6 @@ import resource
 import datasets
 import numpy as np
 import pytest
-from huggingface_hub import constants
 from PIL import Image
 from test_text import sentences
 
@@ -215,14 +214,6 @@ def test_a_full_disk_is_named(tmp_path):
         assert_fails("No space left", prepare.prepare, "shapes", cache=tmp_path, drawn=(99, 9))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-def test_without_a_network_nothing_is_asked_again(tmp_path, monkeypatch):
-    for module in (constants, datasets.config):
-        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")    # nothing answers there
-    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("waits"))
-    assert_fails("cifar10: .* with a network", images.load, "cifar10", tmp_path)
 
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
