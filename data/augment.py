@@ -40,11 +40,12 @@ def _each(ops, choice, x, *params):
     """A copy of x with x[rows] = op(x[rows], params[rows]) for each op; rows are the samples whose
     choice is the op's place in ops. None changes nothing. choice (b,) and params are on the CPU."""
     counts = choice.long().bincount(minlength=len(ops)).tolist()    # known without waiting
-    order, *params = (to_device(t, x.device) for t in (choice.argsort(), *params))
+    order = choice.argsort()
+    sorted_by_op = [to_device(t, x.device) for t in (order, *(p[order] for p in params))]
     x = x.clone()
-    for op, rows in zip(ops, order.split(counts)):
+    for op, rows, *values in zip(ops, *(t.split(counts) for t in sorted_by_op)):
         if op and len(rows):
-            done = op(*(t.index_select(0, rows) for t in (x, *params)))
+            done = op(x.index_select(0, rows), *values)
             x.index_copy_(0, rows, done)        # a third of the time of x[rows] = done
     return x
 
@@ -251,36 +252,47 @@ def views(x, count, size, rng, scale, blur, solarize_p, sigma):
 
 
 # ---- RandAugment: x in 8-bit levels 0 ... 255, s (B, 1, 1, 1) = +1 or -1, m the magnitude --------
-def _affine(x, a, b, c, d, e, f):
-    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside.
-    In fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two
-    pixels, where floats would be rounded either way."""
+def _moved(x, matrix):
+    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside; the
+    six of each sample are matrix (B, 6), in fixed point with 16 bits, as in Pillow: a shear puts
+    whole rows on the boundary of two pixels, where floats would be rounded either way."""
     side = x.shape[-1]
-    u = torch.arange(side, device=x.device)
+    u = torch.arange(side, dtype=torch.int32, device=x.device)
     v = u[:, None]
-
-    def fixed(t):
-        t = t * 65536 + 0.5
-        return t.floor().long() if isinstance(t, torch.Tensor) else math.floor(t)
-
-    def source(a, b, c):
-        return (fixed(a) * u + fixed(b) * v + fixed(c + (a + b) / 2)) >> 16
-
-    column, row = torch.broadcast_tensors(source(a, b, c), source(d, e, f))     # (B, 1, H, W)
+    a, b, c, d, e, f = matrix.view(-1, 6, 1, 1, 1).unbind(1)
+    column, row = (a * u + b * v + c) >> 16, (d * u + e * v + f) >> 16          # (B, 1, H, W)
     inside = (column >= 0) & (column < side) & (row >= 0) & (row < side)
     index = row.clamp(0, side - 1) * side + column.clamp(0, side - 1)
-    moved = x.flatten(2).gather(2, index.flatten(2).expand(-1, 3, -1)).view_as(x)
+    moved = x.flatten(2).gather(2, index.flatten(2).long().expand(-1, 3, -1)).view_as(x)
     return moved * inside
 
 
-def _shift(x, s, m):
-    return -s * int(150 / 331 * x.shape[-1] * m / 30)   # 150 of 331 pixels at magnitude 30
+def _matrices(m, side):
+    """What _moved takes for each of MOVES, first with s = -1, then 1: (2, 6, 6) int32."""
+    rows = [[move(s, m, side) for move in MOVES.values()] for s in (-1, 1)]
+    a, b, c, d, e, f = torch.tensor(rows, dtype=torch.float64).unbind(2)
+    rows = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2], 2)   # 1/2: a pixel's centre
+    return (rows * 65536 + 0.5).floor().int()
 
 
-def _rotate(x, s, m):
-    cos, sin = math.cos(math.radians(m)), math.sin(math.radians(m)) * s
-    mid = x.shape[-1] / 2
-    return _affine(x, cos, -sin, mid - cos * mid + sin * mid, sin, cos, mid - sin * mid - cos * mid)
+def _shift(s, m, side):
+    return -s * int(150 / 331 * side * m / 30)      # 150 of 331 pixels at magnitude 30
+
+
+def _rotate(s, m, side):
+    cos, sin, mid = math.cos(math.radians(m)), math.sin(math.radians(m)) * s, side / 2
+    return cos, -sin, mid - cos * mid + sin * mid, sin, cos, mid - sin * mid - cos * mid
+
+
+# These six are one operation, with (a, b, c, d, e, f) of _moved from s, m and the image's side
+MOVES = {
+    "Identity": lambda s, m, side: (1, 0, 0, 0, 1, 0),
+    "ShearX": lambda s, m, side: (1, 0.01 * m * s, 0, 0, 1, 0),
+    "ShearY": lambda s, m, side: (1, 0, 0, 0.01 * m * s, 1, 0),
+    "TranslateX": lambda s, m, side: (1, 0, _shift(s, m, side), 0, 1, 0),
+    "TranslateY": lambda s, m, side: (1, 0, 0, 0, 1, _shift(s, m, side)),
+    "Rotate": _rotate,
+}
 
 
 def _enhance(x, base, s, m):
@@ -316,13 +328,7 @@ def _equalize(x, s, m):
     return torch.where(step > 0, table.gather(2, levels), x.flatten(2)).view_as(x)
 
 
-RAND_AUGMENT = {
-    "Identity": lambda x, s, m: x,
-    "ShearX": lambda x, s, m: _affine(x, 1, 0.01 * m * s, 0, 0, 1, 0),
-    "ShearY": lambda x, s, m: _affine(x, 1, 0, 0, 0.01 * m * s, 1, 0),
-    "TranslateX": lambda x, s, m: _affine(x, 1, 0, _shift(x, s, m), 0, 1, 0),
-    "TranslateY": lambda x, s, m: _affine(x, 1, 0, 0, 0, 1, _shift(x, s, m)),
-    "Rotate": _rotate,
+LEVELS = {
     "Brightness": lambda x, s, m: _enhance(x, 0, s, m),
     "Color": lambda x, s, m: _enhance(x, _gray_levels(x), s, m),
     "Contrast": lambda x, s, m: _enhance(
@@ -339,8 +345,11 @@ def rand_augment(x, rng, n=2, m=9):
     its scale of 0 to 30 (timm's ends at 10). Resampling takes the nearest neighbour, and black
     outside the image. As in the original, x is rounded to 8-bit levels, the multiples of 1/255."""
     levels = (x * 255).round_()
-    ops = [partial(op, m=m) for op in RAND_AUGMENT.values()]
+    ops = [lambda x, s, matrix: _moved(x, matrix),
+           *(lambda x, s, matrix, op=op: op(x, s, m) for op in LEVELS.values())]
+    matrices, last = _matrices(m, x.shape[-1]), len(MOVES) - 1
     for _ in range(n):
-        sign = 1 - 2 * rng.integers(2, 1, 1, 1)
-        levels = _each(ops, rng.integers(len(ops)), levels, sign)
+        negative, choice = rng.integers(2, 1, 1, 1), rng.integers(last + len(ops))
+        matrix = matrices[1 - negative.flatten(), choice.clamp(max=last)]
+        levels = _each(ops, (choice - last).clamp(min=0), levels, 1 - 2 * negative, matrix)
     return levels.div_(255)

@@ -195,15 +195,20 @@ PILLOW = {  # of a picture and the signed magnitude on torchvision's scale of 0 
 ENHANCED = ("Brightness", "Color", "Contrast", "Sharpness")     # each by 1 + 0.9 m / 30
 
 
-@pytest.mark.parametrize("name", augment.RAND_AUGMENT)
+@pytest.mark.parametrize("name", [*augment.MOVES, *augment.LEVELS])
 @pytest.mark.parametrize("m", [0, 9, 14, 30])
 def test_rand_augment_operations_are_pillows(name, m):
     images = pictures(6)
     images[4] = images[4] // 3 + 40  # a narrow histogram
     images[5] = 77  # one level
     sign = torch.tensor([1, -1, 1, -1, -1, 1])
-    operation, levels = augment.RAND_AUGMENT[name], augment.to_float(images) * 255
-    for image, s, out in zip(images, sign.tolist(), operation(levels, sign.view(-1, 1, 1, 1), m)):
+    levels = augment.to_float(images) * 255
+    if name in augment.LEVELS:
+        outs = augment.LEVELS[name](levels, sign.view(-1, 1, 1, 1), m)
+    else:
+        table = augment._matrices(m, SIDE)[:, list(augment.MOVES).index(name)]
+        outs = augment._moved(levels, table[(sign + 1) // 2])
+    for image, s, out in zip(images, sign.tolist(), outs):
         by_hand, step = (enhanced(name), 0.03) if name in ENHANCED else (PILLOW[name], 1)
         expected = np.asarray(by_hand(Image.fromarray(image.numpy()), s * m * step)).astype(float)
         difference = np.abs(out.permute(1, 2, 0).numpy() - expected)
@@ -214,9 +219,13 @@ def test_rand_augment_operations_are_pillows(name, m):
 
 def test_rand_augment_draws_each_operation_alike(monkeypatch):
     """Operation k leaves a one and its sign at place k of the channels. Rounds are independent."""
-    marks = {k: lambda x, s, m, k=k: x + torch.eye(14)[k] * torch.cat([s.abs(), s, s], 1)
-             for k in range(14)}
-    monkeypatch.setattr(augment, "RAND_AUGMENT", marks)
+    def mark(x, s, m, k):
+        return x + torch.eye(14)[k] * torch.cat([s.abs(), s, s], 1)
+    monkeypatch.setattr(augment, "LEVELS", {k: partial(mark, k=k) for k in range(6, 14)})
+    monkeypatch.setattr(augment, "_matrices", lambda m, side: torch.tensor(
+        [[(k, s) for k in range(6)] for s in (-1, 1)]))
+    monkeypatch.setattr(augment, "_moved", lambda x, matrix: mark(
+        x, matrix[:, 1].view(-1, 1, 1, 1), 0, matrix[:, 0].view(-1, 1, 1)))
     out = augment.rand_augment(torch.zeros(5000, 3, 1, 14), BatchRandom(0, 5000), n=2)
     done, sign, _ = (255 * out[:, :, 0]).round().unbind(1)
     assert (done.sum(1) == 2).all() and abs((done == 2).sum() / 5000 - 1 / 14) < 0.015
