@@ -47,7 +47,6 @@ class Processes:
                 raise UserError("--nproc_per_node is more than the GPUs of this machine")
             self.device = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
-            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
         self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
