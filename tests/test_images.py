@@ -71,7 +71,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     rng, tensor = augment.BatchRandom(0, 8), torch.tensor
     monkeypatch.setattr(augment, "to_device", to_gpu)
     monkeypatch.setattr(images, "to_device", to_gpu)
-    monkeypatch.setattr(torch, "tensor", lambda values: tensor(values))     # never on a GPU
+    monkeypatch.setattr(torch, "tensor", lambda v, dtype=None: tensor(v, dtype=dtype))  # on a CPU
     with OneDevice():
         batch, labels = next(source.batches(images.index_batches(40, 8, 0)))
         if script is train_simdino:
