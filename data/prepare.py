@@ -16,7 +16,6 @@ of the documents, or the last tenth of a single one. The set is data/cache/NAME:
 
 GPT-2's end-of-text token follows each document. Disk, about: imagenet 262 GB, streamed from the Hub
 or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written."""
-import argparse
 import contextlib
 import fcntl
 import glob
@@ -27,6 +26,7 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from data import shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from flags import CACHE, cli, not_one_of, Parser, UserError
+from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
@@ -354,29 +354,30 @@ def opened(name, kind, cache):
         yield folder, meta
 
 
+@dataclass(kw_only=True)
+class Flags:
+    name: tuple = option((), f"{', '.join([*IMAGES, *TEXTS])}, or your own")
+    source: str | None = option(None, "where the files are; auto is the Hub")
+    data_dir: str = option(str(CACHE), "where sets go")
+    tokenizer: str | None = option(None, "of your own text", choices=("gpt2", "char"))
+    size: int | None = option(None, "of your own pictures, pixels; auto is 32", low=1, high=512)
+
+
 def main(argv):
     """Prepares one set, for the command line."""
-    parser = Parser(prog="prepare.py", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", help=f"{', '.join([*IMAGES, *TEXTS])}, or your own")
-    parser.add_argument("--source", metavar="DIR", help="where the files are, instead of the Hub")
-    parser.add_argument("--data_dir", default=CACHE, help="where sets go (%(default)s)")
-    parser.add_argument("--tokenizer", choices=("gpt2", "char"), help="of your own text")
-    parser.add_argument("--size", type=int, choices=range(1, 513), metavar="PIXELS",
-                        help="per side of your own pictures, 1 to 512 (32)")
-    c = parser.parse_args(argv)
-    known = {**IMAGES, **TEXTS}
-    if c.name not in known and not c.source:
-        raise UserError(f"{not_one_of(c.name, known)} (your own needs --source)")
-    if c.name in known and (c.tokenizer or c.size):
-        raise UserError(f"--tokenizer and --size are for your own sets: {c.name} is one of ours")
-    if c.name in known and known[c.name].hub is None and c.source:
-        raise UserError(f"{c.name} is made here, without --source: give yours another name")
-    if Path(c.name).name != c.name or c.name == "..":
-        raise UserError(f"{c.name} is a path: NAME is the set's name, and --source={c.name}")
-    if (folder := Path(c.data_dir) / c.name).exists():
+    c, known = parse(Flags, {}, argv, __doc__)[0], {**IMAGES, **TEXTS}
+    if len(c.name) != 1:
+        raise UserError("which set? data/prepare.py NAME [--source=DIR]")
+    name, = c.name
+    if name not in known and not c.source:
+        raise UserError(f"{not_one_of(name, known)} (your own needs --source)")
+    if name in known and (c.tokenizer or c.size or c.source and known[name].hub is None):
+        raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
+    if Path(name).name != name or name == "..":
+        raise UserError(f"{name} is a path: NAME is the set's name, and --source={name}")
+    if (folder := Path(c.data_dir) / name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
-    prepare(c.name, c.source, c.data_dir, c.tokenizer, c.size or 32)
+    prepare(name, c.source, c.data_dir, c.tokenizer, c.size or 32)
 
 
 if __name__ == "__main__":
