@@ -67,7 +67,8 @@ PRESETS = {
         batch_size=2048, epochs=155, warmup_epochs=5,     # taken as 5 of warm-up + 150
         # as in the released main.py; it crops whole pictures, ours are central squares of 256 px
         crop="resized"),
-    # width and depth are [S]'s, which gives no recipe: this is cifar10-cpu's with CutMix, not run
+    # width and depth are [S]'s, which gives no recipe: this is cifar10-cpu's with CutMix. It ran
+    # for 12 epochs at 48 px, with batches of 512 and lr=3e-3: 76.0 % after 36 s of an H200
     "cifar10": dict(
         data="cifar10", width=384, heads=6, layers=12, patch_size=4, epochs=200, warmup_epochs=2,
         batch_size=256, optimizer="muon", lr=2e-3, weight_decay=0.1, randaugment=2, cutmix=0.5,

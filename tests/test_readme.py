@@ -27,9 +27,10 @@ def test_links_lead_to_files_names_and_headings(name):
     """The lines may be off by what was inserted since; the command above renews them."""
     assert [entry for entry in ENTRY.findall(TEXTS[name]) if line_of(*entry) is None] == []
     for file, heading in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", TEXTS[name]):
-        assert (ROOT / (file or name)).exists(), file
+        path = (ROOT / name).parent / file if file else ROOT / name
+        assert path.exists(), file
         if heading and not re.fullmatch(r"L\d+", heading):
-            headings = re.findall(r"^#+ (.*)", (ROOT / (file or name)).read_text(), re.M)
+            headings = re.findall(r"^#+ (.*)", path.read_text(), re.M)
             slugs = [re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in headings]
             assert heading in slugs
 
