@@ -19,14 +19,16 @@ let state;                              // what was chosen
 let pixels, file;                       // the picture, and its file's name
 let turn = 0, edits = 0;                // counts of updates and of pictures
 let painted;                            // whether this drag has painted
-let model, n, L, T, at, entry;          // what is drawn: n tokens, layer L, its trace T, the choice
+// What is drawn follows from the state: the model, its n tokens, the layer L and its trace T, the
+// token `at` and the entry of its code
+const shown = {};
 
 const esc = words => String(words).replace(/[&<>"]/g, sign => `&#${sign.charCodeAt()};`);
 const seen = letter => esc({" ": "␣", "\n": "↵"}[letter] ?? letter);
 const digits = y => String(+y.toPrecision(3)).replace("-", "−");
 const rgbOf = colour => colour.match(/\w\w/g).map(digits => parseInt(digits, 16));
 const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
-const rowAt = (M, i = at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
+const rowAt = (M, i = shown.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
 const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
 const masked = () => new Set(state.mask.split(".").filter(Boolean).map(Number));
 const pause = ms => new Promise(done => setTimeout(done, ms));
@@ -82,19 +84,19 @@ async function update() {
 }
 
 function draw(current, mine) {
-  const focus = document.activeElement?.dataset.set;
-  ({n} = model = current);
-  L = model.layers[clamp(state.layer, 1, depth) - 1];
-  T = L.T;
-  at = state.at < 0 || state.at >= n ? n - 1 : state.at;
-  entry = state.entry < 0 || state.entry >= T.code.cols ? order(rowAt(T.code))[0] : state.entry;
+  const focus = document.activeElement?.dataset.set, {n} = current;
+  const L = current.layers[clamp(state.layer, 1, depth) - 1], {code} = L.T;
+  const at = state.at < 0 || state.at >= n ? n - 1 : state.at;
+  const entry = state.entry < 0 || state.entry >= code.cols ? order(rowAt(code, at))[0]
+    : state.entry;
+  Object.assign(shown, {model: current, n, L, T: L.T, at, entry});
   views.length = 0;
   (text ? drawText : drawPicture)();
   (mae ? drawGuess : drawAnswer)();
   drawHeads();
   drawStrips();
   drawEntry();
-  drawCharts(mine);
+  settle(mine);
   for (const [id, value] of Object.entries({layer: L.number, lambda: state.lambda, eta: state.eta}))
     $(id).nextElementSibling.value = $(id).value = value;
   $("untrained").checked = +state.untrained;
@@ -115,6 +117,7 @@ function view(values, picture = pixels, hidden) {
 }
 
 function bars(values) {
+  const {model, at} = shown;
   const most = Math.max(1e-9, ...values), bar = i => 1.5 * Math.max(0, values[i]) / most;
   return `<div class="type">${model.ids.map((id, i) => `<span class="${i === at ? "at" : ""}">` +
     `<i style="height: ${bar(i)}em"></i>${seen(letters[id])}</span>`).join("")}</div>`;
@@ -122,6 +125,7 @@ function bars(values) {
 
 function show(box, values, picture, hidden = new Set()) {
   const [canvas, frame] = box.children, image = new ImageData(H, H), style = getComputedStyle(box);
+  const {at} = shown;
   const [hot, page] = ["--accent", "--page"].map(name => rgbOf(style.getPropertyValue(name)));
   const most = Math.max(1e-9, ...values?.slice(1) ?? []);   // without the class token
   for (let i = 0; i < H * H; i++) {
@@ -140,6 +144,7 @@ function show(box, values, picture, hidden = new Set()) {
 }
 
 function drawPicture() {
+  const {at} = shown;
   const all = bytes(data.pictures), row = 1 + ((at - 1) / side | 0), column = 1 + (at - 1) % side;
   fill("picture", view(null, pixels, masked()));
   fill("caption", esc(file ?? data.classes[data.labels[state.picture]]),
@@ -149,10 +154,10 @@ function drawPicture() {
 }
 
 function drawGuess() {                                      // what an autoencoder fills in
-  const size = 3 * P * P, hidden = masked(), filled = pixels.slice();
+  const {logits} = shown.model, hidden = masked(), filled = pixels.slice(), size = 3 * P * P;
   for (const i of hidden)
     for (let t = 0; t < size; t++) {
-      const k = t % 3, guess = model.logits.at[(i + 1) * size + t] * data.std[k] + data.mean[k];
+      const k = t % 3, guess = logits.at[(i + 1) * size + t] * data.std[k] + data.mean[k];
       filled[3 * pixelOf(i, t / 3 | 0, side, P) + k] = clamp(255 * guess, 0, 255);
     }
   fill("verdict", `It fills in ${hidden.size} masked patches`);
@@ -162,13 +167,14 @@ function drawGuess() {                                      // what an autoencod
 function drawText() {                                       // below each, the five likeliest next
   if ($("text").value !== state.text) $("text").value = state.text;
   const guess = (id, hit) => hit ? `<u>${seen(letters[id])}</u>` : `<s>${seen(letters[id])}</s>`;
-  const best = i => order(rowAt(model.logits, i)).slice(0, 5);
+  const {model, at} = shown, best = i => order(rowAt(model.logits, i)).slice(0, 5);
   fill("tokens", model.ids.map((id, i) => [`<span class="${i === at ? "at" : ""}" `,
     `data-set='{"at": ${i}, "entry": -1}'><b>${seen(letters[id])}</b>`,
     ...best(i).map(id => guess(id, id === model.ids[i + 1])), "</span>"]));
 }
 
 function drawAnswer() {                                     // what the head reads after each layer
+  const {model, L, at} = shown;
   if (!model.head && !text) return fill("verdict", "An encoder without a head");
   const names = text ? letters.map(seen) : data.classes.map(esc);
   const rows = model.layers.map(({T: {out}}) =>
@@ -184,7 +190,7 @@ function drawAnswer() {                                     // what the head rea
 }
 
 function drawHeads() {
-  const off = state.off.split("~").filter(Boolean);
+  const {n, L, T, at} = shown, off = state.off.split("~").filter(Boolean);
   fill("heads", T.A.map((rows, k) => {
     const name = `${L.number}.${k + 1}`, on = !off.includes(name), row = rows[at].subarray(0, n);
     const spread = Math.exp(-sumOf(row, share => share && share * Math.log(share))).toFixed();
@@ -197,6 +203,7 @@ function drawHeads() {
 }
 
 function drawStrips() {                                     // the token before and after the step
+  const {L, T, entry} = shown;
   const before = rowAt(T.X), code = rowAt(T.code), m = code.length, best = order(code).slice(0, 6);
   const most = Math.max(1e-9, ...before, ...code);
   const nonzeros = code.filter(y => y !== 0).length;
@@ -211,7 +218,7 @@ function drawStrips() {                                     // the token before 
 }
 
 function drawEntry() {                                      // at every token, and where it is high
-  const m = T.code.cols;
+  const {n, L, T, entry} = shown, m = T.code.cols;
   const held = state.hold.startsWith(`${L.number}:${entry}:`);
   fill("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
   fill("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
@@ -226,12 +233,19 @@ function drawEntry() {                                      // at every token, a
     ["<p>", ...[...words].map((letter, j) => marked(letter, i === j)), "</p>"]));
 }
 
-// ---- Charts of R^c, its change and the nonzeros, of the trained and the untrained model
-async function drawCharts(mine) {                           // once nothing has moved for a while
+// Once nothing has moved for a while: what was chosen goes into the address, then the charts follow
+async function settle(mine) {
   await pause(100);
-  for (const kind of kinds) if (mine !== turn || !await compute(kind, mine)) return;
+  if (mine !== turn) return;
   const kept = Object.entries(state).filter(([key, value]) => value !== initial[key]);
   history.replaceState(null, "", "#" + new URLSearchParams(kept));
+  for (const kind of kinds) if (!await compute(kind, mine) || mine !== turn) return;
+  drawCharts();
+}
+
+// R^c, its change and the nonzeros, layer by layer, of the trained and the untrained model
+function drawCharts() {
+  const {n, L} = shown;
   const both = kinds.map(kind => models[kind].numbers ??=
     models[kind].layers.map(L => numbers(L, n)));
   const charts = {rate: "R<sup>c</sup> of U<sub>k</sub>*LN(Z), each of norm 1, nats", change:
@@ -263,25 +277,27 @@ function load() {                                           // what the address 
 }
 onclick = ({target}) =>
   target.closest("[data-set]") && set(JSON.parse(target.closest("[data-set]").dataset.set));
-onkeydown = e => {
-  const steps = {ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1]};
+$("picture").onkeydown = $("tokens").onkeydown = e => {     // to another patch or character
+  const row = text ? 0 : side;
+  const steps = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row};
   if (!steps[e.key] || e.altKey || e.ctrlKey || e.metaKey) return;
-  if (e.target.matches("input, textarea")) return;
-  const [up, right] = steps[e.key];
   e.preventDefault();
-  set({layer: clamp(L.number + up, 1, depth), at: clamp(at + right, 0, n - 1), entry: -1});
+  set({at: clamp(shown.at + steps[e.key], 0, shown.n - 1), entry: -1});
 };
 $("text").oninput = () => set({text: $("text").value, at: -1, entry: -1});
 $("layer").oninput = () => set({layer: Number($("layer").value), entry: -1});
 for (const id of ["lambda", "eta"]) $(id).oninput = () => set({[id]: Number($(id).value)});
 $("untrained").onchange = () => set({untrained: +$("untrained").checked});
 $("reset").onclick = () => set({...initial, text: state.text, picture: state.picture});
-$("hold").oninput = () => set({hold: `${L.number}:${entry}:${$("hold").value}`, entry});
+$("hold").oninput = () => {
+  const {L, entry} = shown;
+  set({hold: `${L.number}:${entry}:${$("hold").value}`, entry});
+};
 $("strips").onclick = e => e.target.closest("svg") &&
-  set({entry: Math.floor(e.offsetX / $("strips").clientWidth * T.code.cols)});
+  set({entry: Math.floor(e.offsetX / $("strips").clientWidth * shown.T.code.cols)});
 $("write").onclick = async () => {
   for (let i = 0; i < 20; i++) {
-    const known = rowAt(model.logits, n - 1).slice(0, -1);  // the last letter is no text
+    const known = rowAt(shown.model.logits, shown.n - 1).slice(0, -1);      // the last is no text
     const chances = softmax(known, 1 / .8);                 // temperature 0.8
     let left = Math.random(), k = 0;
     while ((left -= chances[k]) > 0 && k < chances.length - 1) k++;
@@ -318,7 +334,7 @@ function paint(x, y) {                                      // a round dab of th
 }
 
 function choose(patch) {
-  if (painted || at !== patch + 1) set({at: patch + 1, entry: -1});
+  if (painted || shown.at !== patch + 1) set({at: patch + 1, entry: -1});
 }
 
 $("picture").onpointerdown = e => {
@@ -328,7 +344,7 @@ $("picture").onpointerdown = e => {
 $("picture").onpointermove = e => {
   const {x, y, patch} = pointed(e);
   // a drag paints; where a click masks, only once it has left its patch
-  if (e.buttons && (!mae || painted || at !== patch + 1)) paint(x, y);
+  if (e.buttons && (!mae || painted || shown.at !== patch + 1)) paint(x, y);
   choose(patch);
 };
 $("picture").onpointerup = e => {
