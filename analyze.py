@@ -263,21 +263,22 @@ def predict(c):
     model, answers = loaded.model, [{} for _ in names]
     if loaded.task == "vit":
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
-        best = model(x).softmax(-1).topk(min(c.top, len(classes)))
-        numbers, chances = best.indices.tolist(), best.values.tolist()
-        answers = [{classes[i]: p for i, p in zip(*row)} for row in zip(numbers, chances)]
+        chances = model(x).softmax(-1)
+        for answer, row in zip(answers, chances):
+            for i in row.topk(min(c.top, len(classes))).indices:
+                answer[classes[i]] = row[i].item()
     elif loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
-    rows = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in row.items())])
-            for name, row in zip(names, answers)]
-    print("\n".join(row.replace("\n", "  ") for row in rows))
+    titles = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in answer.items())])
+              for name, answer in zip(names, answers)]
+    print("\n".join(title.replace("\n", "  ") for title in titles))
     if loaded.task == "mae":
-        mean, std = evaluate.statistics_of(loaded.meta)
-        show.write_sheet(c.out, *show.reconstructions(model, x, noise, mean, std), rows)
+        pictures = show.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
+        show.write_sheet(c.out, *pictures, titles)
     else:
         maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
-        show.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], rows)
+        show.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], titles)
     return answers
 
 

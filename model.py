@@ -528,7 +528,7 @@ class CBSA(Attention):
     def forward(self, Z, cache=None):
         w = self.projections(Z)
         R, A = self.contract(w)
-        R = R + self.s1[:, None, None] * (A @ w)
+        R = R.contiguous() + self.s1[:, None, None] * (A @ w)      # for the fused kernels of a GPU
         out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
         out = self.s2[:, None, None] * (A.mT @ out)
         out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
@@ -734,7 +734,7 @@ class BackboneConfig:
     dropout: float = 0.0
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none
-    norm_eps: float | None = None
+    norm_eps: float | None = None       # 1e-5 for crate and text, 1e-6 for alpha and vit
     norm_bias: bool | None = None
     qkv_bias: bool | None = None
     out_bias: bool | None = None
@@ -780,6 +780,8 @@ class ImageConfig(BackboneConfig):
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
         check_word("pool", self.pool, ("class", "mean"))
+        check_word("positions", self.positions, ("learned", "sincos"))
+        check_word("stem", self.stem, ("norm", "plain"))
         self.side = self.image_size // self.patch_size              # in patches
         self.patches = self.side ** 2
         self.context = 1 + self.patches                             # tokens of an image
@@ -857,7 +859,6 @@ def make_config(cls, size=None, arch="crate", **given):
 
 
 image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **given)
-mae_config = partial(make_config, MAEConfig)
 text_config = partial(make_config, TextConfig)
 
 

@@ -143,7 +143,7 @@ class RunFlags(DeviceFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
-    seed: int = option(0, "the same seed gives the same run on one machine", low=0)
+    seed: int = option(0, "the same seed gives the same run on the same CPU", low=0)
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)

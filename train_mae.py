@@ -14,7 +14,7 @@ import torch
 from data import augment, images, show
 from evaluate import model_input, validation_noise, with_bar
 from flags import cli, model_fields, ModelFlags, option, parse
-from model import mae_config, MAEConfig, MaskedAutoencoder, train_flops
+from model import MAEConfig, make_config, MaskedAutoencoder, train_flops
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
 from run import derive_seed, Processes, Run, RunFlags, wants_compile
 
@@ -79,7 +79,7 @@ def augmented(pixels, rng, c, data):
 
 # ---- Model, evaluation --------------------------------------------------------------------------
 def build_model(c):
-    return MaskedAutoencoder(mae_config(c.size, **model_fields(MAEConfig, c)))
+    return MaskedAutoencoder(make_config(MAEConfig, c.size, **model_fields(MAEConfig, c)))
 
 
 @torch.no_grad()
