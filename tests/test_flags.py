@@ -40,8 +40,7 @@ def test_flags_take_their_fields_types():
     assert preset == "large" and c.width == 64 and c.rate == 0.25
     assert c.limit == 3 and c.flip is True and c.arch == "tost"
     c, preset = parse("--width=9", "--limit=none", "--flip=false")
-    assert preset == "tiny" and c.width == 9
-    assert c.limit is None and c.flip is False
+    assert preset == "tiny" and c.width == 9 and c.limit is None and c.flip is False
     assert parse("large", "--size=big")[0].width == 8               # not the preset's any more
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
@@ -81,8 +80,7 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
         flags.cli(main)
     err = capsys.readouterr().err
     assert exit.value.code == status and err.count("\n") == bool(says)
-    assert says in err and err.startswith("script.py: " if says else "")
-    assert len(err) < 330
+    assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
 
 
 @pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT)])
