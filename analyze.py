@@ -253,7 +253,6 @@ class Predict(Pictures):
     """The likeliest classes of pictures (of your own: of the centre square) beside the last layer's
     mean saliency; of a masked autoencoder the error on masked patches and the reconstruction."""
     pictures: int = option(8, "how many images of the data set", low=1)
-    top: int = option(3, "classes to print", low=1)
 
 
 @torch.no_grad()
@@ -265,7 +264,7 @@ def predict(c):
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         chances = model(x).softmax(-1)
         for answer, row in zip(answers, chances):
-            for i in row.topk(min(c.top, len(classes))).indices:
+            for i in row.topk(min(3, len(classes))).indices:
                 answer[classes[i]] = row[i].item()
     elif loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)

@@ -5,6 +5,7 @@ import math
 import torch
 
 from flags import UserError
+from model import MHSA
 
 
 def steps_per_epoch(samples, batch_size):
@@ -95,15 +96,14 @@ def newton_schulz(G, dtype):
 
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025). Matrices of one shape are updated
-    together, where torch.optim.Muon takes one at a time. MHSA's QKV is one matrix; Jordan advises
-    Q, K, V apart.
+    together, where torch.optim.Muon takes one at a time; a stack of `parts` matrices, as several.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 
     s = 0.2 sqrt(max(rows, columns)) gives entries the size of AdamW's steps: they share a rate."""
 
     def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, dict(lr=lr, weight_decay=weight_decay))
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, parts=1))
 
     @torch.no_grad()
     def step(self):
@@ -116,39 +116,42 @@ class Muon(torch.optim.Optimizer):
                     by_shape.setdefault(p.shape, []).append(p)
                     if "momentum_buffer" not in self.state[p]:
                         self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            for shape, params in by_shape.items():
+            for (rows, columns), params in by_shape.items():
                 grads = [p.grad for p in params]
                 m = [self.state[p]["momentum_buffer"] for p in params]
                 torch._foreach_lerp_(m, grads, 0.05)
                 G = torch.stack(torch._foreach_lerp(grads, m, 0.95))
-                update = newton_schulz(G, dtype)
+                apart = G.view(-1, rows // group["parts"], columns)
+                update = newton_schulz(apart, dtype).to(G.dtype).reshape(G.shape)
                 torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                scale = group["lr"] * 0.2 * math.sqrt(max(shape))
-                torch._foreach_add_(params, update.to(params[0].dtype).unbind(), alpha=-scale)
+                scale = group["lr"] * 0.2 * math.sqrt(max(apart.shape[1:]))
+                torch._foreach_add_(params, update.unbind(), alpha=-scale)
 
 
 def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambda key: 1.0):
     """[Lion], [AdamW], or [Muon for the matrices in the modules `hidden`, AdamW for the rest];
     scale(key) multiplies the learning rate of the parameter key.
 
-    `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's, as Jordan
-    advises. Matrices are decayed; vectors, positions, special tokens and TSSA's b (K, T, 1) are
-    not, as in timm (nanoGPT decays positions, released CRATE all). ValueError if Muon gets none."""
-    inside = {p for module in hidden for p in module.parameters()} if name == "muon" else ()
-    muon, rest = {}, {}             # (decays, scale) -> parameters
+    `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's. MHSA's Q,
+    K and V count as three matrices. Jordan advises both. Matrices are decayed; vectors, positions,
+    special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
+    CRATE all). ValueError if Muon gets none."""
+    inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
+    stacks = inside & {m.QKV.weight for m in model.modules() if isinstance(m, MHSA)}
+    muon, rest = {}, {}             # (decays, scale, parts) -> parameters
     for key, p in model.named_parameters():
         if not p.requires_grad:
             continue
         decays = p.ndim == 2 and key.split(".")[-1] != "positions"
         members = muon if decays and p in inside else rest
-        members.setdefault((decays, scale(key)), []).append(p)
+        members.setdefault((decays, scale(key), 3 if p in stacks else 1), []).append(p)
     if name == "muon" and not muon:
         raise ValueError("no matrix of the model is in `hidden`")
 
     def groups(members):            # as PyTorch's optimizers take them
         return [dict(params=params, weight_decay=weight_decay if decays else 0.0, decays=decays,
-                     scale=factor)
-                for (decays, factor), params in sorted(members.items(), reverse=True)]
+                     scale=factor, parts=parts)
+                for (decays, factor, parts), params in sorted(members.items(), reverse=True)]
     if name == "lion":
         return [Lion(groups(rest), lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(groups(rest), lr=lr, betas=betas, fused=True)

@@ -366,14 +366,12 @@ class Flags:
 def main(argv):
     """Prepares one set, for the command line."""
     c, known = parse(Flags, {}, argv, __doc__)[0], {**IMAGES, **TEXTS}
-    if len(c.name) != 1:
-        raise UserError("which set? data/prepare.py NAME [--source=DIR]")
-    name, = c.name
+    name = " ".join(c.name)
     if name not in known and not c.source:
         raise UserError(f"{not_one_of(name, known)} (your own needs --source)")
     if name in known and (c.tokenizer or c.size or c.source and known[name].hub is None):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
-    if Path(name).name != name or name == "..":
+    if Path(name).name != name or name in ("", ".."):
         raise UserError(f"{name} is a path: NAME is the set's name, and --source={name}")
     if (folder := Path(c.data_dir) / name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")

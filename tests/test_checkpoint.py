@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_module
 from checkpoint import load_model
-from flags import UserError
+from flags import cli, UserError
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
@@ -79,7 +79,7 @@ def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
     checkpoint.write_checkpoint(tmp_path / "a.pt", content())
     monkeypatch.setattr(model_module.ISTA, "__init__", lambda self, *args: 1 + "1")
     with pytest.raises(TypeError):
-        load_model(tmp_path / "a.pt")
+        cli(lambda argv: load_model(tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("task", checkpoint.TASKS)

@@ -92,8 +92,3 @@ def test_ctrl_c_has_no_traceback(monkeypatch, main):
     monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
     with pytest.raises(SystemExit, match="130"):
         flags.cli(start)
-
-
-def test_a_mistake_of_the_program_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        flags.cli(lambda argv: 1 / 0)

@@ -1,5 +1,4 @@
 """Schedules, Lion and Muon against their definitions; which parameter is updated by what."""
-import copy
 import math
 
 import pytest
@@ -52,24 +51,29 @@ def test_muon_is_torchs(instructions, dtype, monkeypatch):
     """Up to the rounding of bfloat16, in which torch's always computes. Ours orthogonalizes the
     matrices of one shape together, and in float32 where bfloat16 is emulated."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    shapes = [(8, 8), (8, 24), (8, 8), (24, 8), (8, 24)]
+    shapes = [(8, 8), (8, 24), (8, 8), (24, 8), (8, 24), (24, 8)]
     stacks, newton_schulz = [], optim.newton_schulz
     monkeypatch.setattr(optim, "newton_schulz", lambda G, dtype: (
         stacks.append((len(G), dtype)) or newton_schulz(G, dtype)))
-    ours = torch.nn.ParameterList(torch.randn(shape) for shape in shapes)
-    theirs = copy.deepcopy(ours)
-    optimizers = [optim.Muon(ours, lr=LR, weight_decay=DECAY),
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+
+    def apart(tensors):             # the last is a stack of three
+        return [t.detach().clone() for t in (*tensors[:-1], *tensors[-1].chunk(3))]
+    theirs = [torch.nn.Parameter(t) for t in apart(ours)]
+    optimizers = [optim.Muon([dict(params=ours[:-1]), dict(params=ours[-1:], parts=3)], lr=LR,
+                             weight_decay=DECAY),
                   torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY, momentum=0.95,
                                    adjust_lr_fn="match_rms_adamw")]
     for _ in range(3):
-        for a, b in zip(ours, theirs):
+        for a in ours:
             a.grad = torch.randn_like(a)
-            b.grad = a.grad.clone()
+        for b, grad in zip(theirs, apart([a.grad for a in ours])):
+            b.grad = grad
         for optimizer in optimizers:
             optimizer.step()
     near = 0.02 * LR * 0.2 * math.sqrt(24)
-    torch.testing.assert_close(list(ours), list(theirs), atol=near, rtol=0)
-    assert stacks == [(2, dtype), (2, dtype), (1, dtype)] * 3
+    torch.testing.assert_close(apart(ours), [b.detach() for b in theirs], atol=near, rtol=0)
+    assert stacks == [(2, dtype), (2, dtype), (1, dtype), (3, dtype)] * 3
 
 
 @pytest.mark.parametrize("task, arch", [("vit", arch) for arch in ARCHS] + [
@@ -93,6 +97,8 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
     where = [(p, optimizer) for optimizer in (muon, adamw)
              for group in optimizer.param_groups for p in group["params"]]
     assert len(where) == len(dict(where)) == len(before)
+    apart = [len(group["params"]) for group in muon.param_groups if group["parts"] == 3]
+    assert sum(apart) == sum("QKV.weight" in name for name, _ in model.named_parameters())
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     muon.step()
@@ -103,8 +109,5 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
         assert dict(where)[p] is (muon if hidden and not spared else adamw), name
         factor = 1.0 if spared else 1 - LR * DECAY
         torch.testing.assert_close(p.detach(), factor * start, msg=name)
-
-
-def test_muon_without_a_matrix_is_an_error():
     with pytest.raises(ValueError, match="no matrix"):
-        optim.make_optimizers(torch.nn.Linear(2, 2), "muon", 1e-3, 0.1, (0.9, 0.99))
+        optim.make_optimizers(model, "muon", LR, DECAY, BETAS, hidden=[])

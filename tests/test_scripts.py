@@ -142,7 +142,7 @@ MISTAKES = {        # one of each kind, and what the line says
                 "--data=exam": "exam has no part to train on"},
     sample: {"": "are required: --ckpt"}, recall: {"--pairs=9": "is more than --symbols=8"},
     evaluate: {"accuracy --ckpt=pretrained:shapes": "is not one of"},
-    prepare: {"mine --size=x": "invalid int value: 'x'", "cifar10 --size=64": "is one of ours"}}
+    prepare: {"mine --size=x": "invalid whole number value", "cifar10 --size=64": "is ours"}}
 MISTAKES = [(script, *row) for script, rows in MISTAKES.items() for row in rows.items()]
 
 
