@@ -3,8 +3,8 @@
     python crate.py         trains on drawn shapes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
-objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c,
-Eq. (31)-(37): it does not shrink Z, and W is learned. ISTA steps on a LASSO in place of the rest.
+objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c: it
+has a softmax and a learned W, and leaves out what shrinks Z, Eq. (31)-(37). ISTA makes Z sparse.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
@@ -39,8 +39,8 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
 
 
 class MSSA(nn.Module):
-    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = w softmax(w^* w), w = U_k^* Z: Eq. (35), (37). As in
-    the released code, w^* w is divided by sqrt(p) and W has a bias."""
+    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = U_k^*Z softmax((U_k^*Z)^* U_k^*Z): Eq. (35), (37). w
+    has a token a row. As in the released code, scores are over sqrt(p) and W has a bias."""
 
     def __init__(self, d, K):
         super().__init__()
@@ -127,7 +127,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
-        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov's
+        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov
             p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as AdamW's
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
@@ -138,7 +138,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """For each layer: R^c of LN(Z^l) without LN's gain and bias; the change of R^c by attention,
+    """For each layer: R^c of LN(Z^l), without gain and bias; the change of R^c by attention,
     R^c(Z^{l+1/2}) - R^c(Z^l); and the objective, nonzeros and accuracy of the layer's output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that

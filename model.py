@@ -154,8 +154,8 @@ class Attention(nn.Module, ABC):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
         shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
-        and k_i turn by R_i. In MSSA q = k = v = w: the matrix of scores is symmetric, even turned.
-        But turned scores depend on which of two tokens comes first. shift breaks the symmetry."""
+        and k_i turn by R_i. In MSSA q = k = v = w: scores w_i^* R_{j-i} w_j are symmetric in i and
+        j, but a turned score changes if two tokens trade places. shift ends the symmetry."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a), shift(v, b)
@@ -186,7 +186,7 @@ class MSSA(Attention):
     output      the module computes              arch      source
     learned     W stack_k SSA(Z | U_k)           crate     [J] Eq. (37), [N] Eq. (115)
     subspace    s [U_1 .. U_K] stack_k SSA       crate-c   [J] Eq. (36), [S]
-    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: the sign of a descent step on R^c
+    negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: the sign of [J] Eq. (34) reversed
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) is crate-c with s = beta and
@@ -204,9 +204,9 @@ class MSSA(Attention):
         if self.output == "learned":
             out = self.W(out)
         else:
-            U = self.U.weight if self.output == "transpose" else self.U.weight.mT
+            back = self.U.weight if self.output == "transpose" else self.U.weight.mT
             s = -self.step_size if self.output == "negative" else self.step_size
-            out = F.linear(out, s * U)
+            out = F.linear(out, s * back)
         return F.dropout(out, self.dropout, self.training)
 
 
@@ -255,7 +255,7 @@ class ISTA(Sparsification):
 class LayerTrace(NamedTuple):
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
-    attention: torch.Tensor             # (B, K, n, n), or Pi (B, K, n)
+    attention: torch.Tensor             # (B, K, n, n); of TSSA its memberships Pi (B, K, n)
 
 
 def layer_norm(config):
@@ -344,8 +344,8 @@ class Backbone(nn.Module):
 # ---- The objective ------------------------------------------------------------------------------
 # Rates are in nats a token; ||Z||_0 counts the entries of all. eps is the distortion up to which
 # tokens are coded. The papers give none: 0.5 is our choice, for tokens of norm sqrt(d), as LN's. A
-# direction of mean square eps^2 / d costs (log 2) / 2. Compare rates at equal eps only: the
-# released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
+# direction along which tokens have mean square eps^2 / d adds (log 2) / 2 to R. Compare rates at
+# equal eps only: the released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
@@ -410,7 +410,7 @@ def gaussian_mixture_denoise(z, U, sigma):
     """E[z_clean | z], about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
     [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
-    (K, d, p), plus noise of deviation sigma. As sigma -> 0 it goes to the nearest subspace."""
+    (K, d, p), plus noise of small deviation sigma. As sigma -> 0, z projected on the nearest."""
     w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
     weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
@@ -982,8 +982,8 @@ class DecoderLayer(nn.Module):
         Y = D~ LN(Z~),   Z~' = Y - MSSA(LN(Y))
 
     D~, a plain d x d map ([B] prints it transposed), stands for the inverse of ISTA: where Z = D A
-    with A >= 0, D orthogonal and eta = 1, D undoes ISTA up to lambda sqrt(nnz) per token. I - MSSA
-    inverts I + MSSA up to second order. LN and ReLU have no inverse; training compensates."""
+    with A >= 0, D orthogonal and eta = 1, D undoes ISTA up to lambda sqrt(nnz) per token. With the
+    encoder's U, W I - MSSA inverts I + MSSA up to second order; here the decoder learns its own."""
 
     def __init__(self, c):
         super().__init__()

@@ -32,7 +32,7 @@ def count(model):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: a straight rise to `base` over `warmup` steps, at most half of all,
-    then half a cosine down to `final`. The first is base / warmup; DINO and MAE have 0."""
+    then half a cosine towards `final`. The first is base / warmup; DINO and MAE have 0."""
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     rise = [base * (i + 1) / warmup for i in range(warmup)]
@@ -95,8 +95,8 @@ def newton_schulz(G, dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025). Matrices of one shape are updated
-    together, where torch.optim.Muon takes one at a time; a stack of `parts` matrices, as several.
+    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025): momentum with singular values brought
+    near 1. Matrices of one shape are updated together, and `parts` matrices in one as several.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
 

@@ -1,4 +1,4 @@
-"""Masked autoencoding with CRATE-MAE, and ViT-MAE (--mask_tokens=after) as the baseline.
+"""Masked autoencoding with CRATE-MAE; ViT-MAE is --arch=transformer --mask_tokens=after.
 
     python train_mae.py shapes                                   drawn images, two CPU cores
     python train_mae.py cifar10 --arch=transformer --width=96    any preset, any flag
@@ -45,7 +45,7 @@ class Config(RunFlags, ModelFlags):
 
 
 PRESETS = {
-    "imagenet": dict(       # [B] 7.6; ViT-MAE takes --lr=2.4e-3 --weight_decay=0.05
+    "imagenet": dict(       # [B] 7.6; ViT-MAE (--arch=transformer): --lr=2.4e-3 --weight_decay=0.05
         data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
         lr=4.8e-4,          # [B]'s 3e-5 as MAE's base rate: x batch_size / 256
         micro_batch=256,    # two a step on each of 8 GPUs

@@ -170,7 +170,7 @@ def squared_distance(student, teacher):
 
 def global_coding_rate(Z, eps, processes):
     """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z Z^*), [B] Eq. (7.2.34).
-    Z (2, m, p) of each of N processes. The covariance is summed over the processes, in float32. DDP
+    Z (2, m, p) of m images in each of N processes. The covariance is their sum, in float32. DDP
     averages gradients, so each process gives N times the gradient of its own samples."""
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world

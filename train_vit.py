@@ -48,7 +48,7 @@ class Config(RunFlags, ModelFlags):
     warmup_epochs: float = option(0.5, "epochs of linear warm-up, half of all at most", low=0)
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
-    srr_weight: float = option(0.0, "weight of R^c, SRR's term with a gradient; 0: none", low=0)
+    srr_weight: float = option(0.0, "weight of R^c, SRR's only term with a gradient", low=0)
     srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
@@ -148,7 +148,7 @@ def lr_scale(name, L, decay):
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def srr_loss(model, x, which, seed, eps=0.5):
-    """The mean of R^c(Z^{l+1} | U^l), l being all layers, one drawn from seed, or a numbered one.
+    """The mean of R^c(Z^{l+1} | U^l) over all layers l, or of one, drawn from seed or numbered.
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
     stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
     the cross-entropy keeps U away from it, so the weight has to be small. eps is ours."""

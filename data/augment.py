@@ -2,8 +2,8 @@
 
 Each sample has its own random parameters. The CPU draws them, so it knows which samples an
 operation changes and never waits for a GPU to say; the GPU gets them by copies that do not block.
-Each operation but CutMix is as torchvision and Pillow define it, so that published recipes carry
-over. Call these outside autocast, which would round pixels to 8 bits."""
+Each operation but CutMix and blur is as torchvision and Pillow define it, so that published recipes
+carry over. Call these outside autocast, which would round pixels to 8 bits."""
 import math
 from functools import partial
 

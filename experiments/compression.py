@@ -11,10 +11,10 @@ On small tokens, where the Neumann series converges (beta ||U_k^* Z||^2 < 1), an
 
     python -m experiments.compression
 
-Verdict (2026-11-21): no. The step Z + MSSA raises R^c on small and on large tokens, as [S] found.
-Its negative lowers R^c a little; the exact gradient and Eq. (34), which shrinks Z, lower it. MSSA
-stands for the second Taylor term of R^c alone; on small tokens it raises the first more. After a
-LayerNorm beta ||U_k^* Z||^2 is 57.6, far beyond where the series converges.
+Verdict (2026-11-21): no. A step along +MSSA raises R^c on small and on large tokens, as [S] found.
+One along -MSSA lowers it a little; the exact gradient and Eq. (34), which shrinks Z, lower it more.
+MSSA ascends the second Taylor term, which R^c subtracts; on small tokens it raises the first, which
+R^c adds, by more. After a LayerNorm beta ||U_k^* Z||^2 is 57.6: there the series diverges.
 """
 import math
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Compression:
     heads: int = option(8, "K; p = d / K", low=1)
     tokens: int = option(64, "n", low=1)
     eps: float = option(0.5, "distortion of the rates", low=1e-6)
-    step: float = option(0.1, "step size times beta; an exact step descends below 2", above=0)
+    step: float = option(0.1, "step size times beta; below 2 the exact step lowers R^c", above=0)
     iterations: int = option(30, "how many steps", low=1)
     seed: int = option(0, "draws everything", low=0, high=2 ** 63)
     out: str = option(str(ROOT / "out" / "compression.png"), "the figure")

@@ -5,7 +5,7 @@ reduction, correlates with the generalization gap better than other complexity m
 tau 0.45). Measures and method are those of [G]: Jiang et al., Fantastic Generalization Measures and
 Where to Find Them (ICLR 2020), Section 2 and Appendix C; larger should mean a larger gap. The gap
 is the validation loss less the training loss, over whole splits. Measures compare only among runs
-that fit the training set alike, so each run ends at the same training loss.
+that fit the training set alike, so each run ends soon after its training loss falls below 0.2.
 
     python -m experiments.correlation       # trains the 48 runs of GRID, or those that are left
 

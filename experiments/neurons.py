@@ -4,7 +4,7 @@ A neuron is one entry of a layer's code: ISTA's or ODL's code, or that of an MLP
 layer is the last, unless --layer says another. Rows are means over an arch's checkpoints.
 
 A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
-the k neurons whose means differ most with a property, in deviations. It is fitted on half of the
+the k neurons whose standardized means differ most with a property. It is fitted on half of the
 windows or images, with as many rows that have the property as not, and scored on the other half
 (chance is 50 %). "k=5" is its mean accuracy over the properties. Purity is the share of one token
 or class among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
