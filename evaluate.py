@@ -227,8 +227,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Numbers of a layer -------------------------------------------------------------------------
 def layer_numbers(layer, Z, trace, c):
-    """What analyze.Layers explains, each (B,), from Z^l (B, n, d), its LayerTrace and c's eps, lambd
-    and unit_bases. In float64, as float32 may give NaN; on the CPU, as mps lacks it."""
+    """What analyze.Layers explains, each (B,), from Z^l (B, n, d), its LayerTrace, and eps, lambd,
+    unit_bases of c. In float64, as float32 may give NaN; on the CPU, as mps lacks it."""
     U, X, Z, half, out = (T.cpu().double() for T in (
         layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
     if c.unit_bases:

@@ -95,7 +95,7 @@ def newton_schulz(G, dtype):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025): momentum with singular values brought
+    """Muon (Jordan et al. 2024; decay and s: Liu et al. 2025): momentum, singular values brought
     near 1. Matrices of one shape are updated together, and `parts` matrices in one as several.
 
         m = 0.95 m + 0.05 g;   O = newton_schulz(0.05 g + 0.95 m);   W = (1 - lr wd) W - lr s O
