@@ -67,50 +67,6 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     return F.linear(ssa.transpose(-3, -2).flatten(-2), W, bias)         # heads side by side, then W
 
 
-def shift(w, a):
-    """(1 - a) w_i + a w_{i-1} for every token i, 0 before the first: keys or values that see the
-    token before (Xu et al. 2025: two weights of any sum). w (..., K, n, p), shares a (K, 1, 1)."""
-    return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
-
-
-def phases(n, p, like):
-    """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
-    options = dict(dtype=at_least_float32(like).dtype, device=like.device)
-    theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
-    angle = torch.arange(n, **options)[:, None] * theta
-    return torch.polar(torch.ones_like(angle), angle)
-
-
-def rotate(w, phase):
-    """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
-    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
-    pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
-
-
-@dataclass
-class Cache:
-    """What the attention of a layer keeps of the n tokens that a generation has read.
-
-    MSSA    past: w = U^* Z of `room` tokens, the first n filled            (B, K, room, p)
-    MHSA    past: the same of keys and values, side by side                 (B, K, room, 2 p)
-    TSSA    sums: energy of w^2, moment of Pi w^2 (B, K, 1, p), mass of Pi  (B, K, 1)"""
-    room: int = 0
-    n: int = 0
-    past: torch.Tensor | None = None
-    energy: torch.Tensor | float = 0.0
-    moment: torch.Tensor | float = 0.0
-    mass: torch.Tensor | float = 0.0
-
-    def append(self, new):
-        """Adds tokens (B, K, m, .) to `past` and returns all that it holds: (B, K, n, .)."""
-        if self.past is None:
-            self.past = new.new_empty(*new.shape[:2], self.room, new.shape[3])
-        start, self.n = self.n, self.n + new.shape[2]
-        self.past[:, :, start:self.n] = new
-        return self.past[:, :, :self.n]
-
-
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`) and
     `forward`; if its queries, keys and values differ, also `queries_keys_values`."""
@@ -166,12 +122,11 @@ class Attention(nn.Module, ABC):
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
-        n, start = q.shape[2], k.shape[2] - q.shape[2]  # in generation, q are k's last n tokens
+        n, m = q.shape[2], k.shape[2]                   # in generation, q are k's last n tokens
         dropout = self.dropout if self.training else 0.0
-        causal = self.causal and start == 0
-        mask = None
-        if self.causal and start and n > 1:
-            mask = torch.ones(n, start + n, dtype=torch.bool, device=q.device).tril(start)
+        causal, mask = self.causal and n == m, None
+        if self.causal and 1 < n < m:
+            mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
         if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
@@ -200,14 +155,12 @@ class MSSA(Attention):
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
 
     def forward(self, Z, cache=None):
-        out = self.attend(*self.queries_keys_values(Z, cache))
+        ssa = self.attend(*self.queries_keys_values(Z, cache))
         if self.output == "learned":
-            out = self.W(out)
-        else:
-            back = self.U.weight if self.output == "transpose" else self.U.weight.mT
-            s = -self.step_size if self.output == "negative" else self.step_size
-            out = F.linear(out, s * back)
-        return F.dropout(out, self.dropout, self.training)
+            return self.W(ssa)
+        back = self.U.weight if self.output == "transpose" else self.U.weight.mT
+        s = -self.step_size if self.output == "negative" else self.step_size
+        return F.linear(ssa, s * back)
 
 
 def ista(Z, D, eta=0.1, lambd=0.1):
@@ -297,7 +250,9 @@ class Layer(nn.Module):
 
     def compress(self, Z, cache=None):
         """Z^l -> Z^{l+1/2}."""
-        return Z + self.scale_and_drop(self.attention(self.norm1(Z), cache), self.scale1)
+        out = self.attention(self.norm1(Z), cache)
+        out = F.dropout(out, self.attention.dropout, self.training)
+        return Z + self.scale_and_drop(out, self.scale1)
 
     def sparsify(self, Z):
         """Z^{l+1/2} -> Z^{l+1}."""
@@ -377,12 +332,13 @@ def subspace_coding_rate(Z, U, eps=0.5):
         return coding_rate(Z.unsqueeze(-3) @ U, eps).sum(-1)    # the sum of R(U_k^* Z)
 
 
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
-    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm=0):
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized; norm=1 has its relaxation, ||Z||_1.
 
-    [J] Eq. (15), [N] Eq. (1). Z (..., n, d) -> (...). [S] measures minus its mean over layers."""
+    [J] Eq. (15)-(17), [N] Eq. (1). Z (..., n, d) -> (...). [S]: minus its mean over layers."""
     rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
-    return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
+    size = Z.abs() if norm == 1 else Z != 0
+    return rates - lambd * size.sum((-2, -1), dtype=rates.dtype)
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
@@ -416,6 +372,51 @@ def gaussian_mixture_denoise(z, U, sigma):
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
 
 
+# ---- What language models add to attention: the token before, positions, a cache ---------------
+def shift(w, a):
+    """(1 - a) w_i + a w_{i-1} for every token i, 0 before the first: keys or values that see the
+    token before (Xu et al. 2025: two weights of any sum). w (..., K, n, p), shares a (K, 1, 1)."""
+    return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
+
+
+def phases(n, p, like):
+    """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
+    options = dict(dtype=at_least_float32(like).dtype, device=like.device)
+    theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
+    angle = torch.arange(n, **options)[:, None] * theta
+    return torch.polar(torch.ones_like(angle), angle)
+
+
+def rotate(w, phase):
+    """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
+    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
+    pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
+
+
+@dataclass
+class Cache:
+    """What the attention of a layer keeps of the n tokens that a generation has read.
+
+    MSSA    past: w = U^* Z of `room` tokens, the first n filled            (B, K, room, p)
+    MHSA    past: the same of keys and values, side by side                 (B, K, room, 2 p)
+    TSSA    sums: energy of w^2, moment of Pi w^2 (B, K, 1, p), mass of Pi  (B, K, 1)"""
+    room: int = 0
+    n: int = 0
+    past: torch.Tensor | None = None
+    energy: torch.Tensor | float = 0.0
+    moment: torch.Tensor | float = 0.0
+    mass: torch.Tensor | float = 0.0
+
+    def append(self, new):
+        """Adds tokens (B, K, m, .) to `past` and returns all that it holds: (B, K, n, .)."""
+        if self.past is None:
+            self.past = new.new_empty(*new.shape[:2], self.room, new.shape[3])
+        start, self.n = self.n, self.n + new.shape[2]
+        self.past[:, :, start:self.n] = new
+        return self.past[:, :, :self.n]
+
+
 # ---- The other archs' operators -----------------------------------------------------------------
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
@@ -437,8 +438,7 @@ class MHSA(Attention):
         return self.shifted_and_rotated(q, k, v)
 
     def forward(self, Z, cache=None):
-        out = self.W(self.attend(*self.queries_keys_values(Z, cache)))
-        return F.dropout(out, self.dropout, self.training)
+        return self.W(self.attend(*self.queries_keys_values(Z, cache)))
 
 
 class TSSA(Attention):
@@ -489,8 +489,7 @@ class TSSA(Attention):
             Pi, s = self.statistics(w, cache)
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
-        out = self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
-        return F.dropout(out, self.dropout, self.training)
+        return self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
 
 
 class CBSA(Attention):
@@ -531,8 +530,7 @@ class CBSA(Attention):
         R = R.contiguous() + self.s1[:, None, None] * (A @ w)      # for the fused kernels of a GPU
         out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
         out = self.s2[:, None, None] * (A.mT @ out)
-        out = self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
-        return F.dropout(out, self.dropout, self.training)
+        return self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
 
 
 class MMProx(Sparsification):
@@ -947,6 +945,8 @@ class ImageEncoder(Backbone):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
+        if H != W and ARCHS[self.config.arch].attention is CBSA:
+            raise ConfigError(f"{self.config.arch} pools a square grid, not {H} x {W} pixels")
         Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
@@ -1031,18 +1031,17 @@ class MaskedAutoencoder(nn.Module):
 
     def predicted(self, x, masked):
         """The prediction for every patch, (B, n, P^2 C), of images with `masked` (B, n) patches."""
-        encoder, c, after = self.encoder, self.config, self.config.mask_tokens == "after"
+        encoder, c = self.encoder, self.config
         Z = encoder.embed(patchify(x, c.patch_size))
-        if not after:
+        if c.mask_tokens == "before":
             Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
         Z = torch.cat([encoder.class_token.expand(len(x), -1, -1), Z], 1) + encoder.positions
-        if after:
+        if c.mask_tokens == "before":
+            Z = encoder.norm(encoder.layers(Z))
+        else:
             order = F.pad(masked.byte(), (1, 0)).argsort(dim=1, stable=True)    # masked tokens last
-            visible = order[:, :c.context - c.masked_patches(), None]
-            Z = Z.gather(1, visible.expand(-1, -1, c.width))
-        Z = encoder.norm(encoder.layers(Z))
-        if after:
-            Z = self.decoder_embed(Z)
+            visible = order[:, :c.context - c.masked_patches(), None].expand(-1, -1, c.width)
+            Z = self.decoder_embed(encoder.norm(encoder.layers(Z.gather(1, visible))))
             filled = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
             back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
             Z = torch.cat([Z, filled], 1).gather(1, back) + self.decoder_positions
