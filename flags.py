@@ -51,6 +51,7 @@ def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
     signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
+    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
     status = 0
     try:
         main(sys.argv[1:])
@@ -154,11 +155,10 @@ def converter(f, kind, optional):
 def add_flag(parser, f, kind, optional, default):
     """One flag of `parser` for the dataclass field f of type `kind`, or None too if `optional`."""
     shown = {None: "auto", MISSING: "needed"}.get(default, default)
-    bare = dict(nargs="?", const=True) if kind is bool else {}          # a bare --name means true
     parser.add_argument(
         f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
         metavar="|".join(f.metadata.get("choices", [kind.__name__])),
-        type=converter(f, kind, optional), required=default is MISSING, **bare)
+        type=converter(f, kind, optional), required=default is MISSING)
 
 
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
@@ -180,6 +180,10 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
             parser.add_argument(flag, nargs="*", help=f.metadata["help"])
         else:
             add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
+    switches = {f"--{flag}" for flag in flags if hints[flag] in (bool, bool | None)}
+    for i, (word, after) in enumerate(zip(argv, [*argv[1:], ""])):      # a bare --name means true
+        if word in switches and after.lower() not in ("true", "false", "auto", "none"):
+            argv[i] = f"{word}=true"
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
