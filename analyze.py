@@ -262,10 +262,9 @@ def predict(c):
     model, answers = loaded.model, [{} for _ in names]
     if loaded.task == "vit":
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
-        chances = model(x).softmax(-1)
-        for answer, row in zip(answers, chances):
-            for i in row.topk(min(3, len(classes))).indices:
-                answer[classes[i]] = row[i].item()
+        best = model(x).softmax(-1).topk(min(3, len(classes)))
+        answers = [{classes[i]: y for i, y in zip(*row)}
+                   for row in zip(best.indices.tolist(), best.values.tolist())]
     elif loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]

@@ -100,9 +100,9 @@ def classify(model, split, data, config, processes, batch_size=500):
             logits = model(model_input(batch, data, model.config.image_size))[:n]
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
-        total += torch.stack([loss, right, torch.as_tensor(n, device=loss.device)])
-    loss, right, n = processes.sum(total).tolist()
-    return dict(loss=loss / n, acc=right / n, n=int(n))
+        total[:2] += torch.stack([loss, right])
+    loss, right, _ = processes.sum(total).tolist()
+    return dict(loss=loss / len(split), acc=right / len(split), n=len(split))
 
 
 @torch.no_grad()

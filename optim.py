@@ -138,24 +138,22 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     CRATE all). ValueError if Muon gets none."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     stacks = inside & {m.QKV.weight for m in model.modules() if isinstance(m, MHSA)}
-    muon, rest = {}, {}             # (decays, scale, parts) -> parameters
+    groups = {}             # (of Muon, decays, scale, parts) -> a group as PyTorch takes it
     for key, p in model.named_parameters():
-        if not p.requires_grad:
-            continue
-        decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-        members = muon if decays and p in inside else rest
-        members.setdefault((decays, scale(key), 3 if p in stacks else 1), []).append(p)
+        if p.requires_grad:
+            decays = p.ndim == 2 and key.split(".")[-1] != "positions"
+            kind = decays and p in inside, decays, scale(key), 3 if p in stacks else 1
+            own = dict(decays=decays, scale=kind[2], parts=kind[3])
+            own |= dict(params=[], weight_decay=weight_decay * decays)
+            groups.setdefault(kind, own)["params"].append(p)
+    muon, rest = ([groups[kind] for kind in sorted(groups, reverse=True) if kind[0] == of_muon]
+                  for of_muon in (True, False))
+    if name == "lion":
+        return [Lion(rest, lr=lr, betas=betas)]
     if name == "muon" and not muon:
         raise ValueError("no matrix of the model is in `hidden`")
-
-    def groups(members):            # as PyTorch's optimizers take them
-        return [dict(params=params, weight_decay=weight_decay if decays else 0.0, decays=decays,
-                     scale=factor, parts=parts)
-                for (decays, factor, parts), params in sorted(members.items(), reverse=True)]
-    if name == "lion":
-        return [Lion(groups(rest), lr=lr, betas=betas)]
-    adamw = torch.optim.AdamW(groups(rest), lr=lr, betas=betas, fused=True)
-    return [Muon(groups(muon), lr=lr), adamw] if name == "muon" else [adamw]
+    adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
+    return [Muon(muon, lr=lr), adamw] if name == "muon" else [adamw]
 
 
 def take_step(optimizers, lr, weight_decay=None):

@@ -222,9 +222,9 @@ class Run:
         self.start, self.eval_every = self.step, self.config.eval_every or eval_every
         # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
         name = device_name(self.processes.device)
-        peaks = [PEAK[gpu] for gpu in name.replace("-", " ").split() if gpu in PEAK]
-        known = peaks and self.processes.bfloat16
-        self.mfu_per_speed = flops / peaks[0] / self.processes.world if known else 0
+        words = name.replace("-", " ").split() if self.processes.bfloat16 else []
+        peak = next((PEAK[word] for word in words if word in PEAK), math.inf)
+        self.mfu_per_speed = flops / peak / self.processes.world
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))

@@ -183,7 +183,7 @@ def main(argv):
     kept = max(len(data.train_labels) - c.val, 0)           # the first are trained on
     n = c.train_images or kept
     if not 0 < n <= kept:
-        raise UserError(f"--train_images={n}: {c.data} has {kept} after --val={c.val}")
+        raise UserError(f"--val={c.val} leaves {kept} of {c.data}: --train_images={n} does not fit")
     train_arrays = data.train_images[:n], data.train_labels[:n]
     val_arrays = data.val_images, data.val_labels
     if c.val:

@@ -49,6 +49,7 @@ class ImageSet(NamedTuple):
     hub: dict | None = None         # None: drawn, or the user's own
     val: str = "test"               # the split that validates
     large: bool = False             # not prepared unasked
+    drawn: dict | None = None       # split -> options of draw_shapes
 
 
 class TextSet(NamedTuple):
@@ -68,7 +69,7 @@ def wikitext_articles(rows):
 
 
 IMAGES = {
-    "shapes": ImageSet(32), "camouflage": ImageSet(32),
+    "shapes": ImageSet(32, drawn={}), "camouflage": ImageSet(32, drawn=shapes.CAMOUFLAGE),
     "cifar10": ImageSet(32, dict(path="uoft-cs/cifar10")),
     "cifar100": ImageSet(32, dict(path="uoft-cs/cifar100")),
     "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102")),
@@ -218,8 +219,7 @@ def write_images(name, size, source, draft):
 def write_shapes(name, counts, draft):
     """Draws `shapes` or `camouflage`; returns what meta.json says of them."""
     for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
-        hidden = shapes.CAMOUFLAGE[split] if name == "camouflage" else {}
-        arrays = shapes.draw_shapes(n, seed, **hidden)
+        arrays = shapes.draw_shapes(n, seed, **IMAGES[name].drawn.get(split, {}))
         for kind, array in zip(("images", "labels", "masks"), arrays):
             np.save(draft / f"{split}_{kind}.npy", array)
     return image_meta(list(shapes.SHAPES), draft)
@@ -323,7 +323,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
             source = Path(source).resolve(strict=True) if source else None
             if name in TEXTS or tokenizer:
                 meta = write_text(name, tokenizer, source, draft)
-            elif name in ("shapes", "camouflage"):
+            elif name in IMAGES and IMAGES[name].drawn is not None:
                 meta = write_shapes(name, drawn, draft)
             else:
                 meta = write_images(name, size, source, draft)

@@ -79,8 +79,8 @@ def mask_some(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
     token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
     after the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
     are those of a global batch of that many rows, of which x is `rows`."""
-    shape, device = (batch_size or len(x), x.shape[1]), generator.device
-    u = torch.rand(shape, generator=generator, device=device)[rows].to(x.device)
-    others = torch.randint(n_vocab, shape, generator=generator, device=device)[rows].to(x.device)
+    shape = batch_size or len(x), x.shape[1]
+    u = torch.rand(shape, generator=generator)[rows]
+    others = torch.randint(n_vocab, shape, generator=generator)[rows]
     inputs = torch.where(u < 0.8 * p, n_vocab, torch.where(u < 0.9 * p, others, x))
     return inputs, torch.where(u < p, x, -1)
