@@ -39,7 +39,7 @@ class OneModel:
 
 def open_model(path, c, untrained=False, tasks=None):
     """A checkpoint as `Loaded`, on the device of the flags c."""
-    loaded = load_model(path, tasks, c.heads, c.seed if untrained else None)
+    loaded = load_model(path, c.heads, tasks, c.seed if untrained else None)
     loaded.model.to(Processes(c.device).device)
     return loaded
 

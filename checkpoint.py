@@ -99,7 +99,7 @@ def _read(path):
         path = PRETRAINED / f"{name}.pt"
     path = Path(path)
     if path.exists() and not path.is_file():
-        raise ValueError("it is no file such as RUN/ckpt.pt")       # /dev/zero would never end
+        raise ValueError("it is not a file such as RUN/ckpt.pt")       # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip() is not None:
@@ -109,7 +109,7 @@ def _read(path):
     except OSError:
         raise
     except Exception:                           # any kind, and a page of text
-        raise ValueError("it is damaged, no torch file, or holds more than tensors and plain "
+        raise ValueError("it is damaged, not of torch, or holds more than tensors and plain "
                          "values, which could run code") from None
 
 
@@ -141,7 +141,7 @@ class Loaded(NamedTuple):
     content: dict                   # the whole file; published ones have no run_config, no step
 
 
-def load_model(path, tasks=None, heads=None, untrained_seed=None):
+def load_model(path, heads=None, tasks=None, untrained_seed=None):
     """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
     of a published file whose width matches no published size. With an `untrained_seed` the weights
     are random. Raises UserError, and ConfigError for a config that no model has."""

@@ -257,7 +257,7 @@ class Flags(DeviceFlags, DataFlags):
 
 def load(c, *tasks):
     """(`Loaded`, on its device, with --untrained at random initialization; Processes)."""
-    loaded = load_model(c.ckpt, tasks, c.heads, c.seed if c.untrained else None)
+    loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
     processes = Processes(c.device, c.dtype)
     loaded.model.to(processes.device)
     return loaded, processes

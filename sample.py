@@ -55,7 +55,7 @@ def main(argv):
     """Writes the texts to stdout and returns them, each with its prompt."""
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
-    loaded = load_model(c.ckpt, ("gpt",))
+    loaded = load_model(c.ckpt, tasks=("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if not model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: it continues no text")

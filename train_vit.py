@@ -176,7 +176,7 @@ def main(argv):
     if c.init_from is None:
         loaded, data = None, images.load(c.data, cache=c.data_dir)
     else:
-        loaded = checkpoint.load_model(c.init_from, ("vit", "mae", "simdino"), c.heads)
+        loaded = checkpoint.load_model(c.init_from, c.heads, ("vit", "mae", "simdino"))
         data = images_for(c.data, loaded.meta, c.data_dir)
     if c.crop == "pad" and data.image_size > c.image_size and processes.rank == 0:
         print(f"note: the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")

@@ -19,8 +19,8 @@ function made(rows, cols, value) {                              // value(place)
 }
 
 // X W^T + b, two rows by four columns at a time: a number that is read serves several sums
-function multiply(X, W, b, out = matrix(X.rows, W.rows)) {
-  const d = X.cols, x = X.at, w = W.at, sums = new Float64Array(8);
+function multiply(X, W, b) {
+  const d = X.cols, x = X.at, w = W.at, sums = new Float64Array(8), out = matrix(X.rows, W.rows);
   for (let i = 0; i < X.rows; i += 2)
     for (let j = 0; j < W.rows; j += 4) {
       let a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;

@@ -11,7 +11,7 @@ const depth = c.layers + (c.decoder_layers ?? 0);
 const kinds = ["trained", "untrained"];
 const models = {};                      // kind -> the model, when it has been built
 const letters = [...data.characters ?? "", "\ufffd"];       // the last stands for any other
-const views = [];                       // what `fill` draws on canvases
+const views = [];                       // what `put` draws on canvases
 const initial = {picture: 0, mask: (data.masked ?? []).join("."), text: data.text, layer: c.layers,
   at: text ? -1 : mae || c.pool === "mean" ? middle : 0, entry: -1, hold: "", off: "",
   lambda: c.lambd, eta: c.eta, untrained: 0};               // -1: the last token, the largest entry
@@ -24,7 +24,7 @@ let painted;                            // whether this drag has painted
 const shown = {};
 
 const esc = words => String(words).replace(/[&<>"]/g, sign => `&#${sign.charCodeAt()};`);
-const seen = letter => esc({" ": "␣", "\n": "↵"}[letter] ?? letter);
+const visible = letter => esc({" ": "␣", "\n": "↵"}[letter] ?? letter);
 const digits = y => String(+y.toPrecision(3)).replace("-", "−");
 const rgbOf = colour => colour.match(/\w\w/g).map(digits => parseInt(digits, 16));
 const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
@@ -66,13 +66,13 @@ async function compute(kind, mine) {
     model.key = null;
     for (const l of forward(model, Z, from, knobs))
       if (performance.now() - began > 60) {
-        if (kind === kinds[+state.untrained]) fill("verdict", `Thinking … layer ${l}`);
+        if (kind === kinds[+state.untrained]) put("verdict", `Thinking … layer ${l}`);
         await pause(0);
         if (mine !== turn) return;
       }
     const logits = read(model, rowsOf(model.layers.at(-1).T.out, from, from + Z.rows));
     model.logits = from ? stacked(model.logits, logits, from) : logits;
-    fill("speed", Math.round(performance.now() - began));
+    put("speed", Math.round(performance.now() - began));
   }
   if (from < ids.length || ids.length < model.ids.length) model.numbers = null;
   return Object.assign(model, {key, ids, n: text ? ids.length : 1 + side ** 2});
@@ -96,23 +96,24 @@ function draw(current, mine) {
   drawHeads();
   drawStrips();
   drawEntry();
-  settle(mine);
   for (const [id, value] of Object.entries({layer: L.number, lambda: state.lambda, eta: state.eta}))
     $(id).nextElementSibling.value = $(id).value = value;
   $("untrained").checked = +state.untrained;
   [...document.querySelectorAll("[data-set]")].find(box => box.dataset.set === focus)?.focus();
+  settle(mine);
 }
 
 // ---- Drawing
-function fill(id, ...parts) {                               // and what is on its canvases
+function put(id, ...parts) {                               // and what is on its canvases
   $(id).innerHTML = parts.flat(2).join("");
-  for (const box of $(id).querySelectorAll("[data-view]")) show(box, ...views[box.dataset.view]);
+  for (const box of $(id).querySelectorAll("[data-view]"))
+    drawCanvas(box, ...views[box.dataset.view]);
 }
 
 // A value for each token: bars over the characters, colour over the picture. None: the picture
 function view(values, picture = pixels, hidden) {
   if (text) return bars(values);
-  views.push([values, picture, hidden]);                    // `fill` draws it
+  views.push([values, picture, hidden]);                    // `put` draws it
   return `<div class="frame" data-view="${views.length - 1}"><canvas></canvas><i></i></div>`;
 }
 
@@ -120,10 +121,10 @@ function bars(values) {
   const {model, at} = shown;
   const most = Math.max(1e-9, ...values), bar = i => 1.5 * Math.max(0, values[i]) / most;
   return `<div class="type">${model.ids.map((id, i) => `<span class="${i === at ? "at" : ""}">` +
-    `<i style="height: ${bar(i)}em"></i>${seen(letters[id])}</span>`).join("")}</div>`;
+    `<i style="height: ${bar(i)}em"></i>${visible(letters[id])}</span>`).join("")}</div>`;
 }
 
-function show(box, values, picture, hidden = new Set()) {
+function drawCanvas(box, values, picture, hidden = new Set()) {
   const [canvas, frame] = box.children, image = new ImageData(H, H), style = getComputedStyle(box);
   const {at} = shown;
   const [hot, page] = ["--accent", "--page"].map(name => rgbOf(style.getPropertyValue(name)));
@@ -146,10 +147,10 @@ function show(box, values, picture, hidden = new Set()) {
 function drawPicture() {
   const {at} = shown;
   const all = bytes(data.pictures), row = 1 + ((at - 1) / side | 0), column = 1 + (at - 1) % side;
-  fill("picture", view(null, pixels, masked()));
-  fill("caption", esc(file ?? data.classes[data.labels[state.picture]]),
+  put("picture", view(null, pixels, masked()));
+  put("caption", esc(file ?? data.classes[data.labels[state.picture]]),
     at ? ` · row ${row}, column ${column}` : " · class token");
-  fill("thumbs", data.labels.map((_, i) => button(view(null, all.subarray(3 * H * H * i)),
+  put("thumbs", data.labels.map((_, i) => button(view(null, all.subarray(3 * H * H * i)),
     file === undefined && i === state.picture, {picture: i})));
 }
 
@@ -160,38 +161,41 @@ function drawGuess() {                                      // what an autoencod
       const k = t % 3, guess = logits.at[(i + 1) * size + t] * data.std[k] + data.mean[k];
       filled[3 * pixelOf(i, t / 3 | 0, side, P) + k] = clamp(255 * guess, 0, 255);
     }
-  fill("verdict", `It fills in ${hidden.size} masked patches`);
-  fill("answer", view(null, filled));
+  put("verdict", `It fills in ${hidden.size} masked patches`);
+  put("answer", view(null, filled));
 }
 
 function drawText() {                                       // below each, the five likeliest next
   if ($("text").value !== state.text) $("text").value = state.text;
-  const guess = (id, hit) => hit ? `<u>${seen(letters[id])}</u>` : `<s>${seen(letters[id])}</s>`;
+  const guess = (id, hit) => {
+    const letter = visible(letters[id]);
+    return hit ? `<u>${letter}</u>` : `<s>${letter}</s>`;
+  };
   const {model, at} = shown, best = i => order(rowAt(model.logits, i)).slice(0, 5);
-  fill("tokens", model.ids.map((id, i) => [`<span class="${i === at ? "at" : ""}" `,
-    `data-set='{"at": ${i}, "entry": -1}'><b>${seen(letters[id])}</b>`,
+  put("tokens", model.ids.map((id, i) => [`<span class="${i === at ? "at" : ""}" `,
+    `data-set='{"at": ${i}, "entry": -1}'><b>${visible(letters[id])}</b>`,
     ...best(i).map(id => guess(id, id === model.ids[i + 1])), "</span>"]));
 }
 
 function drawAnswer() {                                     // what the head reads after each layer
   const {model, L, at} = shown;
-  if (!model.head && !text) return fill("verdict", "An encoder without a head");
-  const names = text ? letters.map(seen) : data.classes.map(esc);
+  if (!model.head && !text) return put("verdict", "An encoder without a head");
+  const names = text ? letters.map(visible) : data.classes.map(esc);
   const rows = model.layers.map(({T: {out}}) =>
     softmax(read(model, text ? rowsOf(out, at, at + 1) : out).at.slice(0, names.length)));
   const best = order(rows.at(-1)).slice(0, 10), now = l => l === L.number - 1 ? "now" : "";
   const last = best.map(k => `${(100 * rows.at(-1)[k]).toFixed(1)} %`);
-  const asked = text ? `After ${seen(letters[model.ids[at]])} comes` : "It sees:";
-  fill("verdict", `${asked} ${names[best[0]]}, ${last[0]}`);
+  const asked = text ? `After ${visible(letters[model.ids[at]])} comes` : "It sees:";
+  put("verdict", `${asked} ${names[best[0]]}, ${last[0]}`);
   const bar = (share, l) => `<td class="${now(l)}"><i style="width: ${100 * share}%"></i>`;
-  fill("answer", "<table><tr><th>layer", rows.map((_, l) => `<th class="${now(l)}">${l + 1}`),
+  put("answer", "<table><tr><th>layer", rows.map((_, l) => `<th class="${now(l)}">${l + 1}`),
     "<th>", best.map((k, i) => [`<tr><td>${names[k]}`, ...rows.map((row, l) => bar(row[k], l)),
       `<td>${last[i]}`]), "</table>");
 }
 
 function drawHeads() {
   const {n, L, T, at} = shown, off = state.off.split("~").filter(Boolean);
-  fill("heads", T.A.map((rows, k) => {
+  put("heads", T.A.map((rows, k) => {
     const name = `${L.number}.${k + 1}`, on = !off.includes(name), row = rows[at].subarray(0, n);
     const spread = Math.exp(-sumOf(row, share => share && share * Math.log(share))).toFixed();
     const flipped = (on ? [...off, name] : off.filter(other => other !== name)).join("~");
@@ -211,25 +215,25 @@ function drawStrips() {                                     // the token before 
   const strip = (values, rows, kind) => `<svg viewBox="0 -1 ${m} ${rows}" height="${48 * rows}"
     preserveAspectRatio="none"><rect x="${entry}" y="-1" width="1" height="${rows}"/>
     <path class="${kind}" d="${bars(values).join("")}"/></svg>`;
-  fill("strips", "<small>before the step</small>", strip(before, 2, "bar"), `<small>after it:
+  put("strips", "<small>before the step</small>", strip(before, 2, "bar"), `<small>after it:
     ${nonzeros} of ${m} entries are not zero</small>`, strip(code, L.decodes ? 2 : 1, "hot"));
-  fill("largest", "<small>largest</small>", best.map(j =>
+  put("largest", "<small>largest</small>", best.map(j =>
     button(`${j}: ${digits(code[j])}`, j === entry, {entry: j})));
 }
 
 function drawEntry() {                                      // at every token, and where it is high
   const {n, L, T, entry} = shown, m = T.code.cols;
   const held = state.hold.startsWith(`${L.number}:${entry}:`);
-  fill("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
-  fill("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
+  put("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
+  put("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
   $("hold").min = Math.floor(2 * T.code.at.reduce((least, y) => Math.min(least, y), 0));
   $("hold").max = Math.ceil(2 * T.code.at.reduce((most, y) => Math.max(most, y)));
   $("hold").value = rowAt(T.code)[entry];
   $("hold").nextElementSibling.value = digits(Number($("hold").value));
   const passages = data.entries?.[L.number - 1][entry] ?? [];
-  const marked = (letter, hit) => hit ? `<mark>${seen(letter)}</mark>` : seen(letter);
+  const marked = (letter, hit) => hit ? `<mark>${visible(letter)}</mark>` : visible(letter);
   const title = passages.length ? "<small>It is highest here:</small>" : "";
-  fill("passages", title, passages.map(([words, i]) =>
+  put("passages", title, passages.map(([words, i]) =>
     ["<p>", ...[...words].map((letter, j) => marked(letter, i === j)), "</p>"]));
 }
 
@@ -251,7 +255,7 @@ function drawCharts() {
   const charts = {rate: "R<sup>c</sup> of U<sub>k</sub>*LN(Z), each of norm 1, nats", change:
     "What attention adds to R<sup>c</sup>, nats", nonzeros: "Share of the code that is not zero"};
   const x = l => 44 + 240 * l / Math.max(1, depth - 1);
-  fill("charts", Object.entries(charts).map(([key, title]) => {
+  put("charts", Object.entries(charts).map(([key, title]) => {
     const all = both.flat().map(row => row[key]).concat(key === "change" ? 0 : []);
     const low = Math.min(...all), high = Math.max(...all);
     const y = value => 112 - 100 * (value - low) / (high - low || 1);
@@ -315,7 +319,7 @@ $("file").onchange = async () => {
     const [x, y] = [image.width - size, image.height - size];
     brush.drawImage(image, x / 2, y / 2, size, size, 0, 0, H, H);
     look(brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3), chosen.name);
-  } catch { fill("caption", esc(chosen.name), " cannot be read as a picture"); }
+  } catch { put("caption", esc(chosen.name), " cannot be read as a picture"); }
 };
 
 function pointed(e) {                                       // the pixel there, and its patch
@@ -359,7 +363,7 @@ $("picture").onpointerup = e => {
 function equation(id, words, source, part) {                // _k, ^* and _{...} as in the papers
   words = words.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>").replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>")
     .replace(/[{}]/g, "").replace(/,/g, ", &ensp;").replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
-  fill(id, words, ` <small>${source}, ${part} in model.py</small>`);
+  put(id, words, ` <small>${source}, ${part} in model.py</small>`);
 }
 const back = {learned: "+ W", subspace: "+ s[U_1…U_K]", negative: "− s[U_1…U_K]",
   transpose: "+ s[U_1…U_K]^*"}[data.output];
@@ -378,9 +382,9 @@ equation("rate", "R^c(Z | U) = ½ Σ_k logdet(I + p/(nε^2) (U_k^*Z)^*U_k^*Z), �
 document.body.className = task;
 document.title = document.querySelector("h1").textContent = `Look inside ${data.name}`;
 $("layer").max = depth;
-fill("about", `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`);
+put("about", `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`);
 const worst = check(data, models.trained = build(data, "trained"));
-fill("check", `On the first example this page is at most ${worst.toExponential(1)} from PyTorch.`);
+put("check", `On the first example this page is at most ${worst.toExponential(1)} from PyTorch.`);
 $("alarm").hidden = worst < 1e-3;
 onhashchange = load;
 load();

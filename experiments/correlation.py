@@ -179,7 +179,7 @@ def fit(theta, folder, c, processes):
         flags |= dict(epochs=epochs, resume=there, overwrite=not there)
         with open(os.devnull, "w") as mute, contextlib.redirect_stdout(mute):
             train_vit.main([*RECIPE, *(f"--{name}={value}" for name, value in flags.items())])
-        loaded = load_model(folder / "ckpt.pt", ("vit",))
+        loaded = load_model(folder / "ckpt.pt", tasks=("vit",))
         data = images_for(None, loaded.meta, c.data_dir)
         n = loaded.content["run_config"]["train_images"]
         train = images.Images(data.train_images[:n], data.train_labels[:n], processes.device)

@@ -150,7 +150,7 @@ def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...], or heads_of."""
     c, _ = parse(Recall, {}, argv, __doc__)
     if c.ckpt:
-        model = load_model(c.ckpt, ("gpt",)).model
+        model = load_model(c.ckpt, tasks=("gpt",)).model
         if not (model.config.causal and isinstance(model.layers[0].attention, (MSSA, MHSA))):
             raise UserError(f"{c.ckpt} is no causal model with attention maps")
         rows = heads_of(model)

@@ -69,8 +69,8 @@ REFUSED = {"KeyError: 'task'": dict(a=1), "task gpt, not vit": content("gpt"),
 def test_other_files_are_refused(tmp_path, says):
     checkpoint.write_checkpoint(tmp_path / "x.pt", REFUSED[says])
     with pytest.raises(UserError, match=f"x.pt.*{says}"):
-        load_model(tmp_path / "x.pt", ("vit",))
-    for path, reason in (("/dev/zero", "no file"), ("nowhere.pt", "No such file")):
+        load_model(tmp_path / "x.pt", tasks=("vit",))
+    for path, reason in (("/dev/zero", "not a file"), ("nowhere.pt", "No such file")):
         with pytest.raises(UserError, match=f"{path}.*{reason}"):
             load_model(path)
 
@@ -95,7 +95,7 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     full = content(task, run_config=dict(seed=7, data_dir="/home/me/data", out_dir="out"))
     checkpoint.write_checkpoint(path, full)
     exec(recipe, {})
-    loaded, mine = load_model(path, (task,)), load_model("pretrained:mine", (task,))
+    loaded, mine = (load_model(file, tasks=(task,)) for file in (path, "pretrained:mine"))
     assert type(loaded.model) is checkpoint.TASKS[task][0] and not loaded.model.training
     assert loaded.task == task and loaded.meta == full["data_meta"]
     assert asdict(loaded.model.config) == full["model_config"]
@@ -214,7 +214,7 @@ def test_published_files_open_as_the_authors_networks(kind, tmp_path):
     def load(tensors, heads=None):
         state, args = {f"module.{name}": t for name, t in tensors.items()}, Namespace(lr=1e-3)
         torch.save(dict(state_dict=state, epoch=799, args=args), tmp_path / "their.pth")
-        return load_model(tmp_path / "their.pth", ("vit", "mae"), heads)
+        return load_model(tmp_path / "their.pth", heads, ("vit", "mae"))
 
     tensors, x, masked = official(kind), torch.randn(2, 3, 12, 12), torch.rand(2, 9) < 0.75
     net = load(tensors, heads=4).model
@@ -242,7 +242,7 @@ def test_crate_lm(prefix, tmp_path):
     t["lm_head.weight"] = t["transformer.wte.weight"]
     path = tmp_path / "ckpt.pt"
     torch.save(dict(model={prefix + name: x for name, x in t.items()}, args=Namespace(lr=1)), path)
-    loaded = load_model(path, ("gpt",))
+    loaded = load_model(path, tasks=("gpt",))
     assert loaded.model.config.heads == 2 and loaded.meta["tokenizer"]["kind"] == "gpt2"
 
     def norm(Z, name):
