@@ -3,8 +3,8 @@
     python crate.py         trains on drawn shapes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
-objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c: it
-has a softmax and a learned W, and leaves out what shrinks Z, Eq. (31)-(37). ISTA makes Z sparse.
+objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c,
+Eq. (31)-(37), with a softmax and a learned W; Eq. (45) drops what shrinks Z. ISTA makes Z sparse.
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
@@ -39,8 +39,8 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
 
 
 class MSSA(nn.Module):
-    """W stack_k SSA(Z | U_k), SSA(Z | U_k) = U_k^*Z softmax((U_k^*Z)^* U_k^*Z): Eq. (35), (37). w
-    has a token a row. As in the released code, scores are over sqrt(p) and W has a bias."""
+    """Multi-head subspace self-attention, Eq. (37): W stack_k U_k^*Z softmax((U_k^*Z)^* U_k^*Z). In
+    rows, U_k^*Z is w. As in the released code, scores are divided by sqrt(p) and W has a bias."""
 
     def __init__(self, d, K):
         super().__init__()
@@ -86,7 +86,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # as in model.py; no head reads it
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # is attended to; no head reads it
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -128,7 +128,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         G = torch.stack([p.grad for p in matrices])
         momentum = 0.95 * momentum + 0.05 * G
         for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # as AdamW's
+            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()

@@ -4,7 +4,7 @@ A layer takes two steps that are derived from the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
-                                          derived from a descent step on R^c; it can raise R^c [S]
+                                          derived from a descent step on R^c, which it can raise
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D:
                                           a proximal gradient step on a LASSO
 
@@ -19,8 +19,8 @@ Investigation of Sparse Rate Reduction in Transformer-like Models (NeurIPS 2024)
 Representations of Data Distributions, Chapter 7. "Released code" is that of the authors.
 
 The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one token per row, and
-U_k^* Z is w = Z @ U_k. The column softmax of (U_k^*Z)^*(U_k^*Z) is the row softmax of w @ w.mT (a
-Gram matrix is symmetric). K heads (subspaces) have dimension p each."""
+(U_k^* Z)^* is w = Z @ U_k. The row softmax of w @ w.mT, which is symmetric, is the column softmax
+of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields, replace
@@ -60,7 +60,7 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
     <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
     [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
-    w = Z.unsqueeze(-3) @ U                                             # U_k^* Z, (..., K, n, p)
+    w = Z.unsqueeze(-3) @ U                                         # (U_k^* Z)^*, (..., K, n, p)
     ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
     if W is None:
         return (ssa @ U.mT).sum(-3)
@@ -109,9 +109,9 @@ class Attention(nn.Module, ABC):
     def shifted_and_rotated(self, q, k, v):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
 
-        shift: k_i becomes (1 - a_k) k_i + a_k k_{i-1}, and v_i likewise with b_k. rotary: then q_i
-        and k_i turn by R_i. In MSSA q = k = v = w: scores w_i^* R_{j-i} w_j are symmetric in i and
-        j, but a turned score changes if two tokens trade places. shift ends the symmetry."""
+        shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
+        rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
+        symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
         if self.mix is not None:
             a, b = self.mix.sigmoid().view(2, -1, 1, 1)
             k, v = shift(k, a), shift(v, b)
@@ -347,11 +347,11 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
     exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
     neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
 
-    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For w = (U_k^*Z)^*,
+    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For rows w = Z @ U_k,
     (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
     Z, U = at_least_float32(Z), at_least_float32(U)
     with torch.autocast(Z.device.type, enabled=False):
-        w = Z.unsqueeze(-3) @ U                                 # U_k^* Z, (..., K, n, p)
+        w = Z.unsqueeze(-3) @ U                                 # (U_k^* Z)^*, (..., K, n, p)
         n, p = w.shape[-2:]
         beta = p / (n * eps ** 2)
         if neumann:
@@ -363,10 +363,10 @@ def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
 
 
 def gaussian_mixture_denoise(z, U, sigma):
-    """E[z_clean | z], about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
+    """E[z_clean | z] is about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
 
     [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
-    (K, d, p), plus noise of small deviation sigma. As sigma -> 0, z projected on the nearest."""
+    (K, d, p), plus noise of small deviation sigma. As sigma -> 0 it projects on the nearest."""
     w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
     weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
     return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
@@ -557,7 +557,7 @@ class ODL(Sparsification):
         a2 = ReLU(a1 - eta D^*(D a1 - Z) - eta lambda)
         output = D_hat a2
     With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is fixed, -eta lambda. At
-    first ||D||^2 is about 2 (1 + C^1/2)^2 = 18: descent is only sure for eta < 2 / 18."""
+    first ||D||^2 is about 2 (1 + C^1/2)^2, 18 for C = 4: descent is only sure for eta < 2 / 18."""
     tied = False
 
     def __init__(self, config):

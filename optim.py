@@ -32,7 +32,7 @@ def count(model):
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
     """A list of `total` values: a straight rise to `base` over `warmup` steps, at most half of all,
-    then half a cosine towards `final`. The first is base / warmup; DINO and MAE have 0."""
+    then half a cosine towards `final`. It starts at base / warmup; DINO and MAE start at 0."""
     warmup = min(warmup, total // 2)
     down = max(total - warmup, 1)
     rise = [base * (i + 1) / warmup for i in range(warmup)]

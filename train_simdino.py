@@ -6,8 +6,8 @@
 
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
 moving average) the two large ones, and the features of all views should agree. Constant features
-would agree too: DINO prevents them by a softmax over prototypes, centring and sharpening; SimDINO
-by the coding rate of the features, which falls if they collapse."""
+would agree too: DINO prevents them by a softmax over prototypes, of logits less their mean and at
+a low temperature; SimDINO by the coding rate of the features, which falls if they collapse."""
 import copy
 import math
 from dataclasses import dataclass
@@ -119,8 +119,8 @@ def make_views(pixels, c, data, step, rows):
 
 # ---- Model: encoder, projector, prototypes (DINO) -----------------------------------------------
 class Branch(nn.Module):
-    """Student or teacher: class token, three-layer MLP with GELU, unit sphere in R^p; [B] 7.2.3.
-    With prototypes (DINO) their inner products with unit vectors follow, [B] Section 7.2.2.
+    """Student or teacher: a three-layer MLP maps the class token to the unit sphere in R^p, [B]
+    7.2.3. DINO adds inner products with prototypes of norm 1, [B] Section 7.2.2.
     branch(views) takes a list of (V_i, b, 3, S_i, S_i) and returns unit features (V, b, p), V the
     sum of V_i, and logits (V, b, prototypes) or None."""
 
@@ -169,8 +169,8 @@ def squared_distance(student, teacher):
 
 
 def global_coding_rate(Z, eps, processes):
-    """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z Z^*), [B] Eq. (7.2.34).
-    Z (2, m, p) of m images in each of N processes. The covariance is their sum, in float32. DDP
+    """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z^* Z), [B] Eq. (7.2.34) for
+    rows: Z (2, m, p) of m images in each of N processes. Z^* Z sums over all, in float32. DDP
     averages gradients, so each process gives N times the gradient of its own samples."""
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world

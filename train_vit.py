@@ -64,7 +64,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [N] B.1.2
         data="imagenet", image_size=224, size="base", optimizer="lion", lr=2.4e-4, weight_decay=0.5,
-        batch_size=2048, epochs=155, warmup_epochs=5,     # taken as 5 of warm-up + 150
+        batch_size=2048, epochs=150, warmup_epochs=5,     # "a total of 150 epochs"
         # as in the released main.py; it crops whole pictures, ours are central squares of 256 px
         crop="resized"),
     # width and depth are [S]'s, which gives no recipe: this is cifar10-cpu's with CutMix. It ran
@@ -149,9 +149,9 @@ def lr_scale(name, L, decay):
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def srr_loss(model, x, which, seed, eps=0.5):
     """The mean of R^c(Z^{l+1} | U^l) over all layers l, or of one, drawn from seed or numbered.
-    [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)), Z = Z^{l+1}, to the loss and
-    stops the gradient through Z. Only R^c then has a gradient, for U^l. Its minimum is U = 0. Only
-    the cross-entropy keeps U away from it, so the weight has to be small. eps is ours."""
+    [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
+    output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
+    U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     layers = model.encoder.layers
     L = len(layers)
     chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]

@@ -1,9 +1,9 @@
 """Does the MSSA step lower R^c?
 
-Claim of [J] Eq. (31)-(36): an MSSA step approximates a gradient step on R^c(Z | U). [S] tests it
-in a toy. Here five updates are iterated on random tokens and subspaces, and R^c is followed.
+[J] derives a gradient step on R^c(Z | U), Eq. (31)-(36); a layer, Eq. (45), drops its shrinkage of
+Z. [S] tests that. Here five updates are iterated on random tokens and subspaces; step = beta kappa.
 
-    mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [S], [J] Eq. (36)
+    mssa, negative   Z +- step beta [U_1 .. U_K] stack_k SSA(Z | U_k)       [J] Eq. (45), (36), [S]
     shrunk           (1 - step) Z + step beta [U_1 .. U_K] stack_k SSA      [J] Eq. (34)
     neumann, exact   Z - step / beta grad R^c, approximate or exact         [J] Eq. (33), (31)
 
@@ -11,8 +11,8 @@ On small tokens, where the Neumann series converges (beta ||U_k^* Z||^2 < 1), an
 
     python -m experiments.compression
 
-Verdict (2026-11-21): no. A step along +MSSA raises R^c on small and on large tokens, as [S] found.
-One along -MSSA lowers it a little; the exact gradient and Eq. (34), which shrinks Z, lower it more.
+Verdict (2026-11-21): with Eq. (34)'s shrinkage of Z it does. +MSSA alone (CRATE-C) raises R^c on
+small and on large tokens, as [S] found; -MSSA lowers it a little, the exact gradient much more.
 MSSA ascends the second Taylor term, which R^c subtracts; on small tokens it raises the first, which
 R^c adds, by more. After a LayerNorm beta ||U_k^* Z||^2 is 57.6: there the series diverges.
 """

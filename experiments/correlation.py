@@ -86,8 +86,8 @@ def noisy_accuracy(model, x, y, sigma, draws):
 
 
 @torch.no_grad()
-def mean_srr(encoder, x, c):
-    """The mean over layers and images of the sparse rate reduction of Z^{l+1}."""
+def mean_objective(encoder, x, c):
+    """The mean over layers and images of R(Z) - R^c(Z | U) - lambda ||Z||_0 of Z = Z^{l+1}."""
     total, layers = 0.0, encoder.layers
     for part in x.split(250):
         for layer, trace in zip(layers, encoder.trace(part), strict=True):
@@ -109,7 +109,7 @@ def complexities(model, initial, x, y, m, c):
     def pac_bayes(square):
         return math.sqrt((square / (4 * sigma ** 2) + math.log(m / sigma) + 10) / m)
     return {"# params": count(model),
-            "SRR": -mean_srr(model.encoder, x, c),
+            "SRR": -mean_objective(model.encoder, x, c),
             "1/margin": max(margin, 1e-6) ** -2,
             "l2-norm": math.sqrt(size),
             "l2-norm-init": math.sqrt(moved),
@@ -125,7 +125,7 @@ def tau_b(x, y, counts):
         sum_{i<j} sign(x_i - x_j) sign(y_i - y_j) / sqrt(pairs that differ in x * in y)
 
     A run and its copies are no pair. 0 where all runs tie in x or y, NaN where there is no pair.
-    [S] writes tau-a, over all pairs; its Table 1 has tau-b (-0.572 for # params, mostly ties)."""
+    [S] prints tau-a but has tau-b: -0.572 for # params, where half the pairs tie, exceeds 1/2."""
     sx, sy = np.sign(x[:, None] - x), np.sign(y[:, None] - y)
 
     def total(signs):           # over ordered pairs of copies

@@ -1,7 +1,7 @@
 """Is attention on subspaces a denoiser of tokens drawn from them?
 
-Claim of [J] Eq. (46)-(49), [N] Section A.1: for tokens U_s alpha, alpha ~ N(0, I), s uniform ([J]
-Eq. (10)), with noise of deviation sigma, a softmax over heads approximates E[clean | noisy].
+Claim of [J] Eq. (46)-(49), [N] Section A.1: for one token of [J] Eq. (11), here alpha ~ N(0, I) and
+s uniform, a softmax over heads (that of MSSA is over tokens) approximates E[clean | noisy].
 
     closed       the approximation of [J] Eq. (47)
     posterior    E[clean | noisy], the least mean squared error possible ([N] Section A.1)

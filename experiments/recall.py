@@ -87,7 +87,7 @@ def build(c, arch):
 
 
 def sequences(c, n, *purpose):
-    """(ids (n, 4 pairs - 1), targets alike, -1 but where a key is asked for its value)."""
+    """(ids (n, 4 pairs - 1), targets likewise, -1 except where a key is asked for its value)."""
     generator = torch.Generator().manual_seed(derive_seed("recall", *purpose))
     keys = torch.rand(n, c.symbols, generator=generator).argsort(1)[:, :c.pairs]
     values = torch.randint(c.symbols, 2 * c.symbols, (n, c.pairs), generator=generator)
