@@ -20,7 +20,7 @@ import evaluate
 from checkpoint import load_model, read_metrics
 from data import augment, page, show
 from flags import CACHE, cli, option, parse_command, ROOT, UserError
-from model import saliency
+from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from run import Processes
 
 
@@ -92,6 +92,25 @@ class Layers(OneModel):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
+def layer_numbers(layer, Z, trace, c):
+    """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
+    U, X, Z, half, out = (T.cpu().double() for T in (
+        layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
+    if c.unit_bases:
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
+    numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
+                   Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
+                   nonzeros=(out != 0).double().mean((-2, -1)))
+    if layer.sparsification is not None:
+        code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
+        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
+            numbers["code_nonzeros"] = (code != 0).double().mean((-2, -1))
+    return numbers | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
+
+
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
@@ -100,7 +119,7 @@ def layer_table(loaded, c):
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(evaluate.layer_numbers(layer, Z, trace, c))
+            parts.append(layer_numbers(layer, Z, trace, c))
             Z = trace.out
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]

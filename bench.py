@@ -122,7 +122,7 @@ def bench_steps(table, c, processes):
     parts = [part for part in LITERAL if part != "head" or table == "gpt"]
     for title, batch, fields in MODELS[table]:
         torch._dynamo.reset()       # it compiles one function only so many times
-        # on a CPU's batches a GPU would only wait for its launches
+        # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         fast, steps = model_class(config_class(**fields)).to(device), {}
         variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}

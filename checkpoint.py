@@ -262,7 +262,7 @@ def translated(content, heads=None):
         side = math.isqrt(state["encoder.positions"].shape[1] - 1)
         fields = dict(image_size=P * side, patch_size=P)
         if task == "mae":
-            fields |= dict(decoder_layers=len(dictionaries) - layers, lambd=0.5)
+            fields |= dict(decoder_layers=len(dictionaries) - layers)
         else:
             fields |= dict(classes=len(state["head.1.weight"]))
 

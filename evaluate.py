@@ -25,7 +25,6 @@ from data import augment, images, text
 from data.prepare import read_picture
 from data.tokenizer import tokenizer_from_meta
 from flags import cli, DataFlags, option, parse_command, UserError
-from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from run import derive_seed, DeviceFlags, Processes
 
 
@@ -45,8 +44,6 @@ def images_for(name, meta, cache):
 def read_pictures(files, loaded):
     """(pixels (n, 3, S, S) in [0, 1], the pixels normalized as in the model's training), of the
     central squares of picture files. Raises UserError for a file that cannot be read."""
-    if loaded.encoder is None or isinstance(files, str):
-        raise UserError("read_pictures needs a list of files, and an image model")
     pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
     for file, (_, problem) in zip(files, pictures):
         if problem:
@@ -80,17 +77,17 @@ def batches_of(split, batch_size, config, processes):
     return with_bar(split.batches(index, config.workers), "images", len(index))
 
 
-def zero_sums(device):
-    """Three zeros to accumulate sums in, float64 if the device has it."""
+def zero_sums(n, device):
+    """n zeros to accumulate sums in, float64 if the device has it."""
     dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(3, dtype=dtype, device=device)
+    return torch.zeros(n, dtype=dtype, device=device)
 
 
 @torch.no_grad()
 def classify(model, split, data, config, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
-    total = zero_sums(processes.device)
+    total = zero_sums(2, processes.device)
     batch_size = min(batch_size, math.ceil(len(split) / processes.world))
     for batch, labels in batches_of(split, batch_size, config, processes):
         n = len(labels)
@@ -100,8 +97,8 @@ def classify(model, split, data, config, processes, batch_size=500):
             logits = model(model_input(batch, data, model.config.image_size))[:n]
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
-        total[:2] += torch.stack([loss, right])
-    loss, right, _ = processes.sum(total).tolist()
+        total += torch.stack([loss, right])
+    loss, right = processes.sum(total).tolist()
     return dict(loss=loss / len(split), acc=right / len(split), n=len(split))
 
 
@@ -200,7 +197,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
                                 causal=not masked)
-    total = zero_sums(processes.device)
+    total = zero_sums(3, processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
             for row in range(batch_size):
@@ -223,27 +220,6 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
         raise UserError("there is no token to predict: the text is too short, or nothing is masked")
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
-
-
-# ---- Numbers of a layer -------------------------------------------------------------------------
-def layer_numbers(layer, Z, trace, c):
-    """What analyze.Layers explains, each (B,), from Z^l (B, n, d), its LayerTrace, and eps, lambd,
-    unit_bases of c. In float64, as float32 may give NaN; on the CPU, as mps lacks it."""
-    U, X, Z, half, out = (T.cpu().double() for T in (
-        layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
-    if c.unit_bases:
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
-    numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
-                   Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
-                   nonzeros=(out != 0).double().mean((-2, -1)))
-    if layer.sparsification is not None:
-        code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
-        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
-            numbers["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return numbers | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
 
 
 # ---- Commands -----------------------------------------------------------------------------------

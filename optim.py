@@ -132,22 +132,23 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     """[Lion], [AdamW], or [Muon for the matrices in the modules `hidden`, AdamW for the rest];
     scale(key) multiplies the learning rate of the parameter key.
 
-    `hidden` are the layers and MLPs: embeddings, classifiers and prototypes stay AdamW's. MHSA's Q,
-    K and V count as three matrices. Jordan advises both. Matrices are decayed; vectors, positions,
+    `hidden` are the layers and MLPs. As Jordan advises, embeddings, classifiers and prototypes stay
+    AdamW's, and MHSA's Q, K, V count as three matrices. Matrices are decayed; vectors, positions,
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
     CRATE all). ValueError if Muon gets none."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
-    stacks = inside & {m.QKV.weight for m in model.modules() if isinstance(m, MHSA)}
-    groups = {}             # (of Muon, decays, scale, parts) -> a group as PyTorch takes it
+    stacks = {p: len(p) // (m.heads * m.p) for m in model.modules() if isinstance(m, MHSA)
+              for p in m.QKV.parameters() if p.ndim == 2 and p in inside}
+    muon, rest = {}, {}             # (decays, scale, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-            kind = decays and p in inside, decays, scale(key), 3 if p in stacks else 1
-            own = dict(decays=decays, scale=kind[2], parts=kind[3])
-            own |= dict(params=[], weight_decay=weight_decay * decays)
-            groups.setdefault(kind, own)["params"].append(p)
-    muon, rest = ([groups[kind] for kind in sorted(groups, reverse=True) if kind[0] == of_muon]
-                  for of_muon in (True, False))
+            own = muon if decays and p in inside else rest
+            own.setdefault((decays, scale(key), stacks.get(p, 1)), []).append(p)
+    muon, rest = ([dict(params=params, weight_decay=weight_decay * decays, decays=decays,
+                        scale=factor, parts=parts)
+                   for (decays, factor, parts), params in sorted(groups.items(), reverse=True)]
+                  for groups in (muon, rest))
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
     if name == "muon" and not muon:

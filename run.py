@@ -73,7 +73,7 @@ class Processes:
         return tensor
 
     def largest(self, number):
-        """The largest of every process's whole number."""
+        """The largest of the processes' integers."""
         if self.world == 1:
             return number
         number = torch.tensor(number)
@@ -189,8 +189,9 @@ class Run:
         if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
-                (self.dir / name).unlink(missing_ok=True)
+            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", "step*.png"):
+                for path in self.dir.glob(name):
+                    path.unlink()
         (self.dir / ".lock").write_text(launch)
         return resuming
 
@@ -216,7 +217,7 @@ class Run:
         return content
 
     def begin(self, text, total, eval_every, unit, per_step, flops):
-        """Says what is trained, starts clock, bar and metrics.jsonl. flops: of a unit, for MFU."""
+        """Says what is trained, starts clock, bar and metrics.jsonl. flops: a unit's, for MFU."""
         self.total, self.unit, self.per_step = total, unit, per_step
         self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
         self.start, self.eval_every = self.step, self.config.eval_every or eval_every

@@ -27,7 +27,7 @@ class Config(RunFlags, ModelFlags):
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
-    once: bool = option(False, "no token is a target twice, for texts larger than the run")
+    once: bool = option(False, "read each token at most once: the text is larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
     ista_steps: int | None = option(None, "of the code of CRATE-alpha and crate-lm; auto: 2", low=1)

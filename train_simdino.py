@@ -228,7 +228,7 @@ def feature_statistics(Z, eps, processes):
                 cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
 
 
-def line_numbers(Z, terms, eps, run, start):
+def watch_features(Z, terms, eps, run, start):
     """The numbers of a line of metrics.jsonl, from this process's features Z (m, p) and the loss's
     terms {name: scalar}. It says if the features have collapsed; until step `start` all look so."""
     seen = feature_statistics(Z, eps, run.processes)
@@ -281,7 +281,7 @@ def main(argv):
     if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
-        resumed = None                      # its memory
+        del resumed                         # frees the file's tensors
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
     if wants_compile(c, device):
@@ -339,7 +339,7 @@ def main(argv):
         ema_update(averages, params, schedule["momentum"][step])
 
         # evaluate; the statistics of a line are of the step's first view
-        numbers = partial(line_numbers, s[0].detach(), terms, c.eps, run, trained)
+        numbers = partial(watch_features, s[0].detach(), terms, c.eps, run, trained)
         if run.log_step(loss, schedule["lr"][step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
         run.end_step()

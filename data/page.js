@@ -12,6 +12,7 @@ const kinds = ["trained", "untrained"];
 const models = {};                      // kind -> the model, when it has been built
 const letters = [...data.characters ?? "", "\ufffd"];       // the last stands for any other
 const views = [];                       // what `put` draws on canvases
+// masked patches are 3.7, heads that are off 2.1~2.4 (layer.head), a held entry is layer:entry:value
 const initial = {picture: 0, mask: (data.masked ?? []).join("."), text: data.text, layer: c.layers,
   at: text ? -1 : mae || c.pool === "mean" ? middle : 0, entry: -1, hold: "", off: "",
   lambda: c.lambd, eta: c.eta, untrained: 0};               // -1: the last token, the largest entry
@@ -300,6 +301,7 @@ $("hold").oninput = () => {
 $("strips").onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $("strips").clientWidth * shown.T.code.cols)});
 $("write").onclick = async () => {
+  $("write").disabled = true;
   for (let i = 0; i < 20; i++) {
     const known = rowAt(shown.model.logits, shown.n - 1).slice(0, -1);      // the last is no text
     const chances = softmax(known, 1 / .8);                 // temperature 0.8
@@ -308,6 +310,7 @@ $("write").onclick = async () => {
     await set({text: state.text + letters[k], at: -1});
     await pause(20);
   }
+  $("write").disabled = false;
 };
 $("file").onchange = async () => {
   const [chosen] = $("file").files, brush = new OffscreenCanvas(H, H).getContext("2d");

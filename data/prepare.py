@@ -201,7 +201,9 @@ def write_images(name, size, source, draft):
         sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
     features = sets["train"].features
     column = "img" if "img" in features else "image"
-    label = next(key for key in ("label", "labels", "fine_label") if key in features)
+    label = next((key for key in ("label", "labels", "fine_label") if key in features), None)
+    if label is None:
+        raise UserError(f"no column of labels among {', '.join(features)}")
     classes = getattr(features[label], "names", None)
     for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
         rows = sets[part].cast_column(column, ImageColumn(decode=False))
@@ -339,7 +341,8 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if name in ("", "..") or Path(name).name != name or not folder.exists():   # it is a path
+    is_name = Path(name).name == name and name not in ("", "..")
+    if not (is_name and folder.exists()):
         if name not in sets:
             own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "

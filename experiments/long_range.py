@@ -9,7 +9,7 @@ loses nothing: ToST reaches 59.90 on average over five tasks, the transformer 59
 Verdict: the cost is as claimed. With four times the tokens (16 x 16, then 32 x 32 pixels) a step on
 16 pictures takes ToST 3.9 times as long (74, 291 ms), the transformer 11.6 (85, 987) and CRATE 13
 times (132, 1,730; --seeds=1 --steps=6, one core of Zen 4, 2026-11-26). Whether ToST loses accuracy
-is open: after 400 steps it gets 16.6 % right, the transformer 17.6, CRATE 20.4, each +- 0.7.
+is open: with --steps=400 it gets 16.6 % right, the transformer 17.6, CRATE 20.4, each +- 0.7.
 """
 import statistics
 import time

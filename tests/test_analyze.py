@@ -62,7 +62,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None)
-        return evaluate.layer_numbers(layer, Z, trace, analyze.Layers(ckpt="", **flags))
+        return analyze.layer_numbers(layer, Z, trace, analyze.Layers(ckpt="", **flags))
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)

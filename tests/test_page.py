@@ -12,7 +12,6 @@ import torch
 from helpers import write_model
 
 import analyze
-import evaluate
 import sample
 from checkpoint import Loaded, TASKS
 from data import images, page, text
@@ -162,7 +161,7 @@ def test_javascript_is_pytorch(kind, computed):
     of_first_example(model, data)
     for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
         step = layer.trace(Z)
-        wanted = evaluate.layer_numbers(layer, Z, step, analyze.Layers(ckpt="", unit_bases=True))
+        wanted = analyze.layer_numbers(layer, Z, step, analyze.Layers(ckpt="", unit_bases=True))
         code = layer.sparsification.code(layer.norm2(step.half))
         assert rates == pytest.approx(dict(
             rate=wanted["Rc_unit_tokens"].item(), change=wanted["Rc_change_equal_norm"].item(),
