@@ -378,7 +378,7 @@ class Run:
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
                 self.speed_name: speed, "best": self.best}
         self.write(line)
-        text = f", {speed:,.0f} {self.unit}/s" if speed else f": there were {self.total} to do"
+        text = f", {speed:,.0f} {self.unit}/s" if speed else ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
         folder, data_dir = (shlex.quote(str(path)) for path in (self.dir, self.config.data_dir))
         data = "" if self.config.data_dir == str(CACHE) else f" --data_dir={data_dir}"

@@ -194,16 +194,17 @@ def write_images(name, size, source, draft):
     if row.hub:
         sets = read_rows(row.hub, source, draft, streaming=True)
     else:
-        sets = hold_out(load_dataset("imagefolder", data_files=own_files(source, "*/**/*"),
-                                     drop_labels=False, cache_dir=str(draft / "scratch")), 0.1)
+        files, scratch = own_files(source, "*/**/*"), str(draft / "scratch")
+        sets = load_dataset("imagefolder", data_files=files, drop_labels=False, cache_dir=scratch)
+        if lost := sum(map(len, files.values())) - sum(map(len, sets.values())):
+            print(f"left out: {lost} files that are no pictures by their names", file=sys.stderr)
+        sets = hold_out(sets, 0.1)
         if "train" not in sets or len(sets) < 2:
             raise UserError(f"{source} has too few pictures to train and to validate on")
         sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
     features = sets["train"].features
     column = "img" if "img" in features else "image"
-    label = next((key for key in ("label", "labels", "fine_label") if key in features), None)
-    if label is None:
-        raise UserError(f"no column of labels among {', '.join(features)}")
+    label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
     for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
         rows = sets[part].cast_column(column, ImageColumn(decode=False))
@@ -322,7 +323,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
         shutil.rmtree(draft, ignore_errors=True)        # left by a run that was killed
         draft.mkdir()
         try:
-            source = Path(source).resolve(strict=True) if source else None
+            source = Path(source).resolve() if source else None
             if name in TEXTS or tokenizer:
                 meta = write_text(name, tokenizer, source, draft)
             elif name in IMAGES and IMAGES[name].drawn is not None:
@@ -341,8 +342,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    is_name = Path(name).name == name and name not in ("", "..")
-    if not (is_name and folder.exists()):
+    if name in ("", "..") or Path(name).name != name or not folder.exists():
         if name not in sets:
             own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
             raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
@@ -371,11 +371,11 @@ def main(argv):
     c, known = parse(Flags, {}, argv, __doc__)[0], {**IMAGES, **TEXTS}
     name = " ".join(c.name)
     if name not in known and not c.source:
-        raise UserError(f"{not_one_of(name, known)} (your own needs --source)")
+        raise UserError(f"{not_one_of(name or 'NAME', known)} (your own needs --source)")
     if name in known and (c.tokenizer or c.size or c.source and known[name].hub is None):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
     if Path(name).name != name or name in ("", ".."):
-        raise UserError(f"{name} is a path: NAME is the set's name, and --source={name}")
+        raise UserError(f"{name or 'NAME'} is no name of a set; its files are in --source=DIR")
     if (folder := Path(c.data_dir) / name).exists():
         raise UserError(f"{folder} is there already: delete it to prepare it again")
     prepare(name, c.source, c.data_dir, c.tokenizer, c.size or 32)

@@ -63,7 +63,7 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert data.mean == pytest.approx(pixels[:40].mean((0, 1, 2)) / 255)
     assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)).clip(1) / 255)
     assert_fails("is there already", prepare.main, command)
-    assert_fails("is a path: NAME", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
+    assert_fails("is no name of a set", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
     assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
     (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
     assert_fails("incomplete: there are 1 of 00003 .*", prepare.prepare, "cifar10",

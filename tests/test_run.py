@@ -114,7 +114,7 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
         assert found == {6: 2.5, 12: at_12, 18: 14.5, 20: 18.5}, name
     before = files()
     train(tmp_path / "cut", resume=True, workers=3)
-    assert "there were 20 to do" in capsys.readouterr().out and files() == before
+    assert "nothing left to do" in capsys.readouterr().out and files() == before
 
 
 def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
