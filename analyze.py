@@ -17,11 +17,13 @@ import torch
 from torch.nn import functional as F
 
 import evaluate
-from checkpoint import load_model, read_metrics
-from data import augment, page, show
+import figures
+from checkpoint import load_model
+from data import augment
 from flags import CACHE, cli, option, parse_command, ROOT, UserError
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from run import Processes
+from run import Processes, read_metrics
+from web import page
 
 
 @dataclass(kw_only=True)
@@ -141,7 +143,7 @@ def layers(c):
             runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
             print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
                   f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
-            show.print_table(table)
+            figures.print_table(table)
             print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
     return dict(runs=runs)
@@ -157,7 +159,7 @@ def draw_layers(runs, c):
               "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
               "objective": ("sparse rate reduction of Z^(l+1), higher is better",
                             f"R - R^c - {c.lambd:g} |Z|_0, nats{unit}")}
-    figure, axes = show.new_figure(2, 3, 5.2, 3.4)
+    figure, axes = figures.new_figure(2, 3, 5.2, 3.4)
     for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
             l, y, std = (np.array([row[name] for row in run["layers"]])
@@ -177,7 +179,8 @@ def draw_layers(runs, c):
 def draw_matrices(c, matrices, title):
     """Matrices (L, rows, columns) with entries from 0, white, to 1, black, one per layer."""
     pictures = (1 - matrices)[None, :, None].expand(-1, -1, 3, -1, -1)
-    show.write_sheet(c.out, pictures, [f"layer {l}" for l in range(1, len(matrices) + 1)], [title])
+    columns = [f"layer {l}" for l in range(1, len(matrices) + 1)]
+    figures.write_sheet(c.out, pictures, columns, [title])
 
 
 @dataclass(kw_only=True)
@@ -198,7 +201,7 @@ def subspaces(c):
     same = head == head[:, None]
     rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
             for l, G in enumerate(gram.cpu(), 1)]
-    show.print_table(rows)
+    figures.print_table(rows)
     random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
     draw_matrices(c, gram, f"|<u, v>| of columns\nof [U_1 .. U_K],\nrandom: {random:.3f}")
     return rows
@@ -263,7 +266,7 @@ def saliency_maps(c):
     maps = saliency(attention, evaluate.pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
-    show.write_overlays(c.out, pixels, maps, heads, names)
+    figures.write_overlays(c.out, pixels, maps, heads, names)
     return dict(heads=heads, maps=maps)
 
 
@@ -291,11 +294,11 @@ def predict(c):
               for name, answer in zip(names, answers)]
     print("\n".join(title.replace("\n", "  ") for title in titles))
     if loaded.task == "mae":
-        pictures = show.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
-        show.write_sheet(c.out, *pictures, titles)
+        pictures = figures.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
+        figures.write_sheet(c.out, *pictures, titles)
     else:
         maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
-        show.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], titles)
+        figures.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], titles)
     return answers
 
 
@@ -322,7 +325,7 @@ def neighbours(c):
     pictures = np.concatenate([data.val_images[first][:, None], found], 1)
     shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
     columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
-    show.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
+    figures.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
     return nearest
 
 
@@ -343,7 +346,7 @@ def curves(c):
         raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]
-    figure, (axes,) = show.new_figure(1, len(names), 4.5, 3.5)
+    figure, (axes,) = figures.new_figure(1, len(names), 4.5, 3.5)
     for ax, name in zip(axes, names):
         for i, (run, lines) in enumerate(runs):
             for split, style in (("train", "-"), ("val", "o--")):

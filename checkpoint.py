@@ -5,7 +5,6 @@ optimizer, extra}. `model` holds the weights to evaluate, SimDINO's teacher's; i
 extra["student"]. An image encoder is always `encoder.*`."""
 import argparse
 import contextlib
-import json
 import math
 import os
 import re
@@ -120,16 +119,6 @@ def _checked(content, tasks, path):
     if tasks and content["task"] not in tasks:
         raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
     return content
-
-
-def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
-    path, lines = Path(folder) / "metrics.jsonl", []
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
 
 
 class Loaded(NamedTuple):

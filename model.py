@@ -549,6 +549,18 @@ class MMProx(Sparsification):
         return F.relu(self.gain * (Z @ self.D) - self.threshold)
 
 
+class Threshold(Sparsification):
+    """ReLU(Z - eta lambda 1), the ISTA step without a dictionary (D = 0 or I in [J] Eq. (44)): an
+    ablation, which asks what D is worth."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.threshold = config.eta * config.lambd
+
+    def code(self, Z):
+        return F.relu(Z - self.threshold)
+
+
 class ODL(Sparsification):
     """Overcomplete dictionary learning (CRATE-alpha): two ISTA steps from 0, then back.
 
@@ -655,7 +667,8 @@ ARCHS = {
     "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
     "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
     "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    # an ablation: CRATE with one of CRATE-alpha's changes, the residual around step 2
+    "crate-relu": Arch(MSSA, Threshold, "crate"),                   # an ablation: no dictionary
+    # another: CRATE with one of CRATE-alpha's changes, the residual around step 2
     "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
     "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, "alpha", text_family="text-biases"),   # Bai and Ma 2025

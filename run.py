@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, read_metrics, read_newest, write_checkpoint
+from checkpoint import load_into, load_optimizers, read_newest, write_checkpoint
 from flags import CACHE, DataFlags, flush_or_mute, option, ROOT, RunEnded, UserError
 from optim import is_fast_in_bfloat16
 
@@ -397,3 +397,13 @@ class Run:
             self.metrics.close()
         if self.is_main:
             self._lock.close()
+
+
+def read_metrics(folder):
+    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
+    path, lines = Path(folder) / "metrics.jsonl", []
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict) and "step" in line]

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from data import augment, images, show
+import figures
+from data import augment, images
 from evaluate import model_input, validation_noise, with_bar
 from flags import cli, model_fields, ModelFlags, option, parse
 from model import MAEConfig, make_config, MaskedAutoencoder, train_flops
@@ -106,8 +107,8 @@ def write_reconstructions(model, val, data, c, run):
     pixels, _ = val.batch(torch.arange(min(8, len(val))))
     x = model_input(pixels, data, c.image_size)
     noise = validation_noise(model, 0, len(x), x.device)
-    pictures, titles = show.reconstructions(model, x, noise, data.mean, data.std)
-    show.write_sheet(run.dir / f"step{run.step}.png", pictures, titles)
+    pictures, titles = figures.reconstructions(model, x, noise, data.mean, data.std)
+    figures.write_sheet(run.dir / f"step{run.step}.png", pictures, titles)
 
 
 def main(argv):

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-from data.show import new_figure, print_table
+from figures import new_figure, print_table
 from flags import cli, option, parse, ROOT, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 

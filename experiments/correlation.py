@@ -27,8 +27,8 @@ import train_vit
 from analyze import spread
 from checkpoint import load_model
 from data import images
-from data.show import print_table
 from evaluate import classify, images_for, model_input
+from figures import print_table
 from flags import cli, DataFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from optim import count

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
-from data.show import print_table
 from experiments.compression import random_subspaces
+from figures import print_table
 from flags import cli, option, parse
 from model import gaussian_mixture_denoise
 

@@ -22,8 +22,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from data import augment, images
-from data.show import print_table
-from experiments.recall import averages
+from figures import averages, print_table
 from flags import cli, DataFlags, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, take_step, warmup_cosine

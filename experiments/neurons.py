@@ -25,11 +25,9 @@ import torch
 
 from analyze import batches, OneModel, open_model, split_for
 from checkpoint import load_model
-from data.page import strongest
-from data.show import print_table
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
-from experiments.recall import averages
+from figures import averages, print_table
 from flags import cli, option, parse, UserError
 
 
@@ -143,7 +141,9 @@ def examples(loaded, c):
         values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
         lines += [f"entry {entries[i]}, at most {values.max():.3g}, "
                   f"correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
-        for window, at in strongest(values[..., None], 10)[0]:
+        peaks, tokens = values.max(1)
+        for window in peaks.argsort(descending=True)[:10]:
+            at = int(tokens[window])
             row, ids = values[window], codes.kinds.reshape(values.shape)[window]
             pieces = [decode([i]).replace("\n", "↵") for i in ids]
             pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]

@@ -24,14 +24,13 @@ right), nor does CRATE. Tying the query costs most (2 of 5 runs learn), tying ke
 """
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from checkpoint import load_model
-from data.show import print_table
 from evaluate import with_bar
+from figures import averages, print_table
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, MSSA, TextConfig
 from optim import make_optimizers, take_step
@@ -98,17 +97,6 @@ def sequences(c, n, *purpose):
     targets = torch.full_like(ids, -1)
     targets[:, 2 * c.pairs::2] = asked[..., 1]
     return ids[:, :-1], targets[:, :-1]
-
-
-def averages(runs):
-    """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
-    means = {}
-    for key in runs[0]:
-        values = [run[key] for run in runs if run[key] is not None]
-        means[key] = float(np.mean(values)) if values else None
-        if len(values) > 1:
-            means[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
-    return means
 
 
 def train(c, arch, seed):

@@ -21,8 +21,8 @@ import torch
 from torch.nn import functional as F
 
 from data import augment
-from data.show import print_table, stretched
 from evaluate import Flags, images_for, load, model_input, pooling, with_bar
+from figures import print_table, stretched
 from flags import cli, option, parse, UserError
 from model import patchify, saliency
 

@@ -68,7 +68,7 @@ def train(cache, text_cache, tmp_path, monkeypatch):
     """train(module, name, *flags): a tiny run of a training script in this process, into
     tmp_path/name, without its pictures; returns its last line of metrics."""
     from helpers import FLAGS
-    monkeypatch.setattr("data.show.write_sheet", lambda *picture: None)
+    monkeypatch.setattr("figures.write_sheet", lambda *picture: None)
 
     def run(module, name, *flags):
         data_dir = text_cache if module.__name__ == "train_gpt" else cache

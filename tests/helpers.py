@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
-from checkpoint import read_metrics
+from run import read_metrics
 
 _MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cpu",
           "--dtype=float32"]                    # auto is not the same on every CPU

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 import analyze
 import evaluate
+import figures
 import model as models
 from checkpoint import TASKS
-from data import augment, images, show
+from data import augment, images
 from data.prepare import read_picture
 from evaluate import model_input
 from flags import UserError
@@ -43,7 +44,7 @@ def call(tmp_path, cache):
 def sheets(monkeypatch):
     """What write_sheet is given, (pictures, columns, rows), in place of PNGs."""
     found = []
-    monkeypatch.setattr(show, "write_sheet",
+    monkeypatch.setattr(figures, "write_sheet",
                         lambda path, *sheet: found.append((*sheet, None)[:3]))
     return found
 
@@ -160,7 +161,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
     pictures = torch.zeros(2, 3, 3, 16, 16)
     pictures[1, 2, 2] = 1.0
     rows = ["a $x^.png", "b" * 400 + ".png"]
-    show.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
+    figures.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
     sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)
     assert blue.sum() / (blue | black).sum() == pytest.approx(1 / 6, abs=0.02)

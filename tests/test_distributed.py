@@ -31,8 +31,8 @@ SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import flags
-from data import show
-show.write_sheet = lambda *picture: None
+import figures
+figures.write_sheet = lambda *picture: None
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -81,7 +81,7 @@ def runs(odd, tmp_path_factory):
     with started(folder, *todo_both, RANK="0", WORLD_SIZE="2", **place) as first, \
             started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second, \
             pytest.MonkeyPatch.context() as patch:
-        patch.setattr("data.show.write_sheet", lambda *picture: None)
+        patch.setattr("figures.write_sheet", lambda *picture: None)
         for name in RUNS:
             script, *flags = todo[name]
             importlib.import_module(script).main([*flags, f"--out_dir={folder / 'one' / name}"])

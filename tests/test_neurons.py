@@ -9,7 +9,7 @@ from analyze import spread
 from checkpoint import load_model
 from data import images, text
 from experiments import neurons
-from experiments.recall import averages
+from figures import averages
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 

@@ -14,9 +14,10 @@ from helpers import write_model
 import analyze
 import sample
 from checkpoint import Loaded, TASKS
-from data import images, page, text
+from data import images, text
 from evaluate import model_input
 from flags import UserError
+from web import page
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
 EVIL = "</script><script>alert(1)</script>"

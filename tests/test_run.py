@@ -9,10 +9,10 @@ import torch
 from helpers import metrics
 from test_checkpoint import make
 
-from checkpoint import read_checkpoint, read_metrics
+from checkpoint import read_checkpoint
 from flags import RunEnded, UserError
 from optim import make_optimizers
-from run import Processes, Run, RunFlags
+from run import Processes, read_metrics, Run, RunFlags
 
 
 def run_in(out, log_every=1, **more):

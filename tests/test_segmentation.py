@@ -6,8 +6,8 @@ from helpers import scrambled, write_model
 from torch.nn import functional as F
 
 from data import augment, images
-from data.show import stretched
 from experiments import segmentation
+from figures import stretched
 from model import ImageClassifier, ImageConfig, saliency
 
 TINY = dict(width=16, heads=2, layers=2, image_size=32, patch_size=4, classes=10)

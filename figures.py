@@ -2,11 +2,23 @@
 import math
 import re
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from data.augment import luma
 from model import patchify, unpatchify
+
+
+def averages(runs):
+    """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
+    means = {}
+    for key in runs[0]:
+        values = [run[key] for run in runs if run[key] is not None]
+        means[key] = float(np.mean(values)) if values else None
+        if len(values) > 1:
+            means[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
+    return means
 
 
 def print_table(rows):

@@ -89,9 +89,9 @@ def html(name, loaded, untrained, data, tokens=None):
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
         trained=dict(at=base64_of(*(t.half() for t in state.values()))),
         untrained=dict(scales=scales, at=base64_of(*in_int8)))
-    page = (ROOT / "data" / "page.html").read_text("utf-8")
+    page = (ROOT / "web" / "page.html").read_text("utf-8")
     for part in ("page.css", "crate.js", "page.js"):
-        page = page.replace(f"{{{part}}}", (ROOT / "data" / part).read_text("utf-8"))
+        page = page.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     text = json.dumps(content).replace("<", "\\u003c")      # no name and no text ends the script
     page = page.replace("{data}", text)
     if len(page) > 7e6:
