@@ -9,7 +9,7 @@
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
 import math
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass, MISSING, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,32 +18,23 @@ from torch.nn import functional as F
 
 import evaluate
 import figures
-from checkpoint import load_model
+from checkpoint import CheckpointFlags, load_model
 from data import augment
-from flags import CACHE, cli, option, parse_command, ROOT, UserError
+from flags import CACHE, option, parse_command, ROOT, UserError
 from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from run import Processes, read_metrics
+from processes import cli, with_bar
+from run import read_metrics
 from web import page
 
 
 @dataclass(kw_only=True)
-class OneModel:
-    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
+class OneModel(CheckpointFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
-    seed: int = option(0, "draws the random weights", low=0, high=2 ** 63)
-    heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
-    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
+    seed: int = option(0, "draws the random weights", low=0)
     data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
-
-
-def open_model(path, c, untrained=False, tasks=None):
-    """A checkpoint as `Loaded`, on the device of the flags c."""
-    loaded = load_model(path, c.heads, tasks, c.seed if untrained else None)
-    loaded.model.to(Processes(c.device).device)
-    return loaded
 
 
 def spread(total, n):
@@ -67,7 +58,7 @@ def batches(loaded, c):
         samples = tokens[:len(tokens) // n * n].reshape(-1, n)
     else:
         data, samples = split_for(loaded, c)
-    for index in evaluate.with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
+    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
         if loaded.task == "gpt":
             ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
@@ -137,7 +128,7 @@ def layers(c):
     runs = []
     for path in c.ckpt.split(","):
         for untrained in ((False, True) if c.untrained else (False,)):
-            loaded = open_model(path, c, untrained)
+            loaded, _ = evaluate.open_model(replace(c, ckpt=path, untrained=untrained))
             table = layer_table(loaded, c)
             mean = sum(row["objective"] for row in table) / len(table)
             runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -191,7 +182,7 @@ class Subspaces(OneModel):
 @torch.no_grad()
 def subspaces(c):
     """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
-    loaded = open_model(c.ckpt, c, c.untrained)
+    loaded, _ = evaluate.open_model(c)
     backbone = loaded.encoder or loaded.model
     U = torch.stack([layer.attention.bases() for layer in backbone.layers])
     _, K, d, p = U.shape
@@ -216,7 +207,7 @@ class Pictures(OneModel):
 def open_pictures(c, count):
     """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded = open_model(c.ckpt, c, c.untrained, ("vit", "mae", "simdino"))
+    loaded, _ = evaluate.open_model(c, "vit", "mae", "simdino")
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
         return loaded, [Path(f).name for f in c.files], pixels, x

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
-from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
-from optim import count, make_optimizers, steps_per_epoch, take_step, warmup_cosine
-from run import derive_seed, Processes, Run, RunFlags, wants_compile
+from flags import model_fields, ModelFlags, option, parse, UserError
+from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
+from optim import count, make_optimizers, steps_per_epoch, take_step, train_flops, warmup_cosine
+from processes import cli, derive_seed, Processes, wants_compile
+from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
@@ -277,8 +278,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    config, extra = student.encoder.config, dict(student=student.state_dict(), center=center)
-    if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
+    extra = dict(student=student.state_dict(), center=center)
+    if resumed := run.resume(teacher, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors
@@ -287,22 +288,22 @@ def main(argv):
     if wants_compile(c, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
-    # in training steps on one global view: the student's two and its local ones, and two forward
-    # passes of the teacher, each about a third of a step
-    cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
-    run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
-              f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
-              f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
-              f"{c.local_size}, batches of {c.batch_size}", total, eval_every=epoch,
-              unit="images", per_step=c.batch_size, flops=cost * train_flops(student.encoder))
 
-    if run.step == 0:                       # what a score is to be compared with
-        scores = score_neighbours(teacher, train, val, data, c, processes)
-        run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
     trained = min(c.warmup_epochs * epoch, total // 2)      # from here on features can collapse
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in range(run.step, total):
+    what = (f"{c.method}, {student.encoder.config.arch}, {count(student.encoder):,} parameters and "
+            f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
+            f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
+            f"{c.local_size}, batches of {c.batch_size}")
+    # in training steps on one global view: the student's two and its local ones, and two forward
+    # passes of the teacher, each about a third of a step
+    cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
+    flops = cost * train_flops(student.encoder)
+    for step in run.steps(total, eval_every=epoch, flops=flops, text=what):
+        if step == 0:                       # what a score is to be compared with
+            scores = score_neighbours(teacher, train, val, data, c, processes)
+            run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -340,9 +341,8 @@ def main(argv):
 
         # evaluate; the statistics of a line are of the step's first view
         numbers = partial(watch_features, s[0].detach(), terms, c.eps, run, trained)
-        if run.log_step(loss, schedule["lr"][step], numbers):
+        if run.log(loss, schedule["lr"][step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
-        run.end_step()
     return run.done("python evaluate.py knn --ckpt={ckpt}{data}",
                     "python analyze.py saliency --ckpt={ckpt}{data}")
 

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from data.images import to_device
+from processes import to_device
 
 
 class BatchRandom:

@@ -24,8 +24,9 @@ import torch
 from torch.nn import functional as F
 
 from figures import new_figure, print_table
-from flags import cli, option, parse, ROOT, UserError
+from flags import option, parse, ROOT, UserError
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
+from processes import cli
 
 UPDATES = ("mssa", "negative", "shrunk", "neumann", "exact")
 

@@ -15,7 +15,7 @@ from data import images, text
 from data.tokenizer import CharTokenizer
 from flags import DataFlags, UserError
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
-from run import Processes
+from processes import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16

@@ -19,7 +19,7 @@ from evaluate import model_input
 from flags import UserError
 from web import page
 
-TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
+TINY = dict(width=16, heads=2, layers=2, head_dim=10)
 EVIL = "</script><script>alert(1)</script>"
 # task, fields of the config; all with weights that are not at their initial values
 KINDS = {

@@ -16,7 +16,8 @@ import train_simdino
 import train_vit
 from data import prepare
 from experiments import recall
-from flags import cli, parse, RunEnded, UserError
+from flags import parse, UserError
+from processes import cli, RunEnded
 from run import Run
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
@@ -43,11 +44,11 @@ def test_presets_build(script, preset):
 
 def after_each_step(monkeypatch, call):
     """Calls call(run) after every step."""
-    def log_and_call(run, *args, log_step=Run.log_step):
-        due = log_step(run, *args)
+    def log_and_call(run, *args, log=Run.log):
+        due = log(run, *args)
         call(run)
         return due
-    monkeypatch.setattr(Run, "log_step", log_and_call)
+    monkeypatch.setattr(Run, "log", log_and_call)
 
 
 STEADY = {"vit": (train_vit, *KEEP_ALL, "--epochs=0.5"), "mae": (train_mae, "--epochs=0.5"),

@@ -14,7 +14,7 @@ import train_simdino
 from data import images
 from flags import parse
 from model import coding_rate
-from run import derive_seed, Processes
+from processes import derive_seed, Processes
 
 ONE = Processes("cpu")
 
