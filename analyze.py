@@ -1,14 +1,11 @@
 """Pictures of trained checkpoints, and the numbers behind them. COMMAND --help lists its flags.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
-    subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
-    tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
     saliency --ckpt=A.pt                   what is attended to          [B] Eq. (7.2.41), Fig. 7.11
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
-import math
 from dataclasses import dataclass, MISSING, replace
 from pathlib import Path
 
@@ -166,38 +163,7 @@ def draw_layers(runs, c):
     figure.savefig(c.out, dpi=120)
 
 
-# ---- subspaces, tokens --------------------------------------------------------------------------
-def draw_matrices(c, matrices, title):
-    """Matrices (L, rows, columns) with entries from 0, white, to 1, black, one per layer."""
-    pictures = (1 - matrices)[None, :, None].expand(-1, -1, 3, -1, -1)
-    columns = [f"layer {l}" for l in range(1, len(matrices) + 1)]
-    figures.write_sheet(c.out, pictures, columns, [title])
-
-
-@dataclass(kw_only=True)
-class Subspaces(OneModel):
-    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7)."""
-
-
-@torch.no_grad()
-def subspaces(c):
-    """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
-    loaded, _ = evaluate.open_model(c)
-    backbone = loaded.encoder or loaded.model
-    U = torch.stack([layer.attention.bases() for layer in backbone.layers])
-    _, K, d, p = U.shape
-    columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
-    gram = (columns.mT @ columns).abs()
-    head, itself = torch.arange(K * p) // p, torch.eye(K * p) > 0
-    same = head == head[:, None]
-    rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
-            for l, G in enumerate(gram.cpu(), 1)]
-    figures.print_table(rows)
-    random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
-    draw_matrices(c, gram, f"|<u, v>| of columns\nof [U_1 .. U_K],\nrandom: {random:.3f}")
-    return rows
-
-
+# ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
 class Pictures(OneModel):
     files: tuple = option((), "your own pictures in place of the data set's")
@@ -221,22 +187,6 @@ def open_pictures(c, count):
     return loaded, names, pixels, augment.normalize(pixels, data.mean, data.std)
 
 
-@dataclass(kw_only=True)
-class Tokens(Pictures):
-    """|Z^{l+1}| of an image, tokens by features, by layer ([N] Figure 6). Black: percentile 99."""
-
-
-@torch.no_grad()
-def tokens(c):
-    """|Z^{l+1}| (L, 1 + n, d), the 99th percentile of each being 1."""
-    loaded, (name, *_), _, x = open_pictures(c, 1)
-    Z = torch.stack([step.out[0].abs() for step in loaded.encoder.trace(x)])
-    Z = Z / Z.flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)[:, None, None]
-    draw_matrices(c, Z, f"|Z^(l+1)| of\n{name}")
-    return Z
-
-
-# ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
 class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
@@ -374,10 +324,9 @@ def write_page(c):
     return dict(megabytes=len(text) / 1e6)
 
 
-COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),
-                saliency=(Saliency, saliency_maps), predict=(Predict, predict),
-                neighbours=(Neighbours, neighbours), curves=(Curves, curves),
-                page=(Page, write_page))
+COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),
+                predict=(Predict, predict), neighbours=(Neighbours, neighbours),
+                curves=(Curves, curves), page=(Page, write_page))
 
 
 def main(argv):

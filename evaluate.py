@@ -5,13 +5,11 @@
     python evaluate.py linear --ckpt=out/vit-cifar10/ckpt.pt        logistic regression on features
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
-    python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
 Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt."""
 import json
 import math
-import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +19,6 @@ from torch.nn import functional as F
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
 from data.prepare import read_picture
-from data.tokenizer import tokenizer_from_meta
 from flags import DataFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
@@ -318,36 +315,8 @@ def lm(c):
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 
 
-@dataclass(kw_only=True)
-class Lambada(Flags):
-    """How often greedy decoding writes the last word of LAMBADA's passages."""
-
-
-@torch.no_grad()
-def lambada(c):
-    """{"acc", "n"}: how often greedy decoding writes the last word of a passage, after a newline
-    and the passage up to its last space. As in ToST's released code quotes become straight, and the
-    word may come anywhere in the next ten tokens, in any case."""
-    loaded, processes = open_model(c, "gpt")
-    model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
-    if not model.config.causal:
-        raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs --objective=causal")
-    n, hits = 10, []                # ten: GPT-2's tokens of LAMBADA's longest word
-    longest = max(model.config.context - n, 1)
-    for passage in with_bar(text.load("lambada", cache=c.data_dir).passages, "passages"):
-        # as OpenAI prepared LAMBADA; `` and '' are TeX's quotes
-        words = re.sub("[“”]|``|''", '"', passage["text"].strip())
-        before, _, word = words.rpartition(" ")
-        prompt = torch.tensor(tokenizer.encode("\n" + before)[-longest:].tolist())
-        with processes.autocast():
-            ids = model.generate(prompt[None].to(processes.device), n, temperature=0,
-                                 known=tokenizer.known)
-        hits.append(word.lower() in tokenizer.decode(ids[0, -n:].tolist()).lower())
-    return dict(data="lambada", acc=sum(hits) / len(hits), n=len(hits))
-
-
 COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Probe, knn),
-                lm=(LM, lm), lambada=(Lambada, lambada))
+                lm=(LM, lm))
 
 
 def main(argv):

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
 from flags import CACHE, DataFlags, option, ROOT, UserError
+from optim import train_flops
 from processes import device_name, flush_or_mute, PrecisionFlags, RunEnded
 
 # Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
@@ -93,7 +94,7 @@ class Run:
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
         sets the step and returns the checkpoint's content; else None. UserError if flags differ."""
         self.model, self.optimizers = model, optimizers
-        self.model_config = getattr(model, "encoder", model).config
+        self.model_config = model.config
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
             return None
@@ -114,9 +115,9 @@ class Run:
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, eval_every, flops, text):
+    def steps(self, total, text, eval_every, cost=1.0):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained, `flops` are those of a sample, for MFU."""
+        checkpoint. `text` says what is trained. For MFU, a sample costs `cost` training passes."""
         self.total, self.start = total, self.step
         self.eval_every = self.config.eval_every or eval_every
         self.unit = "tokens" if self.task == "gpt" else "images"
@@ -128,8 +129,8 @@ class Run:
         name = device_name(self.processes.device)
         words = name.replace("-", " ").split() if self.processes.bfloat16 else []
         peak = next((PEAK[word] for word in words if word in PEAK), math.inf)
-        flops_per_unit = flops * self.config.batch_size / self.per_step
-        self.mfu_per_speed = flops_per_unit / peak / self.processes.world
+        flops = cost * train_flops(self.model) * self.config.batch_size / self.per_step
+        self.mfu_per_speed = flops / peak / self.processes.world
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))

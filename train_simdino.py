@@ -22,7 +22,7 @@ from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
-from optim import count, make_optimizers, steps_per_epoch, take_step, train_flops, warmup_cosine
+from optim import count, make_optimizers, steps_per_epoch, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -127,7 +127,7 @@ class Branch(nn.Module):
 
     def __init__(self, config, hidden, output, prototypes=None):
         super().__init__()
-        self.encoder = ImageEncoder(config)
+        self.config, self.encoder = config, ImageEncoder(config)
         self.projector = nn.Sequential(nn.Linear(config.width, hidden), nn.GELU(),
                                        nn.Linear(hidden, hidden), nn.GELU(),
                                        nn.Linear(hidden, output))
@@ -299,8 +299,7 @@ def main(argv):
     # in training steps on one global view: the student's two and its local ones, and two forward
     # passes of the teacher, each about a third of a step
     cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
-    flops = cost * train_flops(student.encoder)
-    for step in run.steps(total, eval_every=epoch, flops=flops, text=what):
+    for step in run.steps(total, what, eval_every=epoch, cost=cost):
         if step == 0:                       # what a score is to be compared with
             scores = score_neighbours(teacher, train, val, data, c, processes)
             run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")

@@ -17,15 +17,7 @@ from data import augment, images
 from evaluate import classify, images_for, pooling
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
-from optim import (
-    count,
-    make_optimizers,
-    micro_batches,
-    steps_per_epoch,
-    take_step,
-    train_flops,
-    warmup_cosine,
-)
+from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -229,7 +221,7 @@ def main(argv):
     batches = train.batches(index, c.workers)
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, batches of {c.batch_size}")
-    for step in run.steps(total, eval_every=epoch, flops=train_flops(model), text=what):
+    for step in run.steps(total, what, eval_every=epoch):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 

@@ -28,7 +28,7 @@ def start(out, total=10, eval_every=100, **more):
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
     run.resume(model, optimizers, dict(classes=list("abc")))
-    steps = run.steps(total, eval_every, flops=0, text="a model")
+    steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
         model(torch.ones(2, 3, 16, 16)).square().mean().backward()
