@@ -81,7 +81,7 @@ def maskcut(X, side, tau=0.15):
     confidence; here it is -mu of the normalized cut, near 0 where the two sides share next to
     nothing. No CRF afterwards."""
     X = F.normalize(X.double(), dim=-1)
-    v, mu = normalized_cut(torch.where(X @ X.mT > tau, 1.0, 1e-5).double())
+    v, mu = normalized_cut((X @ X.mT > tau).double().clamp(min=1e-5))
     return foreground(v.view(-1, side, side)), -mu
 
 
