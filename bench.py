@@ -54,17 +54,9 @@ def literal_ista(self, Z):
     return ista(Z, self.D, self.eta, self.lambd)
 
 
-def literal_language_model(self, ids, targets):
-    """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
-    Z = self.norm(self.layers(self.tokens(ids)))
-    logits = (Z @ self.embed.weight.mT).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
-
-
 # part -> the class, its method, the literal form of that
 LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista),
-           "head": (LanguageModel, "forward", literal_language_model)}
+           "ISTA": (ISTA, "forward", literal_ista)}
 
 
 def literal(model, *parts):
@@ -130,14 +122,13 @@ def bench_steps(table, c, processes):
     the width, with about as many parameters: times, and their shares of the time of "literal"."""
     device, (model_class, config_class) = processes.device, TASKS[table]
     unit = "tokens" if table == "gpt" else "images"
-    parts = [part for part in LITERAL if part != "head" or table == "gpt"]
     for title, batch, fields in MODELS[table]:
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         fast, steps = model_class(config_class(**fields)).to(device), {}
-        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
-        variants["literal"] = literal(fast, *parts)
+        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
+        variants["literal"] = literal(fast, *LITERAL)
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
         variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
         for name, model in variants.items():

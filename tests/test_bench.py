@@ -54,7 +54,7 @@ ARCHS = ("crate", "tost", "transformer")
 
 
 @pytest.mark.parametrize("table, variants", [
-    ("vit", STEPS), ("gpt", [*STEPS[:3], "literal head", *STEPS[3:]]),
+    ("vit", STEPS), ("gpt", STEPS),
     ("length", ["TSSA", "CBSA", "MSSA", "MHSA"] * 4),
     ("generate", [f"{arch}, {how}" for arch in ARCHS for how in ("cached", "uncached")] * 2)])
 def test_tables(monkeypatch, table, variants):
