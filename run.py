@@ -137,6 +137,14 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
+def refuse_another_set(folder, saved, given):
+    """Raises UserError if the data set was prepared anew since a checkpoint: steps would differ.
+    An older checkpoint has no version."""
+    if "version" in saved and saved["version"] != given["version"]:
+        raise UserError(f"cannot resume {folder}: {given['name']} was prepared anew since: it had "
+                        f"{saved['version']}; it has {given['version']}")
+
+
 # ---- The run ------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class RunFlags(DeviceFlags, DataFlags):
@@ -211,6 +219,7 @@ class Run:
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
+        refuse_another_set(self.dir, content["data_meta"], data_meta)
         load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]

@@ -130,8 +130,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    meta = dict(name=c.data, tokenizer=tokenizer.meta())
-    run.restore(model, model.config, optimizers, meta)
+    run.restore(model, model.config, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()

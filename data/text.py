@@ -9,7 +9,7 @@ import torch
 
 from data import prepare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from_meta
-from flags import CACHE
+from flags import CACHE, UserError
 
 
 @dataclass
@@ -21,14 +21,25 @@ class TextData:
     val: np.ndarray | None = None
     test: np.ndarray | None = None
     passages: list[dict] | None = None      # as prepare.py has them
+    version: str | None = None      # of the files: a set prepared anew may have another
+
+    def meta(self):
+        """What a checkpoint keeps of the set its model was trained on."""
+        return dict(name=self.name, tokenizer=self.tokenizer.meta(), version=self.version)
 
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "text", cache) as (folder, meta):
-        data = TextData(name, tokenizer_from_meta(meta))
+        data = TextData(name, tokenizer_from_meta(meta),
+                        version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
         for split, n in meta["tokens"].items():
-            setattr(data, split, np.memmap(folder / f"{split}.bin", np.uint16, "r", shape=(n,)))
+            tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
+            if len(tokens) != n:
+                raise UserError(f"{split}.bin has {len(tokens)} tokens, not {n}")
+            if max(tokens[:1000].max(), tokens[-1000:].max()) >= data.tokenizer.n_vocab:
+                raise UserError(f"{split}.bin has tokens beyond its vocabulary")
+            setattr(data, split, tokens)
         if (passages := folder / f"{name}.jsonl").exists():
             data.passages = [json.loads(line) for line in passages.read_text().splitlines()]
     return data
@@ -56,7 +67,8 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
 
 
 def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
-    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
+    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is in y once.
+    A causal model predicts y; a masked one predicts x where y is not -1: each of tokens[:-1] once.
     n is `context`, or less if the text is. y is -1 beyond the end and in rows that fill the last
     batch. A causal model does not see the padding after a last window; any other would, so its last
     window ends with the text and overlaps the one before. All ranks get equally many batches of one
