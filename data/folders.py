@@ -55,15 +55,17 @@ def split_of(names):
 
 
 def refuse_other_splits(paths):
-    """Raises UserError where names beside each other differ in the word for the split alone, such
-    as seg_train and seg_test, or cat/train and cat/val: they would be mixed."""
+    """Raises UserError where names beside each other differ in the word for the split, and numbers,
+    alone, such as seg_train and seg_test, or cat/train and cat/val: they would be mixed."""
     def places(words):
-        return {(*names[:i], re.sub(words, "*", names[i].lower())) for names in paths
-                for i in range(len(names)) if re.search(words, names[i].lower())}
+        return {(*names[:i], re.sub(r"\d", "", re.sub(words, "*", names[i].lower()))):
+                shown("/".join(names[:i + 1])) for names in paths for i in range(len(names))
+                if re.search(words, names[i].lower())}
 
-    if mixed := places("train(ing)?") & places("val(id(ation)?)?|test(ing)?"):
-        raise UserError(f"{shown('/'.join(min(mixed)))} is a split, which must not be mixed: name "
-                        f"its parts {', '.join(SPLITS)}, at the top of the folder")
+    train, others = places("train(ing)?"), places("val(id(ation)?)?|test(ing)?")
+    for place in train.keys() & others.keys():
+        raise UserError(f"{train[place]} and {others[place]} would be mixed: a split is named "
+                        f"{', '.join(SPLITS)}, at the top of the folder")
 
 
 def listed(source, suffixes, depth):
@@ -122,11 +124,12 @@ def texts(source):
 def documents(files):
     """Yields dict(text=...) of each document. A row whose `text` is none, or has half a surrogate
     pair, is left out. Raises UserError with the file and the row that cannot be read."""
-    left_out, row = [], 0
+    left_out, row, found = [], 0, False
     for path in files:
         try:
             for row, text in enumerate(read(path), 1):
                 if isinstance(text, str) and not re.search("[\ud800-\udfff]", text):
+                    found = True
                     yield dict(text=text.removeprefix("\ufeff"))        # a byte order mark
                 else:
                     left_out.append(f"row {row} of {path}")
@@ -134,6 +137,8 @@ def documents(files):
             raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
         row = 0
     tell_left_out("rows without a `text` that is text", left_out)
+    if not found:
+        raise UserError(f"{shown(files[0])}: no row has a `text`")
 
 
 def read(path):

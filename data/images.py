@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from data import prepare
-from flags import CACHE, UserError
+from flags import CACHE
 
 
 @dataclass
@@ -50,10 +50,10 @@ def load(name, cache=CACHE):
                 array = np.load(path, mmap_mode=None if kind == "labels" else "r")
                 dtype = np.int64 if kind == "labels" else np.uint8
                 if (array.dtype, array.shape) != (dtype, shape):
-                    raise UserError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
+                    raise ValueError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
                 arrays[path.stem] = array
             if not {*np.unique(arrays[f"{split}_labels"])} <= {*range(len(meta["classes"]))}:
-                raise UserError(f"{split}_labels.npy has labels beyond its classes")
+                raise ValueError(f"{split}_labels.npy has other labels than its classes")
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **arrays,
                          version=f"{meta['images']}, checksum {meta.get('checksum')}")
 

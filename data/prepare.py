@@ -211,7 +211,7 @@ def write_images(name, size, source, draft):
         seen[part] = {*labels}
     for part, other in (seen, [*seen][::-1]):
         if only := [classes[i] for i in sorted(seen[part] - seen[other])]:
-            print(f"note: {len(only)} classes are in {part} alone, such as {only[0]}",
+            print(f"note: only {part} has {only[0]}, one of {len(only)} such classes",
                   file=sys.stderr)
     return image_meta(classes, draft)
 

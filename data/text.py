@@ -9,7 +9,7 @@ import torch
 
 from data import prepare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from_meta
-from flags import CACHE, UserError
+from flags import CACHE
 
 
 @dataclass
@@ -36,9 +36,9 @@ def load(name, cache=CACHE):
         for split, n in meta["tokens"].items():
             tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
             if len(tokens) != n:
-                raise UserError(f"{split}.bin has {len(tokens)} tokens, not {n}")
+                raise ValueError(f"{split}.bin has {len(tokens)} tokens, not {n}")
             if max(tokens[:1000].max(), tokens[-1000:].max()) >= data.tokenizer.n_vocab:
-                raise UserError(f"{split}.bin has tokens beyond its vocabulary")
+                raise ValueError(f"{split}.bin has tokens beyond its vocabulary")
             setattr(data, split, tokens)
         if (passages := folder / f"{name}.jsonl").exists():
             data.passages = [json.loads(line) for line in passages.read_text().splitlines()]
