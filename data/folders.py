@@ -102,7 +102,7 @@ def pictures(source):
     first folder."""
     suffixes = [suffix for suffix, kind in Image.registered_extensions().items()
                 if kind in Image.OPEN]
-    parts = {split: dict(image=[dict(path=os.fsencode(path)) for path in files],
+    parts = {split: dict(image=[dict(path=os.fsencode(path), bytes=None) for path in files],
                          label=[shown(names[0]) for names in files.values()])
              for split, files in listed(source, suffixes, 1).items()}
     if test := parts.pop("test", None):

@@ -101,7 +101,7 @@ SEED = 2357         # of every order and part that is drawn
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
 def read_pictures(hub, source, draft, streaming):
     """The pictures of a set on the Hub, of its files in a folder, or of a user's own folder."""
-    from datasets import ClassLabel, Dataset, Features, load_dataset, Value
+    from datasets import ClassLabel, Dataset, load_dataset
 
     if source is None:
         return load_dataset(**hub, streaming=streaming)
@@ -110,11 +110,9 @@ def read_pictures(hub, source, draft, streaming):
         return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
                             streaming=streaming)
     parts = folders.pictures(source)
-    classes = sorted({name for part in parts.values() for name in part["label"]})
-    features = Features(image=dict(path=Value("binary"), bytes=Value("binary")),
-                        label=ClassLabel(names=classes))
-    sets = {split: Dataset.from_dict(part, features) for split, part in parts.items()}
-    return hold_out(sets, 0.1)
+    label = ClassLabel(names=sorted({name for part in parts.values() for name in part["label"]}))
+    return hold_out({split: Dataset.from_dict(part).cast_column("label", label)
+                     for split, part in parts.items()}, 0.1)
 
 
 def read_texts(hub, source, draft):
