@@ -129,8 +129,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    meta = dict(name=c.data, tokenizer=tokenizer.meta())
-    run.resume(model, optimizers, meta)
+    run.resume(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
