@@ -97,8 +97,8 @@ class Layers(OneModel):
 
 
 def at_norm(Z, other):
-    """Each sample of Z (B, n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(1, 2)) / Z.norm(dim=(1, 2)))[:, None, None]
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
 def layer_numbers(layer, tokens, trace, c):

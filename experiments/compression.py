@@ -17,7 +17,7 @@ error over samples, or over checkpoints that have one config: seeds.
     python -m experiments.compression --ckpt=a.pt,b.pt --untrained [--figure=compression.png]
     python -m experiments.compression           random tokens and subspaces, steps as in STEPS
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -95,14 +95,13 @@ def by_layer(loaded, c):
 
 
 def measure(c):
-    """[{"name", "untrained", "data", "layers"}, ...], one for the checkpoints of one config."""
+    """[{"names", "untrained", "layers"}, ...], one for the checkpoints of one config."""
     runs = {}
-    for path in c.ckpt.split(","):
+    for i, path in enumerate(c.ckpt.split(",")):
         for untrained in ((False, True) if c.untrained else (False,)):
-            loaded = open_model(path, c, untrained)
+            loaded = open_model(path, replace(c, seed=c.seed + i), untrained)
             key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
-            run = runs.setdefault(key, dict(names=[], untrained=untrained, tables=[],
-                                            data=loaded.meta.get("name", path)))
+            run = runs.setdefault(key, dict(names=[], untrained=untrained, tables=[]))
             run["names"].append(path)
             run["tables"].append(by_layer(loaded, c))
     for run in runs.values():
@@ -124,20 +123,22 @@ def show(run, c):
 
 
 def draw(runs, path):
-    """The change of R^c in each layer of trained models: attention, alone and mean."""
+    """The change of R^c in each layer of trained models, and that of two controls."""
     runs = [run for run in runs if not run["untrained"]]
     figure, (axes,) = new_figure(1, len(runs), 7 / len(runs), 2.9)
+    marks = dict(mean=("the mean token", dict(mfc="white", mec="black")),
+                 alone=("each token alone", dict(color="0.6")),
+                 attention=("attention", dict(color="C0")))
     for ax, run in zip(axes, runs):
-        l = range(1, 1 + len(run["layers"]))
-        for name, label, style in (
-                ("mean", "the mean token", dict(marker="o", mfc="white", mec="black")),
-                ("alone", "each token alone", dict(marker="o", color="0.6")),
-                ("attention", "attention", dict(marker="o", color="C0"))):
-            ax.plot(l, [row[name] for row in run["layers"]], ls="none", label=label, **style)
+        layers = range(1, len(run["layers"]) + 1)
         ax.axhline(0, color="black", lw=0.8)
-        ax.set(title=run["data"], xlabel="layer", xticks=l)
-    axes[0].set_ylabel("change of the rate R^c, nats\n(below 0 the step compresses)")
-    axes[0].legend()
+        for name, (label, style) in marks.items():
+            ax.plot(layers, [row[name] for row in run["layers"]], "o", label=label, **style)
+        ax.set(title=run["names"][0].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("change of the rate R^c, nats\n(below 0: the step compresses)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                  frameon=False)
     figure.savefig(path, dpi=200)
 
 
@@ -150,12 +151,6 @@ def random_subspaces(d, K, generator):
     return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
 
 
-def series_ratio(Z, U, eps):
-    """The largest beta ||U_k^* Z||^2, a spectral norm: the Neumann series converges below 1."""
-    beta = U.shape[-1] / (len(Z) * eps ** 2)
-    return (beta * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
-
-
 def directions(Z, U, eps):
     """What a step of 1 / beta adds to Z (n, d), by the update's name."""
     beta = U.shape[-1] / (len(Z) * eps ** 2)        # p / (n eps^2)
@@ -163,7 +158,7 @@ def directions(Z, U, eps):
     return {
         "+ MSSA, Eq. (45), CRATE-C": attention,
         "- MSSA, CRATE-N": -attention,
-        "shrunk by - MSSA's length": -Z * attention.norm() / Z.norm(),
+        "shrunk by MSSA's length": -at_norm(Z, attention),
         "shrunk + MSSA, Eq. (34)": attention - Z,
         "shrunk alone": -Z,
         "two terms of the gradient, (33)": -subspace_coding_rate_grad(Z, U, eps, True) / beta,
@@ -177,17 +172,17 @@ def random_tokens(seed, d=64, K=8, n=64, eps=0.5, step=0.1):
     U = random_subspaces(d, K, generator)
     Z = torch.randn(n, d, generator=generator, dtype=torch.float64)
     Z = F.normalize(Z, dim=-1) * d ** 0.5
-    after_norm = series_ratio(Z, U, eps)
+    # the largest beta ||U_k^* Z||^2, a spectral norm: below 1 the Neumann series (32) converges
+    after_norm = (d / K / (n * eps ** 2) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
     rows = {}
     for ratio in (0.5, 2.0, after_norm):
         start = Z * (ratio / after_norm) ** 0.5
         before = subspace_coding_rate(start, U, eps)
         for name, direction in directions(start, U, eps).items():
-            after = start + step * direction
-            row = rows.setdefault(name, dict(update=name))
-            for key, tokens in ((f"{ratio:.3g}", after), (f"{ratio:.3g}, equal norm",
-                                                          at_norm(after[None], start[None])[0])):
-                row[key] = round((subspace_coding_rate(tokens, U, eps) - before).item(), 5)
+            after, row = start + step * direction, rows.setdefault(name, dict(update=name))
+            for key, tokens in (("", after), (", equal norm", at_norm(after, start))):
+                change = subspace_coding_rate(tokens, U, eps) - before
+                row[f"{ratio:.3g}{key}"] = round(change.item(), 5)
     return [*rows.values()]
 
 
