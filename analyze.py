@@ -1,15 +1,12 @@
 """Pictures of trained checkpoints, and the numbers behind them. COMMAND --help lists its flags.
 
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
-    subspaces --ckpt=A.pt                  are U_1 .. U_K incoherent?   [N] Fig. 7
-    tokens --ckpt=A.pt                     Z^{l+1} of one image         [N] Fig. 6
     saliency --ckpt=A.pt                   what is attended to          [B] Eq. (7.2.41), Fig. 7.11
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
-import math
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass, MISSING, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,32 +15,23 @@ from torch.nn import functional as F
 
 import evaluate
 import figures
-from checkpoint import load_model
+from checkpoint import CheckpointFlags, load_model
 from data import augment
-from flags import CACHE, cli, option, parse_command, ROOT, UserError
+from flags import CACHE, option, parse_command, ROOT, UserError
 from model import CBSA, coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
-from run import Processes, read_metrics
+from processes import cli, with_bar
+from run import read_metrics
 from web import page
 
 
 @dataclass(kw_only=True)
-class OneModel:
-    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
+class OneModel(CheckpointFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     split: str = option("val", "which part of it", choices=("train", "val"))
     untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
-    seed: int = option(0, "draws the random weights", low=0, high=2 ** 63)
-    heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
-    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
+    seed: int = option(0, "draws the random weights", low=0)
     data_dir: str = option(str(CACHE), "where prepared data lies")
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
-
-
-def open_model(path, c, untrained=False, tasks=None):
-    """A checkpoint as `Loaded`, on the device of the flags c."""
-    loaded = load_model(path, c.heads, tasks, c.seed if untrained else None)
-    loaded.model.to(Processes(c.device).device)
-    return loaded
 
 
 def spread(total, n):
@@ -67,7 +55,7 @@ def batches(loaded, c):
         samples = tokens[:len(tokens) // n * n].reshape(-1, n)
     else:
         data, samples = split_for(loaded, c)
-    for index in evaluate.with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
+    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
         if loaded.task == "gpt":
             ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
@@ -148,7 +136,7 @@ def layers(c):
     runs = []
     for path in c.ckpt.split(","):
         for untrained in ((False, True) if c.untrained else (False,)):
-            loaded = open_model(path, c, untrained)
+            loaded, _ = evaluate.open_model(replace(c, ckpt=path, untrained=untrained))
             table = layer_table(loaded, c)
             mean = sum(row["objective"] for row in table) / len(table)
             runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -186,38 +174,7 @@ def draw_layers(runs, c):
     figure.savefig(c.out, dpi=120)
 
 
-# ---- subspaces, tokens --------------------------------------------------------------------------
-def draw_matrices(c, matrices, title):
-    """Matrices (L, rows, columns) with entries from 0, white, to 1, black, one per layer."""
-    pictures = (1 - matrices)[None, :, None].expand(-1, -1, 3, -1, -1)
-    columns = [f"layer {l}" for l in range(1, len(matrices) + 1)]
-    figures.write_sheet(c.out, pictures, columns, [title])
-
-
-@dataclass(kw_only=True)
-class Subspaces(OneModel):
-    """|<u, v>| of the columns of U_1 to U_K, each of norm 1, layer by layer ([N] Figure 7)."""
-
-
-@torch.no_grad()
-def subspaces(c):
-    """Each layer's mean |<u, v>|: within a subspace (NaN where p = 1), and across two."""
-    loaded = open_model(c.ckpt, c, c.untrained)
-    backbone = loaded.encoder or loaded.model
-    U = torch.stack([layer.attention.bases() for layer in backbone.layers])
-    _, K, d, p = U.shape
-    columns = F.normalize(U.transpose(1, 2).flatten(2), dim=1)                  # (L, d, K p)
-    gram = (columns.mT @ columns).abs()
-    head, itself = torch.arange(K * p) // p, torch.eye(K * p) > 0
-    same = head == head[:, None]
-    rows = [dict(layer=l, within=G[same & ~itself].mean().item(), across=G[~same].mean().item())
-            for l, G in enumerate(gram.cpu(), 1)]
-    figures.print_table(rows)
-    random = (2 / (math.pi * d)) ** 0.5         # E |<u, v>| of unit vectors, up to O(1 / d)
-    draw_matrices(c, gram, f"|<u, v>| of columns\nof [U_1 .. U_K],\nrandom: {random:.3f}")
-    return rows
-
-
+# ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
 class Pictures(OneModel):
     files: tuple = option((), "your own pictures in place of the data set's")
@@ -227,7 +184,7 @@ class Pictures(OneModel):
 def open_pictures(c, count):
     """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
     the images (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded = open_model(c.ckpt, c, c.untrained, ("vit", "mae", "simdino"))
+    loaded, _ = evaluate.open_model(c, "vit", "mae", "simdino")
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
         return loaded, [Path(f).name for f in c.files], pixels, x
@@ -241,22 +198,6 @@ def open_pictures(c, count):
     return loaded, names, pixels, augment.normalize(pixels, data.mean, data.std)
 
 
-@dataclass(kw_only=True)
-class Tokens(Pictures):
-    """|Z^{l+1}| of an image, tokens by features, by layer ([N] Figure 6). Black: percentile 99."""
-
-
-@torch.no_grad()
-def tokens(c):
-    """|Z^{l+1}| (L, 1 + n, d), the 99th percentile of each being 1."""
-    loaded, (name, *_), _, x = open_pictures(c, 1)
-    Z = torch.stack([step.out[0].abs() for step in loaded.encoder.trace(x)])
-    Z = Z / Z.flatten(1).quantile(0.99, dim=1).clamp_min(1e-12)[:, None, None]
-    draw_matrices(c, Z, f"|Z^(l+1)| of\n{name}")
-    return Z
-
-
-# ---- saliency, predict, neighbours --------------------------------------------------------------
 @dataclass(kw_only=True)
 class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
@@ -394,10 +335,9 @@ def write_page(c):
     return dict(megabytes=len(text) / 1e6)
 
 
-COMMANDS = dict(layers=(Layers, layers), subspaces=(Subspaces, subspaces), tokens=(Tokens, tokens),
-                saliency=(Saliency, saliency_maps), predict=(Predict, predict),
-                neighbours=(Neighbours, neighbours), curves=(Curves, curves),
-                page=(Page, write_page))
+COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),
+                predict=(Predict, predict), neighbours=(Neighbours, neighbours),
+                curves=(Curves, curves), page=(Page, write_page))
 
 
 def main(argv):

@@ -17,14 +17,25 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-import model as models
 from checkpoint import TASKS
-from flags import cli, option, parse_command
-from run import device_name, DeviceFlags, Processes, wants_compile
+from flags import option, parse_command
+from model import (
+    attention_map,
+    CBSA,
+    ImageConfig,
+    ISTA,
+    ista,
+    LanguageModel,
+    MHSA,
+    MSSA,
+    TextConfig,
+    TSSA,
+)
+from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
-class Flags(DeviceFlags):
+class Flags(PrecisionFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
@@ -34,13 +45,13 @@ class Flags(DeviceFlags):
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
 def literal_attend(self, q, k, v):
     """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
-    ssa = models.attention_map(q, k, self.scale, self.causal) @ v
+    ssa = attention_map(q, k, self.scale, self.causal) @ v
     return ssa.transpose(1, 2).flatten(-2)
 
 
 def literal_ista(self, Z):
     """ISTA in two matmuls over the tokens, [J] Eq. (44); the released code takes three."""
-    return models.ista(Z, self.D, self.eta, self.lambd)
+    return ista(Z, self.D, self.eta, self.lambd)
 
 
 def literal_language_model(self, ids, targets):
@@ -51,9 +62,9 @@ def literal_language_model(self, ids, targets):
 
 
 # part -> the class, its method, the literal form of that
-LITERAL = {"attention": (models.MSSA, "attend", literal_attend),
-           "ISTA": (models.ISTA, "forward", literal_ista),
-           "head": (models.LanguageModel, "forward", literal_language_model)}
+LITERAL = {"attention": (MSSA, "attend", literal_attend),
+           "ISTA": (ISTA, "forward", literal_ista),
+           "head": (LanguageModel, "forward", literal_language_model)}
 
 
 def literal(model, *parts):
@@ -99,7 +110,7 @@ def forward_backward(processes, forward, leaves):
 def loss_function(model, batch, device):
     """A function that computes the model's loss on one random batch."""
     c = model.config
-    if isinstance(c, models.TextConfig):
+    if isinstance(c, TextConfig):
         ids, targets = torch.randint(c.vocab_size, (2, batch, c.context), device=device)
         return lambda: model(ids, targets)
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
@@ -144,9 +155,10 @@ def bench_steps(table, c, processes):
 # ---- Growth with the number of tokens, and generation -------------------------------------------
 def bench_length(c, processes):
     """Forward and backward of four operators on four grids, each with four times the patches."""
-    device, config = processes.device, models.ImageConfig(width=256, heads=4, qkv_bias=True)
-    operators = {name: getattr(models, name)(config).to(device)
-                 for name in ("TSSA", "CBSA", "MSSA", "MHSA")}
+    device = processes.device
+    config = ImageConfig(arch="transformer", width=256, heads=4)
+    operators = {operator.__name__: operator(config).to(device)
+                 for operator in (TSSA, CBSA, MSSA, MHSA)}
     for n in [(math.isqrt(c.longest) // 8 * i) ** 2 for i in (1, 2, 4, 8)]:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
@@ -173,7 +185,7 @@ def bench_generate(c, processes):
     for n in (c.longest // 32, c.longest):
         calls = {}
         for arch in ("crate", "tost", "transformer"):
-            model = models.LanguageModel(models.TextConfig(arch=arch, **fields)).to(device).eval()
+            model = LanguageModel(TextConfig(arch=arch, **fields)).to(device).eval()
             read = partial(advance, processes, model)
             calls[f"{arch}, cached"] = partial(read, ids[:, n:n + 1], read(ids[:, :n], []))
             calls[f"{arch}, uncached"] = partial(read, ids[:, :n + 1], [])

@@ -10,23 +10,39 @@ import os
 import re
 import sys
 import zipfile
+from dataclasses import dataclass, fields, MISSING
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-import model as models
-from flags import not_one_of, ROOT, UserError
+from flags import not_one_of, option, ROOT, UserError
+from model import (
+    ImageClassifier,
+    ImageConfig,
+    ImageEncoder,
+    LanguageModel,
+    MAEConfig,
+    make_config,
+    MaskedAutoencoder,
+    sizes_of,
+    TextConfig,
+)
+from processes import DeviceFlags, note
 
 FORMAT = "crate-3"
 PRETRAINED = ROOT / "data" / "pretrained"
 
 # task, named by its script -> (model, its config); of SimDINO the teacher's encoder alone
-TASKS = dict(vit=(models.ImageClassifier, models.ImageConfig),
-             mae=(models.MaskedAutoencoder, models.MAEConfig),
-             simdino=(models.ImageEncoder, models.ImageConfig),
-             gpt=(models.LanguageModel, models.TextConfig))
+TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
+             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
+
+
+@dataclass(kw_only=True)
+class CheckpointFlags(DeviceFlags):
+    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
+    heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 
 # ---- Files --------------------------------------------------------------------------------------
@@ -73,18 +89,19 @@ def read_checkpoint(path, task=None):
         return _checked(_read(path), [task] if task else None, path)
 
 
-def read_newest(folder, task):
-    """The content of folder/ckpt.pt; if it is damaged, a warning, and ckpt.prev.pt in its place."""
+def newest_whole(folder, task):
+    """folder/ckpt.pt; if it is damaged, a warning, and ckpt.prev.pt takes its name. UserError if
+    that is damaged too."""
     newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"
     try:
-        return read_checkpoint(newest, task)
+        read_checkpoint(newest, task)
     except UserError as error:
         if not before.exists():
             raise
         print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
-    content = read_checkpoint(before, task)
-    before.replace(newest)
-    return content
+        read_checkpoint(before, task)
+        before.replace(newest)
+    return newest
 
 
 def _read(path):
@@ -104,7 +121,7 @@ def _read(path):
             if file.testzip() is not None:
                 raise zipfile.BadZipFile
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
     except Exception:                           # any kind, and a page of text
@@ -132,19 +149,24 @@ class Loaded(NamedTuple):
 
 def load_model(path, heads=None, tasks=None, untrained_seed=None):
     """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
-    of a published file whose width matches no published size. With an `untrained_seed` the weights
-    are random. Raises UserError, and ConfigError for a config that no model has."""
+    of a published file. With an `untrained_seed` the weights are random. Raises UserError, and
+    ConfigError for a config that no model has."""
     with reading(path):
         content = _read(path)
         if "format" not in content:
             content = translated(content, heads)
         task, state = _checked(content, tasks, path)["task"], content["model"]
-        fields, meta = content["model_config"], content["data_meta"]
+        given, meta = content["model_config"], content["data_meta"]
     model_class, config_class = TASKS[task]
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
-    config = models.make_config(config_class, **fields)
+    known = {field.name for field in fields(config_class)}
+    config = make_config(config_class, **{k: v for k, v in given.items() if k in known})
+    decided = config.family._asdict() | dict(channels=3)      # older files hold these too
+    for name in given.keys() - known:
+        if given[name] != decided.get(name):
+            raise UserError(f"{path} has {name}={given[name]}, which no {config.arch} has here")
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = model_class(config)
@@ -240,7 +262,7 @@ def translated(content, heads=None):
         if not state.pop("lm_head.weight", state["embed.weight"]).equal(state["embed.weight"]):
             raise ValueError("its lm_head.weight is not its embedding")
         state |= {name: state[name].mT for name in dictionaries}        # theirs are (4 d, d)
-        fields = dict(vocab_size=len(state["embed.weight"]), context=len(state["positions"]))
+        config = dict(vocab_size=len(state["embed.weight"]), context=len(state["positions"]))
     else:
         task, meta = "mae" if "mask_token" in state else "vit", {}
         arch = "crate-alpha" if "encoder.layers.0.sparsification.D_hat" in state else "crate"
@@ -249,19 +271,26 @@ def translated(content, heads=None):
             state[embed] = state[embed].permute(0, 2, 3, 1).flatten(1)
         P = math.isqrt(state[embed].shape[1] // 3)
         side = math.isqrt(state["encoder.positions"].shape[1] - 1)
-        fields = dict(image_size=P * side, patch_size=P)
+        config = dict(image_size=P * side, patch_size=P)
         if task == "mae":
-            fields |= dict(decoder_layers=len(dictionaries) - layers)
+            config |= dict(decoder_layers=len(dictionaries) - layers)
         else:
-            fields |= dict(classes=len(state["head.1.weight"]))
+            config |= dict(classes=len(state["head.1.weight"]))
 
     d, atoms = state[dictionaries[0]].shape
-    sizes = models.sizes_of(TASKS[task][1].task, arch).values()
-    heads = heads or {size["width"]: size["heads"] for size in sizes}.get(d)
-    if heads is None and task != "gpt":
-        raise ValueError(f"no published {arch} has width {d}: say how many heads= this one has")
-    fields |= dict(arch=arch, width=d, heads=heads or d // 64, layers=layers)
+    source = "as given"
+    if heads is None:
+        source = "which the file does not hold"
+        if (task, arch, d) == ("vit", "crate", 768):
+            source += ": the authors' emergence demo has this width and needs --heads=6"
+        sizes = sizes_of(TASKS[task][1].task, arch).values()
+        heads = {size["width"]: size["heads"] for size in sizes}.get(d)
+        heads = d // 64 if task == "gpt" else heads
+    if heads is None:
+        raise ValueError(f"no published {arch} has width {d}: say how many --heads this one has")
+    note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, {source}")
+    config |= dict(arch=arch, width=d, heads=heads, layers=layers)
     if atoms > d:
-        fields["expansion"] = atoms // d
-    return dict(format=FORMAT, task=task, model_config=fields, model=state, data_meta=meta,
+        config["expansion"] = atoms // d
+    return dict(format=FORMAT, task=task, model_config=config, model=state, data_meta=meta,
                 run_config={})

@@ -5,27 +5,22 @@
     python evaluate.py linear --ckpt=out/vit-cifar10/ckpt.pt        logistic regression on features
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
-    python evaluate.py lambada --ckpt=out/gpt-openwebtext/best.pt   the last word of a passage
 
 The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
 Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt."""
 import json
 import math
-import os
-import re
-from dataclasses import dataclass, MISSING, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch.nn import functional as F
-from tqdm import tqdm
 
-from checkpoint import load_model
+from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
 from data.prepare import read_picture
-from data.tokenizer import tokenizer_from_meta
-from flags import cli, DataFlags, option, parse_command, UserError
-from run import derive_seed, DeviceFlags, Processes
+from flags import DataFlags, option, parse_command, UserError
+from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -62,12 +57,6 @@ def model_input(batch, data, size):
     """uint8 images (B, H, H, 3) as a model of that image size sees them: (B, 3, size, size)."""
     x = augment.at_size(augment.to_float(batch), size)
     return augment.normalize(x, data.mean, data.std)
-
-
-def with_bar(items, what, total=None):
-    """The items, with a progress bar where rank 0 has a terminal."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    return tqdm(items, what, total, leave=False, disable=None if is_main else True)
 
 
 def batches_of(split, batch_size, config, processes):
@@ -154,6 +143,8 @@ def logistic_regression(x, y, classes, decay):
 def linear_probe(x, y, x_test, y_test, classes, seed=0):
     """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
     decay), the decay chosen on a held-out tenth of the training samples."""
+    if len(x) < 2:
+        raise UserError("a linear probe needs two training images or more: one is held out")
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
     x, x_test = (x - mean) / std, (x_test - mean) / std
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -224,17 +215,16 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Flags(DeviceFlags, DataFlags):
-    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
-    heads: int | None = option(None, "K; needed if no published size has the file's width", low=1)
+class Flags(CheckpointFlags, PrecisionFlags, DataFlags):
     untrained: bool = option(False, "random weights instead of the checkpoint's")
-    seed: int = option(0, "draws the weights, and linear's held-out tenth", low=0, high=2 ** 63)
+    seed: int = option(0, "draws the weights, and linear's held-out tenth", low=0)
 
 
-def load(c, *tasks):
-    """(`Loaded`, on its device, with --untrained at random initialization; Processes)."""
+def open_model(c, *tasks):
+    """(c.ckpt as `Loaded`, on its device, with --untrained at random initialization; Processes).
+    A command without --dtype computes in float32."""
     loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
-    processes = Processes(c.device, c.dtype)
+    processes = Processes(c.device, getattr(c, "dtype", "float32"))
     loaded.model.to(processes.device)
     return loaded, processes
 
@@ -268,7 +258,7 @@ def check_classes(loaded, data):
 
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
-    loaded, processes = load(c, "vit")
+    loaded, processes = open_model(c, "vit")
     data = images_for(c.data, loaded.meta, c.data_dir)
     check_classes(loaded, data)
     split = data.on_device(c.split, processes.device)
@@ -284,7 +274,7 @@ def probe(c):
         encoder, meta, kind, used = None, {}, "pixels", None
         processes = Processes(c.device, c.dtype)
     else:
-        loaded, processes = load(c, "vit", "mae", "simdino")
+        loaded, processes = open_model(c, "vit", "mae", "simdino")
         encoder, meta, kind = loaded.encoder, loaded.meta, c.features or pooling(loaded)
         used = "random" if c.untrained else c.ckpt
     data = images_for(c.data, meta, c.data_dir)
@@ -318,49 +308,21 @@ class LM(Flags):
 
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
-    loaded, processes = load(c, "gpt")
+    loaded, processes = open_model(c, "gpt")
     mask_rate = loaded.content["run_config"].get("mask_rate")
     data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 
 
-@dataclass(kw_only=True)
-class Lambada(Flags):
-    """How often greedy decoding writes the last word of LAMBADA's passages."""
-
-
-@torch.no_grad()
-def lambada(c):
-    """{"acc", "n"}: how often greedy decoding writes the last word of a passage, after a newline
-    and the passage up to its last space. As in ToST's released code quotes become straight, and the
-    word may come anywhere in the next ten tokens, in any case."""
-    loaded, processes = load(c, "gpt")
-    model, tokenizer = loaded.model, tokenizer_from_meta(loaded.meta)
-    if not model.config.causal:
-        raise UserError(f"--ckpt={c.ckpt} is a masked model: this needs --objective=causal")
-    n, hits = 10, []                # ten: GPT-2's tokens of LAMBADA's longest word
-    longest = max(model.config.context - n, 1)
-    for passage in with_bar(text.load("lambada", cache=c.data_dir).passages, "passages"):
-        # as OpenAI prepared LAMBADA; `` and '' are TeX's quotes
-        words = re.sub("[“”]|``|''", '"', passage["text"].strip())
-        before, _, word = words.rpartition(" ")
-        prompt = torch.tensor(tokenizer.encode("\n" + before)[-longest:].tolist())
-        with processes.autocast():
-            ids = model.generate(prompt[None].to(processes.device), n, temperature=0,
-                                 known=tokenizer.known)
-        hits.append(word.lower() in tokenizer.decode(ids[0, -n:].tolist()).lower())
-    return dict(data="lambada", acc=sum(hits) / len(hits), n=len(hits))
-
-
 COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Probe, knn),
-                lm=(LM, lm), lambada=(Lambada, lambada))
+                lm=(LM, lm))
 
 
 def main(argv):
     command, config = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
     result = COMMANDS[command][1](config)
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print(json.dumps(result))
     return result
 

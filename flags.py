@@ -1,86 +1,21 @@
-"""Command lines from dataclasses, a flag for each field; and how a command ends."""
+"""Command lines from dataclasses, a flag for each field."""
 import argparse
 import difflib
 import inspect
 import operator
 import os
-import re
-import signal
 import sys
 import typing
 from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
 
-import torch.distributed as dist
-
 ROOT = Path(__file__).resolve().parent
 CACHE = ROOT / "data" / "cache"         # where prepared data lies by default
 
 
-# ---- How a command ends -------------------------------------------------------------------------
 class UserError(Exception):
     """Something the user can mend, in one line."""
     exit_status = 2
-
-
-class RunEnded(Exception):
-    """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
-    SIGINT or SIGTERM 128 + the signal's number, as in shells."""
-    shared = True
-
-    def __init__(self, exit_status, message):
-        super().__init__(message)
-        self.exit_status = exit_status
-
-
-def ending(error):
-    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
-    if hasattr(error, "exit_status"):
-        return error.exit_status, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return 130, ""
-    if isinstance(error, BrokenPipeError):          # `... | head`: the reader has what it wanted
-        return 0, ""
-    if re.search("MemoryError|allocate memory|Storage size", repr(error)):
-        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
-    if isinstance(error, (OSError, UnicodeDecodeError)) or "No space left" in repr(error):
-        return 2, str(error)
-
-
-def cli(main):
-    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
-    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
-    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
-    status = 0
-    try:
-        main(sys.argv[1:])
-        sys.stdout.flush()                              # a full disk shows here at the latest
-    except (KeyboardInterrupt, Exception) as error:
-        if ending(error) is None:
-            raise
-        status, line = ending(error)
-        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
-        alone = dist.is_initialized() and not getattr(error, "shared", False)
-        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
-        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
-            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
-    flush_or_mute()
-    if dist.is_initialized():
-        if status == 0:
-            dist.barrier()          # gloo aborts a process whose peers have left before it
-        dist.destroy_process_group()
-        os._exit(status)            # skips gloo's destructors, which crash now and then
-    sys.exit(status)
-
-
-def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- Fields -------------------------------------------------------------------------------------
@@ -108,6 +43,8 @@ class ModelFlags:
     layers: int | None = option(None, "L; auto likewise, else 12", low=1, high=10_000)
     eta: float | None = option(None, "step of ISTA and ODL; auto: 0.1 or the checkpoint's", low=0)
     lambd: float | None = option(None, "sparsity weight; auto: 0.1 (mae 0.5) or the file's", low=0)
+    expansion: int | None = option(None, "C, width of MLP and ODL in units of d; auto: 4", low=1)
+    ista_steps: int | None = option(None, "of ODL's code; auto: 2", low=1)
 
 
 def model_fields(cls, config, **given):
@@ -122,6 +59,9 @@ def not_one_of(word, words):
 
 
 # ---- Command lines ------------------------------------------------------------------------------
+COMMAND = {}        # the flags of the command that runs, by name: for hints
+
+
 class Parser(argparse.ArgumentParser):
     """Argparse whose errors are one line, and status 2."""
 
@@ -140,7 +80,8 @@ def converter(f, kind, optional):
             return None
         text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
-        if value in (float("inf"), float("-inf")):
+        too_large = {int: 2 ** 63, float: float("inf")}         # PyTorch's integers end there
+        if kind in too_large and abs(value) >= too_large[kind]:
             raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
@@ -164,6 +105,7 @@ def add_flag(parser, f, kind, optional, default):
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     """[PRESET] [--name=value ...] as (config, name of the run's folder). Raises UserError."""
     argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
+    COMMAND.update(flags)
     if presets and argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         if name not in presets:
@@ -190,6 +132,9 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
+    for flag, value in given.items():
+        if value == [] and hints[flag] is not tuple:        # what argparse makes of --flag=--
+            raise UserError(f"argument --{flag}: expected one argument")
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
     config = config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
     if name and preset.get("data") != getattr(config, "data", None):

@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -152,7 +152,7 @@ class MSSA(Attention):
         self.output, self.step_size = ARCHS[config.arch].output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
-            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
+            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def forward(self, Z, cache=None):
         ssa = self.attend(*self.queries_keys_values(Z, cache))
@@ -212,7 +212,8 @@ class LayerTrace(NamedTuple):
 
 
 def layer_norm(config):
-    return nn.LayerNorm(config.width, config.norm_eps, bias=config.norm_bias)
+    family = config.family
+    return nn.LayerNorm(config.width, family.norm_eps, bias=family.norm_bias)
 
 
 class Layer(nn.Module):
@@ -332,13 +333,12 @@ def subspace_coding_rate(Z, U, eps=0.5):
         return coding_rate(Z.unsqueeze(-3) @ U, eps).sum(-1)    # the sum of R(U_k^* Z)
 
 
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1, norm=0):
-    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized; norm=1 has its relaxation, ||Z||_1.
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.  [J] Eq. (15)-(17), [N] Eq. (1).
 
-    [J] Eq. (15)-(17), [N] Eq. (1). Z (..., n, d) -> (...). [S]: minus its mean over layers."""
+    Z (..., n, d) -> (...). [S]'s measure of a network is minus its mean over layers."""
     rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
-    size = Z.abs() if norm == 1 else Z != 0
-    return rates - lambd * size.sum((-2, -1), dtype=rates.dtype)
+    return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
 
 
 def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
@@ -420,12 +420,12 @@ class Cache:
 # ---- The other archs' operators -----------------------------------------------------------------
 class MHSA(Attention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
-    and values, with qkv_bias; out_bias is on the output map."""
+    and values. The biases are those of its family."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.qkv_bias)
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
+        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.family.qkv_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
@@ -453,11 +453,11 @@ class TSSA(Attention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.qkv_bias)
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.family.qkv_bias)
         self.eta = nn.Parameter(torch.ones(self.heads))
         if self.causal:
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def statistics(self, w, cache):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
@@ -508,7 +508,7 @@ class CBSA(Attention):
         super().__init__(config)
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
         self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def contract(self, w):
         """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
@@ -604,9 +604,9 @@ class MLP(Sparsification):
     def __init__(self, config):
         super().__init__()
         self.dropout = config.dropout
-        d, m = config.width, config.expansion * config.width
-        self.up = nn.Linear(d, m, bias=config.mlp_bias)
-        self.down = nn.Linear(m, d, bias=config.mlp_bias)
+        d, m, bias = config.width, config.expansion * config.width, config.family.mlp_bias
+        self.up = nn.Linear(d, m, bias=bias)
+        self.down = nn.Linear(m, d, bias=bias)
 
     def code(self, Z):
         return F.gelu(self.up(Z))           # dense
@@ -727,8 +727,8 @@ def sizes_of(task, arch):
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. None: as the arch's authors have it (FAMILIES; for
-    layer_scale ARCHS). Every config also has `task`, `causal`, and `context`, how many tokens."""
+    """What the layers of every model share. Every config also has `task`, `causal`, and `context`,
+    how many tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -744,13 +744,9 @@ class BackboneConfig:
     ista_steps: int = 2                 # of ODL
     dropout: float = 0.0
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
-    layer_scale: float | None = None    # at initialization; 0: none
-    norm_eps: float | None = None       # 1e-5 for crate and text, 1e-6 for alpha and vit
-    norm_bias: bool | None = None
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    mlp_bias: bool | None = None
+    layer_scale: float | None = None    # at initialization; 0: none; None: the arch's
 
+    @property
     def family(self):
         arch = ARCHS[self.arch]
         return FAMILIES[arch.text_family if self.task == "text" else arch.family]
@@ -758,10 +754,8 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         d, K, arch = self.width, self.heads, ARCHS[self.arch]
-        authors = self.family()._asdict() | dict(layer_scale=arch.layer_scale)
-        for f in fields(self):
-            if f.name in authors and getattr(self, f.name) is None:
-                setattr(self, f.name, authors[f.name])
+        if self.layer_scale is None:
+            self.layer_scale = arch.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
@@ -778,15 +772,17 @@ class ImageConfig(BackboneConfig):
     causal: ClassVar = False
     image_size: int = 224               # pixels per side, square
     patch_size: int = 16                # P
-    channels: int = 3
     classes: int = 1000
-    stem: str | None = None             # norm or plain
+    stem: str | None = None             # norm or plain; None: the family's
     positions: str = "learned"          # learned; sincos: fixed, 2-D (MAE)
     pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
-    final_norm: bool | None = None      # LN after the last layer; else the head begins with one
+    final_norm: bool | None = None      # LN after the last layer, else in the head; None likewise
 
     def __post_init__(self):
         super().__post_init__()
+        self.stem = self.stem or self.family.stem
+        if self.final_norm is None:
+            self.final_norm = self.family.final_norm
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
@@ -864,8 +860,6 @@ def make_config(cls, size=None, arch="crate", **given):
         sizes = sizes_of(cls.task, arch)
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
-    for name in given:
-        check_word(f"{cls.__name__}: field", name, [field.name for field in fields(cls)])
     return cls(arch=arch, **given)
 
 
@@ -881,11 +875,11 @@ def patchify(x, P):
     return grid.reshape(B, (H // P) * (W // P), P * P * C)
 
 
-def unpatchify(patches, P, channels=3):
-    """The inverse of `patchify` for square images: (B, n, P^2 C) -> (B, C, H, H)."""
+def unpatchify(patches, P):
+    """The inverse of `patchify` for square images: (B, n, 3 P^2) -> (B, 3, H, H)."""
     side = math.isqrt(patches.shape[1])
-    grid = patches.view(-1, side, side, P, P, channels).permute(0, 5, 1, 3, 2, 4)
-    return grid.reshape(-1, channels, side * P, side * P)
+    grid = patches.view(-1, side, side, P, P, 3).permute(0, 5, 1, 3, 2, 4)
+    return grid.reshape(-1, 3, side * P, side * P)
 
 
 def sincos_positions(d, side):
@@ -917,7 +911,7 @@ class ImageEncoder(Backbone):
     def __init__(self, config):
         super().__init__()
         self.config = c = config
-        patch = c.channels * c.patch_size ** 2
+        patch = 3 * c.patch_size ** 2
         embed = [nn.Linear(patch, c.width)]
         if c.stem == "norm":
             embed = [nn.LayerNorm(patch), *embed, nn.LayerNorm(c.width)]
@@ -933,7 +927,7 @@ class ImageEncoder(Backbone):
 
     @torch.no_grad()
     def init_weights(self):
-        family = self.config.family()
+        family = self.config.family
         if family.init_std is not None:
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
         if family.embed_kaiming:
@@ -977,7 +971,7 @@ class ImageClassifier(nn.Module):
         self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        if (std := c.family().init_std) is not None:
+        if (std := c.family.init_std) is not None:
             init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
@@ -1032,7 +1026,7 @@ class MaskedAutoencoder(nn.Module):
         layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
         self.decoder = nn.Sequential(*(layer(decoder) for _ in range(decoder.layers)))
         self.decoder_norm = nn.LayerNorm(d, FINAL_EPS)
-        self.predict = nn.Linear(d, c.channels * c.patch_size ** 2)
+        self.predict = nn.Linear(d, 3 * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.normal_(self.encoder.class_token, std=0.02)
@@ -1116,10 +1110,6 @@ class LanguageModel(Backbone):
             return Z @ self.embed.weight.mT
         return linear_cross_entropy(Z, self.embed.weight, targets)
 
-    def count_without_positions(self):
-        """How many parameters there are, without positions, as [B] Tables 7.5 to 7.11 seem to."""
-        return sum(p.numel() for name, p in self.named_parameters() if name != "positions")
-
     def advance(self, ids, caches):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
         a list that is empty at first, then holds a Cache for each layer."""
@@ -1171,25 +1161,6 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-# ---- FLOPs of a training step -------------------------------------------------------------------
-def train_flops(model):
-    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
-    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
-    CBSA, the heads of images."""
-    c, seen = model.config, model.config.context
-    if isinstance(c, MAEConfig) and c.mask_tokens == "after":
-        seen -= c.masked_patches()
-    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
-    for n, layers in ((seen, getattr(model, "encoder", model).layers),
-                      (c.context, getattr(model, "decoder", []))):
-        for layer in layers:
-            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-            if isinstance(layer.attention, (MSSA, MHSA)):
-                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
-    return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
 # ---- Cross-entropy in blocks --------------------------------------------------------------------

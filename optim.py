@@ -5,7 +5,8 @@ import math
 import torch
 
 from flags import UserError
-from model import MHSA
+from model import MAEConfig, MHSA, MSSA
+from processes import is_fast_in_bfloat16
 
 
 def steps_per_epoch(samples, batch_size):
@@ -26,8 +27,27 @@ def micro_batches(model, size, *batch):
     yield last
 
 
-def count(model):
-    return sum(p.numel() for p in model.parameters())
+def count(model, without=()):
+    """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
+    return sum(p.numel() for name, p in model.named_parameters() if name not in without)
+
+
+def train_flops(model):
+    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
+    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
+    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
+    CBSA, the heads of images."""
+    c, seen = model.config, model.config.context
+    if isinstance(c, MAEConfig) and c.mask_tokens == "after":
+        seen -= c.masked_patches()
+    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
+    for n, layers in ((seen, getattr(model, "encoder", model).layers),
+                      (c.context, getattr(model, "decoder", []))):
+        for layer in layers:
+            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+            if isinstance(layer.attention, (MSSA, MHSA)):
+                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
+    return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
@@ -65,15 +85,6 @@ class Lion(torch.optim.Optimizer):
                 torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             torch._foreach_add_(params, update, alpha=-lr)
             torch._foreach_lerp_(m, grads, 1 - b2)
-
-
-def is_fast_in_bfloat16(device):
-    """Whether the device has instructions for bfloat16: a GPU from Ampere on, a CPU with AMX or
-    AVX512-BF16. Others emulate them: Newton-Schulz then takes a CPU 30 times as long."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return bool(can.get("amx_bf16") or can.get("avx512_bf16"))
 
 
 def newton_schulz(G, dtype):

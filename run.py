@@ -1,12 +1,10 @@
-"""A run: its processes and device, its folder, metrics, signals, saving and resuming."""
+"""A run and its folder: metrics, signals, saving and resuming."""
 import contextlib
 import fcntl
-import hashlib
 import json
 import math
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -15,131 +13,20 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, read_newest, write_checkpoint
-from flags import CACHE, DataFlags, flush_or_mute, option, ROOT, RunEnded, UserError
-from optim import is_fast_in_bfloat16
-
-
-# ---- Processes, devices and seeds ---------------------------------------------------------------
-@dataclass(kw_only=True)
-class DeviceFlags:
-    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
-    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
-                        choices=("auto", "float32", "bfloat16"))
-
-
-class Processes:
-    """This process among those of torchrun (rank, world, device), and the collectives."""
-
-    def __init__(self, device="auto", dtype="auto"):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.world = int(os.environ.get("WORLD_SIZE", 1))
-        found = [kind for kind in ("cuda", "mps", "cpu") if getattr(torch, kind).is_available()]
-        device = found[0] if device == "auto" else device
-        if device not in found:
-            raise UserError(f"--device={device}: this machine has none")
-        self.device = torch.device(device)
-        if device == "cuda":
-            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
-                raise UserError("--nproc_per_node is more than the GPUs of this machine")
-            self.device = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
-            torch.cuda.set_device(self.device)
-        self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
-        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        if self.world > 1 and not dist.is_initialized():
-            # torchrun's store outlives a restart and keeps the addresses of the last processes
-            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
-                                    rank=self.rank, world_size=self.world)
-        # stop flags travel on the CPU: asking for them every step does not stall the GPU
-        apart = self.world > 1 and device == "cuda"
-        self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD
-
-    def rows(self, batch_size):
-        """This process's slice of a batch. Raises UserError if it does not divide among them."""
-        if batch_size % self.world:
-            raise UserError(f"--batch_size={batch_size} is not divisible by {self.world} processes")
-        share = batch_size // self.world
-        return slice(self.rank * share, (self.rank + 1) * share)
-
-    def sum(self, tensor):
-        """The tensor summed over all processes, in place."""
-        if self.world > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def largest(self, number):
-        """The largest of the processes' integers."""
-        if self.world == 1:
-            return number
-        number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.control)
-        return int(number)
-
-    def main_only(self, function):
-        """function() on rank 0; its result, or its error as a UserError, on every process."""
-        outcome = [None]
-        if self.rank == 0:
-            try:
-                outcome = [function()]
-            except (UserError, OSError) as error:
-                outcome = [UserError(str(error))]
-        if self.world > 1:
-            dist.broadcast_object_list(outcome, 0, group=self.control)
-        if isinstance(outcome[0], UserError):
-            outcome[0].shared = True
-            raise outcome.pop()     # a variable would keep its traceback, and a run's lock
-        return outcome[0]
-
-    def wrap(self, model):
-        """The model, in DistributedDataParallel if there are several processes. Compile after."""
-        if self.world == 1:
-            return model
-        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
-        # resumed run would not repeat the numbers of one left alone. So here is one of zeros
-        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
-        ddp(torch.zeros((), device=self.device)).backward()
-        del model.forward                       # the class's own is back
-        ddp.zero_grad(set_to_none=True)
-        return ddp
-
-
-def derive_seed(*purpose):
-    """A 63-bit seed, a function of the arguments: no state has to be saved."""
-    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def wants_compile(config, device):
-    """--compile; auto: on cuda. On a CPU compiling takes 15 to 55 s once; then a step in bfloat16
-    takes 0.7 of its time, but one in float32 as long as before."""
-    wanted = device.type == "cuda" if config.compile is None else config.compile
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if wanted and device.type == "cpu" and shutil.which(compiler) is None:
-        print(f"note: not compiled, since there is no C++ compiler ({compiler})", flush=True)
-        return False
-    return wanted
-
-
-def device_name(device):
-    if device.type == "cpu":
-        return f"cpu ({torch.get_num_threads()} threads)"
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
+from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
+from flags import CACHE, DataFlags, option, ROOT, UserError
+from optim import train_flops
+from processes import device_name, flush_or_mute, PrecisionFlags, RunEnded
 
 # Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
-# ---- The run ------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class RunFlags(DeviceFlags, DataFlags):
+class RunFlags(PrecisionFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
@@ -150,9 +37,16 @@ class RunFlags(DeviceFlags, DataFlags):
 
 
 class Run:
-    """One training run in one folder. A script calls Run, restore and begin; in each step log_step,
-    record if log_step returned True, and end_step; at the end done. Every process calls every
-    method, rank 0 alone writes. A failed write ends the run; --resume takes the last checkpoint."""
+    """One training run in one folder. A script uses it in this order:
+
+        run = Run(config, task, name, processes)        takes the folder
+        run.resume(model, optimizers, data_meta)        fills them from a checkpoint, if it resumes
+        for step in run.steps(total, ...):
+            if run.log(loss, lr):                       writes a line; is an evaluation due?
+                run.record(scores)                      writes the scores and a checkpoint
+        run.done(...)
+
+    Every process calls every method, rank 0 alone writes. A failed write ends the run."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -163,9 +57,9 @@ class Run:
         self.best = None                    # the lowest loss that chose best.pt
         self.received = 0                   # the first signal
         self.handlers = {}                  # signal -> the handler to put back
-        self.losses = []                    # of the steps since the last line of metrics.jsonl
-        self.timed_steps, self.timed_seconds = 0, 0.0           # of all laps
-        self.bar = tqdm(disable=True)       # no bar and no file before begin
+        self.losses, self.seconds = [], []  # of the steps since the last line of metrics.jsonl
+        self.timed_steps, self.timed_seconds = 0, 0.0           # of all lines
+        self.bar = tqdm(disable=True)       # no bar and no file before the first step
         self.metrics = None
         self.resuming = processes.main_only(self._open)
 
@@ -195,19 +89,24 @@ class Run:
         (self.dir / ".lock").write_text(launch)
         return resuming
 
-    def restore(self, model, model_config, optimizers, data_meta, extra=None):
+    def resume(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
         sets the step and returns the checkpoint's content; else None. UserError if flags differ."""
-        self.model, self.model_config, self.optimizers = model, model_config, optimizers
+        self.model, self.optimizers = model, optimizers
+        self.model_config = model.config
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
             return None
-        content = self.processes.main_only(partial(read_newest, self.dir, self.task))
+        path = self.processes.main_only(partial(newest_whole, self.dir, self.task))
+        try:
+            content = read_checkpoint(path, self.task)
+        except UserError as error:
+            raise UserError(f"{error}; --out_dir must be one folder for all processes") from None
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
-        given = vars(self.config) | asdict(model_config)
+        given = vars(self.config) | asdict(self.model_config)
         fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
-        for name in (*fixed, *asdict(model_config)):
+        for name in (*fixed, *asdict(self.model_config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
@@ -216,15 +115,21 @@ class Run:
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def begin(self, text, total, eval_every, unit, per_step, flops):
-        """Says what is trained, starts clock, bar and metrics.jsonl. flops: a unit's, for MFU."""
-        self.total, self.unit, self.per_step = total, unit, per_step
-        self.speed_name = "tokens_per_s" if unit == "tokens" else "examples_per_s"
-        self.start, self.eval_every = self.step, self.config.eval_every or eval_every
+    def steps(self, total, text, eval_every, cost=1.0):
+        """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
+        checkpoint. `text` says what is trained. For MFU, a sample costs `cost` training passes."""
+        self.total, self.start = total, self.step
+        self.eval_every = self.config.eval_every or eval_every
+        self.unit = "tokens" if self.task == "gpt" else "images"
+        self.speed_name = "tokens_per_s" if self.task == "gpt" else "examples_per_s"
+        self.per_step = self.config.batch_size
+        if self.task == "gpt":
+            self.per_step *= self.model_config.context
         # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
         name = device_name(self.processes.device)
         words = name.replace("-", " ").split() if self.processes.bfloat16 else []
         peak = next((PEAK[word] for word in words if word in PEAK), math.inf)
+        flops = cost * train_flops(self.model) * self.config.batch_size / self.per_step
         self.mfu_per_speed = flops / peak / self.processes.world
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
@@ -232,10 +137,18 @@ class Run:
         self.handlers = {number: signal.signal(number, self._on_signal)
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
-        self.lap = self.step, self.began        # step and time at which this lap began
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
                  f"{'bfloat16' if self.processes.bfloat16 else 'float32'}")
+        while self.step < total:
+            self.step_began = time.perf_counter()
+            yield self.step
+            stopping = self.processes.largest(self.received) if self.step < total else 0
+            if stopping:
+                self.save()
+                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
+                self.close()
+                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
@@ -249,43 +162,47 @@ class Run:
         os.replace(tmp, path)
         self.metrics = open(path, "a", buffering=1)
 
-    def log_step(self, loss, lr, values=lambda: {}):
+    def _on_signal(self, number, frame):
+        """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
+        but not with several processes, to which torchrun sends every signal again."""
+        if self.received and number == signal.SIGINT and self.processes.world == 1:
+            self.say("stopped at once, nothing saved since the last checkpoint")
+            raise KeyboardInterrupt
+        if not self.received:
+            self.received = number
+            self.say("ending after this step, with a checkpoint")
+
+    def log(self, loss, lr, values=lambda: {}):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
         stay on the device until then, and values(). Returns whether an evaluation is due."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update(1)
+        last = self.step == self.total
+        due = last or self.step % self.eval_every == 0
+        write = last or self.step % self.config.log_every == 0
+        if due or write:                        # waits for a GPU; raises before a NaN is evaluated
+            losses = self._finite_losses()
         if self.step == self.start + 1:         # may have compiled: it is not timed
             loss.item()
-            self.lap = self.step, time.perf_counter()
-        last = self.step == self.total
-        log = last or self.step % self.config.log_every == 0
-        due = last or self.step % self.eval_every == 0
-        if log or due:                          # due: it raises before a NaN is evaluated
-            losses, speed = self._finite_losses(), self._end_lap()
-        if log:
-            self.losses = []
-            self._write_line(sum(losses) / len(losses), speed, lr, values())
+        else:
+            self.seconds.append(time.perf_counter() - self.step_began)
+        if write:
+            self._write_line(sum(losses) / len(losses), lr, values())
+            self.losses, self.seconds = [], []
         return due
 
-    def _end_lap(self):
-        """Images or tokens per second of the lap. An evaluation has no steps and is not counted."""
-        steps, seconds = self.step - self.lap[0], time.perf_counter() - self.lap[1]
-        self.lap = self.step, time.perf_counter()
-        if steps:
-            self.timed_steps += steps
-            self.timed_seconds += seconds
-        return self.per_step * steps / seconds
-
-    def _write_line(self, loss, speed, lr, values):
+    def _write_line(self, loss, lr, values):
         line = dict(step=self.step, split="train", loss=loss, lr=lr)
         text = f"loss {loss:.4f}"
-        if speed:
-            line[self.speed_name] = speed
+        if self.seconds:
+            self.timed_steps += len(self.seconds)
+            self.timed_seconds += sum(self.seconds)
+            line[self.speed_name] = speed = self.per_step * len(self.seconds) / sum(self.seconds)
             text += f", {speed:,.0f} {self.unit}/s"
-        if mfu := speed * self.mfu_per_speed:
-            line["mfu"] = mfu
-            text += f", mfu {mfu:.1%}"
+            if mfu := speed * self.mfu_per_speed:
+                line["mfu"] = mfu
+                text += f", mfu {mfu:.1%}"
         self.write(line | values)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
@@ -320,22 +237,11 @@ class Run:
             self.best = chosen_by
         self.save(best)
 
-    def end_step(self):
-        """Leaves, with a checkpoint, after a signal. Evaluations save too."""
-        stopping = self.processes.largest(self.received) if self.step < self.total else 0
-        if stopping:
-            self.save()
-            self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
-            self.close()
-            raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
-
     def save(self, best=False):
         """Writes ckpt.pt; if `best`, best.pt first: a kill between them repeats an evaluation."""
         norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
         self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
-        self._end_lap()
         self.processes.main_only(partial(self._write_checkpoints, best))
-        self.lap = self.step, time.perf_counter()
 
     def _write_checkpoints(self, best):
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
@@ -346,16 +252,6 @@ class Run:
             write_checkpoint(self.dir / "best.pt", content | dict(optimizer={}, extra={}),
                              keep_previous=False)
         write_checkpoint(self.dir / "ckpt.pt", content)
-
-    def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
-        but not with several processes, to which torchrun sends every signal again."""
-        if self.received and number == signal.SIGINT and self.processes.world == 1:
-            self.say("stopped at once, nothing saved since the last checkpoint")
-            raise KeyboardInterrupt
-        if not self.received:
-            self.received = number
-            self.say("ending after this step, with a checkpoint")
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
@@ -371,8 +267,8 @@ class Run:
             self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
 
     def done(self, *then):
-        """Writes the last line of metrics.jsonl, with the mean speed of all laps, and returns it.
-        Prints commands to try next: {data} in them becomes --data_dir, if it was given."""
+        """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
+        commands to try next: {data} in them becomes --data_dir, if it was given."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -406,4 +302,4 @@ def read_metrics(folder):
     for line in text.splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and "step" in line]
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]

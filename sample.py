@@ -5,25 +5,23 @@
     python sample.py --ckpt=... --steer=1:31:4     entry 31 of layer 1's code is always 4
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr."""
-import re
 import sys
 import time
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass
 
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_model
+from checkpoint import CheckpointFlags, load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, option, parse, UserError
-from run import derive_seed, DeviceFlags, Processes
+from flags import option, parse, UserError
+from processes import cli, derive_seed, note, PrecisionFlags, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 
 
 @dataclass(kw_only=True)
-class Sample(DeviceFlags):
-    ckpt: str = option(MISSING, "a checkpoint of train_gpt.py, or pretrained:NAME")
+class Sample(CheckpointFlags, PrecisionFlags):
     prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
     steer: str | None = option(None, "LAYER:ENTRY:VALUE, from 1 and 0: hold that entry of the code")
     tokens: int = option(300, "how many to write", low=1)
@@ -36,16 +34,17 @@ class Sample(DeviceFlags):
 
 def steer(model, words):
     """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
-    parts = re.fullmatch(r"(\d+):(\d+):(-?\d*\.?\d+)", words)
-    if parts is None:
-        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 1:31:4")
-    layer, entry, value = int(parts[1]), int(parts[2]), float(parts[3])
+    try:
+        layer, entry, value = (kind(word) for kind, word in zip((int, int, float), words.split(":"),
+                                                                strict=True))
+    except ValueError:
+        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 1:31:4") from None
     if not 1 <= layer <= len(model.layers):
         raise UserError(f"--steer={words}: layers are 1 to {len(model.layers)}")
     operator = model.layers[layer - 1].sparsification
     token = next(model.parameters()).new_zeros(1, 1, model.config.width)
     entries = 0 if operator is None else operator.code(token).shape[-1]
-    if entry >= entries:
+    if not 0 <= entry < entries:
         raise UserError(f"--steer={words}: the layer's code has {entries} entries")
     code, column = operator.code, torch.arange(entries, device=token.device) == entry
     operator.code = lambda Z: code(Z).masked_fill(column, value)
@@ -55,7 +54,7 @@ def main(argv):
     """Writes the texts to stdout and returns them, each with its prompt."""
     c, _ = parse(Sample, {}, argv, __doc__)
     processes = Processes(c.device, c.dtype)
-    loaded = load_model(c.ckpt, tasks=("gpt",))
+    loaded = load_model(c.ckpt, c.heads, ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if not model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: it continues no text")
@@ -66,7 +65,7 @@ def main(argv):
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
     opening = tokenizer.decode(ids) if prompt else ""      # the prompt as the model reads it
     if UNKNOWN in opening and UNKNOWN not in prompt:
-        print(f"note: characters unknown to the model are read as {UNKNOWN}", file=sys.stderr)
+        note(f"characters unknown to the model are read as {UNKNOWN}")
     if c.samples == 1:
         print(opening, end="", flush=True)
 

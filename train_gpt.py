@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from data import text
-from data.images import to_device
 from evaluate import language_scores
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
-from model import LanguageModel, text_config, TextConfig, train_flops
-from optim import make_optimizers, micro_batches, take_step, warmup_cosine
-from run import derive_seed, Processes, Run, RunFlags, wants_compile
+from flags import model_fields, ModelFlags, option, parse, UserError
+from model import LanguageModel, text_config, TextConfig
+from optim import count, make_optimizers, micro_batches, take_step, warmup_cosine
+from processes import cli, derive_seed, Processes, to_device, wants_compile
+from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
@@ -30,7 +30,6 @@ class Config(RunFlags, ModelFlags):
     once: bool = option(False, "read each token at most once: the text is larger than the run")
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
-    ista_steps: int | None = option(None, "of the code of CRATE-alpha and crate-lm; auto: 2", low=1)
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
@@ -131,17 +130,15 @@ def main(argv):
     # ---- run
     run = Run(c, "gpt", name, processes)
     meta = dict(name=c.data, tokenizer=tokenizer.meta())
-    run.restore(model, model.config, optimizers, meta)
+    run.resume(model, optimizers, meta)
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
-    run.begin(f"{model.config.arch}, {model.count_without_positions():,} parameters without "
-              f"positions, {c.data} ({len(data.train):,} tokens), batches of {c.batch_size} x "
-              f"{c.context} tokens",
-              total=c.steps, eval_every=1000, unit="tokens", per_step=c.batch_size * c.context,
-              flops=train_flops(model) / c.context)
 
-    for step in range(run.step, c.steps):
+    what = (f"{model.config.arch}, {count(model, without=('positions',)):,} parameters without "
+            f"positions, {c.data} ({len(data.train):,} tokens), batches of {c.batch_size} x "
+            f"{c.context} tokens")
+    for step in run.steps(c.steps, what, eval_every=1000):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -174,7 +171,7 @@ def main(argv):
         take_step(optimizers, schedule[step])
 
         # evaluate on the first --eval_windows sequences, which choose best.pt; at the end on all
-        if run.log_step(loss, schedule[step]):
+        if run.log(loss, schedule[step]):
             scores = validate(model, val)
             chosen_by = scores["loss"]
             if run.step == run.total and len(val) < len(data.val):
@@ -182,7 +179,6 @@ def main(argv):
             if c.sample and not masked and run.is_main and scores["loss"] < float("inf"):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
-        run.end_step()
     sample = [] if masked else ["python sample.py --ckpt={best} --prompt='The '"]
     return run.done("python evaluate.py lm --ckpt={best}{data}", *sample)
 

@@ -13,11 +13,12 @@ import torch
 
 import figures
 from data import augment, images
-from evaluate import model_input, validation_noise, with_bar
-from flags import cli, model_fields, ModelFlags, option, parse
-from model import MAEConfig, make_config, MaskedAutoencoder, train_flops
+from evaluate import model_input, validation_noise
+from flags import model_fields, ModelFlags, option, parse
+from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
-from run import derive_seed, Processes, Run, RunFlags, wants_compile
+from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
+from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
@@ -134,19 +135,17 @@ def main(argv):
 
     # ---- run
     run = Run(c, "mae", name, processes)
-    run.restore(model, model.config, optimizers, data.meta())
+    run.resume(model, optimizers, data.meta())
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
-    run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
-              f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
-              f"patches masked, batches of {c.batch_size}", total, eval_every=epoch,
-              unit="images", per_step=c.batch_size, flops=train_flops(model))
-
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in range(run.step, total):
+    what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
+            f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
+            f"patches masked, batches of {c.batch_size}")
+    for step in run.steps(total, what, eval_every=epoch):
         model.train()
 
         # batch
@@ -154,7 +153,7 @@ def main(argv):
         rng = augment.BatchRandom(derive_seed(c.seed, step, "augment"), c.batch_size, rows)
         x = augmented(pixels, rng, c, data)
         rng = augment.BatchRandom(derive_seed(c.seed, step, "mask"), c.batch_size, rows)
-        noise = images.to_device(rng.uniform(model.config.patches), device)
+        noise = to_device(rng.uniform(model.config.patches), device)
 
         # forward and backward
         loss = 0.0
@@ -167,11 +166,10 @@ def main(argv):
         take_step(optimizers, schedule[step])
 
         # evaluate
-        if run.log_step(loss, schedule[step]):
+        if run.log(loss, schedule[step]):
             if run.is_main:
                 write_reconstructions(model, val, data, c, run)
             run.record(validate(model, val, data, c, processes))
-        run.end_step()
     return run.done("python evaluate.py linear --ckpt={ckpt}{data}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 

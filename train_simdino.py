@@ -20,17 +20,17 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
-from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder, train_flops
+from flags import model_fields, ModelFlags, option, parse, UserError
+from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, steps_per_epoch, take_step, warmup_cosine
-from run import derive_seed, Processes, Run, RunFlags, wants_compile
+from processes import cli, derive_seed, Processes, wants_compile
+from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("imagenet", "which images: a prepared set")
-    k: int = option(20, "neighbours of the evaluation", low=1)
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
@@ -50,18 +50,13 @@ class Config(RunFlags, ModelFlags):
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2e-3, "peak learning rate", above=0)
-    min_lr: float = option(1e-6, "where the cosine ends", low=0)
-    weight_decay: float = option(0.04, "decoupled, on matrices only; rises as a cosine", low=0)
-    weight_decay_end: float = option(0.4, "weight decay at the end of the run", low=0)
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(10, "epochs of linear warm-up, half of all at most", low=0)
-    clip_each: float = option(3.0, "largest norm of a parameter's gradient; 0: no limit", low=0)
     # views
     local_size: int = option(16, "pixels per side of a local view", low=1)
     local_views: int = option(4, "small views of an image, beside the two global ones", low=0)
-    global_area: float = option(0.4, "least share of the area in a global view", above=0, high=1)
-    local_area: float = option(0.05, "local views: from this to global_area", above=0, high=1)
+    local_area: float = option(0.05, "local views: least share of the area", above=0, high=0.4)
     blur: float = option(2.0, "largest deviation of the blur, pixels; 0: none", low=0)
 
 
@@ -86,34 +81,39 @@ PRESETS = {
         optimizer="muon", lr=1e-3,      # 20-NN 36.2 %; AdamW with lr=5e-4 33.9
         momentum=0.98, epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
         drop_path=0.0, local_area=0.1,
-        # in runs this short DINO collapses unless its prototypes stay fixed and its teacher is cold
-        prototypes=1024, teacher_temp=0.04, freeze_epochs=1000),
+        prototypes=1024, teacher_temp=0.04),        # as warm as the paper's, DINO collapses
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4, blur=0.0, lr=1.5625e-3,
         momentum=0.98, epochs=6, warmup_epochs=0.5, batch_size=100, hidden=256, output=64,
-        drop_path=0.0, local_area=0.1, prototypes=512, teacher_temp=0.04, freeze_epochs=1000),
+        drop_path=0.0, local_area=0.1, prototypes=512, teacher_temp=0.04),
 }
 
 
 # ---- Views --------------------------------------------------------------------------------------
 def make_views(pixels, c, data, step, rows):
     """The views of uint8 images (b, H, W, 3), `rows` of a step's batch, normalized: (2, b, 3, S, S)
-    and (local_views, b, 3, s, s), if any. As released, blur has p 1.0 on the first global view, 0.1
-    on the second, 0.5 on local ones; the second global view is solarized with p 0.2."""
+    and (local_views, b, 3, s, s), if any. Areas and probabilities are those of the released code,
+    `blur` and `solarize` one for each view."""
     x = augment.to_float(pixels)
 
-    def make(kind, n, size, area, blur, solarize):
+    def make(kind, size, area, blur, solarize):
+        n = len(blur)
         rng = augment.BatchRandom(derive_seed(c.seed, step, kind), c.batch_size * n,
                                   slice(rows.start * n, rows.stop * n))
-        v = augment.views(x, n, size, rng, scale=area, blur=blur if c.blur else (0.0,),
-                          solarize_p=solarize, sigma=c.blur)
-        return augment.normalize(v.flatten(0, 1), data.mean, data.std).unflatten(0, (n, -1))
+        v = augment.random_resized_crop(x.repeat_interleave(n, 0), size, rng, area)
+        v = augment.flip(v, rng)
+        v = augment.color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8)
+        v = augment.grayscale(v, rng, 0.2)
+        if c.blur:
+            v = augment.gaussian_blur(v, rng, torch.tensor(blur).repeat(len(x)), (0.1, c.blur))
+        v = augment.solarize(v, rng, torch.tensor(solarize).repeat(len(x)))
+        v = augment.normalize(v, data.mean, data.std)
+        return v.unflatten(0, (len(x), n)).transpose(0, 1)
 
-    views = [make("global", 2, c.image_size, (c.global_area, 1.0),
-                  blur=(1.0, 0.1), solarize=(0.0, 0.2))]
-    if c.local_views:
-        views.append(make("local", c.local_views, c.local_size, (c.local_area, c.global_area),
-                          blur=(0.5,), solarize=(0.0,)))
+    n = c.local_views
+    views = [make("global", c.image_size, (0.4, 1.0), blur=[1.0, 0.1], solarize=[0.0, 0.2])]
+    if n:
+        views.append(make("local", c.local_size, (c.local_area, 0.4), [0.5] * n, [0.0] * n))
     return views
 
 
@@ -126,7 +126,7 @@ class Branch(nn.Module):
 
     def __init__(self, config, hidden, output, prototypes=None):
         super().__init__()
-        self.encoder = ImageEncoder(config)
+        self.config, self.encoder = config, ImageEncoder(config)
         self.projector = nn.Sequential(nn.Linear(config.width, hidden), nn.GELU(),
                                        nn.Linear(hidden, hidden), nn.GELU(),
                                        nn.Linear(hidden, output))
@@ -155,23 +155,24 @@ def build_model(c):
     return Branch(config, c.hidden, c.output, c.prototypes if c.method == "dino" else None)
 
 
-# ---- Losses, gradients, schedules ---------------------------------------------------------------
+# ---- Losses -------------------------------------------------------------------------------------
 def mean_over_pairs(score):
     """The mean of score (2, V): teacher's global view by student's view, without equal views."""
     return (score.sum() - score.diagonal().sum()) / (score.numel() - score.shape[0])
 
 
 def squared_distance(student, teacher):
-    """The mean over pairs of 1/2 ||t - s||^2 = 1 - <t, s>, [B] Eq. (7.2.34), on unit vectors.
-
-    student (V, b, p), teacher (2, b, p)."""
+    """The mean over pairs of 1/2 ||t - s||^2 = 1 - <t, s>, [B] Eq. (7.2.34), for unit
+    vectors (V, b, p) and (2, b, p)."""
     return mean_over_pairs(1 - torch.einsum("gbp,vbp->gv", teacher, student) / student.shape[1])
 
 
 def global_coding_rate(Z, eps, processes):
     """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z^* Z), [B] Eq. (7.2.34) for
-    rows: Z (2, m, p) of m images in each of N processes. Z^* Z sums over all, in float32. DDP
-    averages gradients, so each process gives N times the gradient of its own samples."""
+    rows: Z (2, m, p) of m images in each of N processes. Z^* Z is summed over all, so that N
+    processes are one; by default released SimDINO does not (it does with --reduce_cov 1), although
+    its factor too has N m. DDP averages gradients, so each process gives N times the gradient of
+    its own samples."""
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world
         covariance = Z.mT @ Z
@@ -190,69 +191,30 @@ def dino_loss(student, teacher, center, temperature):
     return mean_over_pairs(-torch.einsum("gbk,vbk->gv", target, guess) / student.shape[1])
 
 
-@torch.no_grad()
-def clip_each(params, limit):
-    """Scales each parameter's own gradient to a norm of at most `limit`, without waiting."""
-    grads = [p.grad for p in params if p.grad is not None]
-    norms = torch.stack(torch._foreach_norm(grads))
-    torch._foreach_mul_(grads, (limit / (norms + 1e-6)).clamp(max=1).unbind())
-
-
-@torch.no_grad()
-def ema_update(average, params, momentum):
-    """average = momentum average + (1 - momentum) params, two lists of parameters."""
-    torch._foreach_lerp_(average, params, 1 - momentum)
-
-
-def schedules(c, total, epoch):
-    """What changes over the run, [B] 7.2: lists of a value for each step."""
-    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
-    return dict(
-        lr=warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr)),
-        weight_decay=warmup_cosine(c.weight_decay, total, final=c.weight_decay_end),
-        momentum=warmup_cosine(c.momentum, total, final=1.0),
-        temperature=[0.04 + (c.teacher_temp - 0.04) * min(i / rise, 1) for i in range(total)])
-
-
-# ---- Evaluation, and the watch for a collapse ---------------------------------------------------
+# ---- Evaluation ---------------------------------------------------------------------------------
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
     """Measures of collapse, of the unit features Z (m, p) of each process: the coding rate, the
     effective rank exp(entropy of the eigenvalues of Z^* Z / N m), and two images' mean cosine."""
-    total = processes.sum(torch.cat([Z.mT @ Z, Z.sum(0, keepdim=True)]))
+    gram, summed = processes.sum(Z.mT @ Z), processes.sum(Z.sum(0))
     n = Z.shape[0] * processes.world
-    gram, summed = total[:-1], total[-1]
     share = torch.linalg.eigvalsh(gram.cpu().double() / n).clamp_min(1e-12)
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
 
 
-def watch_features(Z, terms, eps, run, start):
-    """The numbers of a line of metrics.jsonl, from this process's features Z (m, p) and the loss's
-    terms {name: scalar}. It says if the features have collapsed; until step `start` all look so."""
-    seen = feature_statistics(Z, eps, run.processes)
-    for name, term in terms.items():
-        seen[name] = (run.processes.sum(term.detach().clone()) / run.processes.world).item()
-    if run.step > start and (seen["effective_rank"] < 2 or seen["cosine"] > 0.99):
-        run.say(f"step {run.step}: the features have collapsed (effective rank "
-                f"{seen['effective_rank']:.2f}, mean cosine {seen['cosine']:.4f})")
-    return seen
-
-
 def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
     x, x_test = (features(teacher.encoder, split, data, c, processes) for split in (train, val))
     y, y_test = (split.labels.to(x.device) for split in (train, val))
-    return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes, c.k)
+    return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes)
 
 
 def main(argv):
     """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
     c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
-    if c.local_area > c.global_area:
-        raise UserError(f"--local_area={c.local_area} is more than --global_area={c.global_area}")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 
@@ -268,17 +230,21 @@ def main(argv):
     params, averages = list(student.parameters()), list(teacher.parameters())
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
-    # ---- optimizer
-    optimizers = make_optimizers(student, c.optimizer, c.lr, c.weight_decay, (0.9, 0.999),
+    # ---- optimizer, and what changes over the run, [B] 7.2: lists of a value for each step
+    lr = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), final=1e-6)
+    weight_decay = warmup_cosine(0.04, total, final=0.4)
+    momentum = warmup_cosine(c.momentum, total, final=1.0)
+    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
+    temperature = [0.04 + (c.teacher_temp - 0.04) * min(i / rise, 1) for i in range(total)]
+    optimizers = make_optimizers(student, c.optimizer, c.lr, weight_decay[0], (0.9, 0.999),
                                  hidden=[student.encoder.layers, student.projector])
-    schedule = schedules(c, total, epoch)
     # the weight of the coding rate as its authors set it, (p + N m) / (p N m)
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    config, extra = student.encoder.config, dict(student=student.state_dict(), center=center)
-    if resumed := run.restore(teacher, config, optimizers, data.meta(), extra):
+    extra = dict(student=student.state_dict(), center=center)
+    if resumed := run.resume(teacher, optimizers, data.meta(), extra):
         checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors
@@ -287,22 +253,19 @@ def main(argv):
     if wants_compile(c, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
+
+    index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
+    batches = train.batches(index, c.workers)
+    what = (f"{c.method}, {student.config.arch}, {count(student.encoder):,} of {count(student):,} "
+            f"parameters in the encoder, {c.data} of {data.image_size} px, 2 views of "
+            f"{c.image_size} px and {c.local_views} of {c.local_size}, batches of {c.batch_size}")
     # in training steps on one global view: the student's two and its local ones, and two forward
     # passes of the teacher, each about a third of a step
     cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
-    run.begin(f"{c.method}, {config.arch}, {count(student.encoder):,} parameters and "
-              f"{count(student) - count(student.encoder):,} behind them, {c.data} of "
-              f"{data.image_size} px, 2 views of {c.image_size} px and {c.local_views} of "
-              f"{c.local_size}, batches of {c.batch_size}", total, eval_every=epoch,
-              unit="images", per_step=c.batch_size, flops=cost * train_flops(student.encoder))
-
-    if run.step == 0:                       # what a score is to be compared with
-        scores = score_neighbours(teacher, train, val, data, c, processes)
-        run.say(f"before training: {scores['k']}-NN accuracy {scores['acc']:.4f}")
-    trained = min(c.warmup_epochs * epoch, total // 2)      # from here on features can collapse
-    index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
-    batches = train.batches(index, c.workers)
-    for step in range(run.step, total):
+    for step in run.steps(total, what, eval_every=epoch, cost=cost):
+        if step == 0:                       # what a score is to be compared with
+            untrained = score_neighbours(teacher, train, val, data, c, processes)
+            run.say(f"before training: {untrained}")
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -320,29 +283,26 @@ def main(argv):
         if c.method == "simdino":
             distance = squared_distance(s, t)
             Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
-            expansion = gamma * global_coding_rate(Z, c.eps, processes)
-            loss, terms = distance - expansion, dict(distance=distance, expansion=expansion)
+            loss = distance - gamma * global_coding_rate(Z, c.eps, processes)
         else:
-            loss = dino_loss(s_logits, t_logits, center, schedule["temperature"][step])
-            terms = dict(cross_entropy=loss)
+            loss = dino_loss(s_logits, t_logits, center, temperature[step])
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world
             center.lerp_(mean, 0.1)
-
         loss.backward()
 
-        # clip and step
-        if c.clip_each:
-            clip_each(params, c.clip_each)
+        # clip each parameter's gradient by itself, and step
+        for p in params:
+            nn.utils.clip_grad_norm_(p, 3.0)
         if c.method == "dino" and step < c.freeze_epochs * epoch:
             student.prototypes.grad = None
-        take_step(optimizers, schedule["lr"][step], schedule["weight_decay"][step])
-        ema_update(averages, params, schedule["momentum"][step])
+        take_step(optimizers, lr[step], weight_decay[step])
+        with torch.no_grad():               # the teacher: momentum t + (1 - momentum) s
+            torch._foreach_lerp_(averages, params, 1 - momentum[step])
 
         # evaluate; the statistics of a line are of the step's first view
-        numbers = partial(watch_features, s[0].detach(), terms, c.eps, run, trained)
-        if run.log_step(loss, schedule["lr"][step], numbers):
+        numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
+        if run.log(loss, lr[step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
-        run.end_step()
     return run.done("python evaluate.py knn --ckpt={ckpt}{data}",
                     "python analyze.py saliency --ckpt={ckpt}{data}")
 

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import classify, images_for, pooling
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
-from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate, train_flops
+from flags import model_fields, ModelFlags, option, parse, UserError
+from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
-from run import derive_seed, Processes, Run, RunFlags, wants_compile
+from processes import cli, derive_seed, Processes, wants_compile
+from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
@@ -29,6 +30,8 @@ class Config(RunFlags, ModelFlags):
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
+    step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
+    mm_eps: float | None = option(None, "distortion of crate-mm's operator; auto: 0.5", above=0)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
@@ -209,18 +212,16 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.restore(model, model.config, optimizers, data.meta())
+    run.resume(model, optimizers, data.meta())
     train, val = images.Images(*train_arrays, device), images.Images(*val_arrays, device)
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()
-    run.begin(f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
-              f"at {c.image_size} px, batches of {c.batch_size}", total, eval_every=epoch,
-              unit="images", per_step=c.batch_size, flops=train_flops(model))
-
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
-    for step in range(run.step, total):
+    what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
+            f"at {c.image_size} px, batches of {c.batch_size}")
+    for step in run.steps(total, what, eval_every=epoch):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -248,9 +249,8 @@ def main(argv):
         take_step(optimizers, schedule[step])
 
         # evaluate
-        if run.log_step(loss, schedule[step]):
+        if run.log(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
-        run.end_step()
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained{data}",
                     "python analyze.py predict --ckpt={ckpt} PICTURE ...")
 

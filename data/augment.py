@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from data.images import to_device
+from processes import to_device
 
 
 class BatchRandom:
@@ -86,14 +86,14 @@ def _bicubic(t):
 def _resampling(start, length, size, out):
     """Matrices (B, out, size) that resample [start, start + length) of `size` pixels to `out`.
     As Pillow: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with
-    s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the pixels
-    that the stretch touches."""
+    s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the stretch,
+    of whole pixels."""
     start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
     pixel = torch.arange(size, device=start.device) + 0.5
     scale = length / out
     center = start + (torch.arange(out, device=start.device).view(-1, 1) + 0.5) * scale
     weight = _bicubic((pixel - center) / scale.clamp(min=1))
-    weight = weight * ((pixel > start.floor()) & (pixel < (start + length).ceil()))
+    weight = weight * ((pixel > start) & (pixel < start + length))
     return weight / weight.sum(-1, keepdim=True)
 
 
@@ -120,7 +120,7 @@ def at_size(x, size):
 
 
 def resized_crop(x, boxes, size):
-    """A box of each sample, boxes (B, 4) of (top, left, height, width) in pixels, resampled to
+    """A box of each sample, boxes (B, 4) of (top, left, height, width), whole pixels, resampled to
     size x size; antialiased. Nothing outside the box is seen."""
     rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
     columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
@@ -210,16 +210,11 @@ def grayscale(x, rng, p):
 
 def _blur(x, sigma, reach):
     """Each sigma's Gaussian out to `reach` pixels; beyond the edges their pixels are repeated."""
-    size = x.shape[-1]
-    pixel = torch.arange(-reach, size + reach, device=x.device)
-    distance = (pixel - pixel[reach:reach + size, None]).abs()      # (size, size + 2 reach)
-    reached = torch.arange(size + reach, device=x.device)
-    bell = torch.exp(-reached ** 2 / (2 * sigma[:, None] ** 2))
-    left, inside, right = bell[:, distance].split([reach, size, reach], 2)
-    inside[:, :, 0] += left.sum(2)
-    inside[:, :, -1] += right.sum(2)
-    rows = inside / inside.sum(2, keepdim=True)                     # (B, size, size)
-    return _resample(x, rows, rows)
+    pixel = torch.arange(x.shape[-1] + 2 * reach, device=x.device)
+    distance = pixel - pixel[reach:-reach, None]                    # (size, size + 2 reach)
+    bell = torch.exp(-distance ** 2 / (2 * sigma.view(-1, 1, 1) ** 2))
+    rows = bell / bell.sum(2, keepdim=True)
+    return _resample(F.pad(x, [reach] * 4, mode="replicate"), rows, rows)
 
 
 def gaussian_blur(x, rng, p, sigma):
@@ -235,31 +230,21 @@ def solarize(x, rng, p):
     return _each([None, lambda x: torch.where(x < level, x, 1 - x)], rng.bernoulli(p), x)
 
 
-def views(x, count, size, rng, scale, blur, solarize_p, sigma):
-    """`count` views of each image by DINO's recipe: (B, 3, H, W) -> (count, B, 3, size, size).
-    `blur` (of up to `sigma` pixels) and `solarize_p` hold the probability for each view in turn,
-    repeated if there are more views. `rng` draws for count samples an image."""
-    def chance(p):
-        return torch.tensor([p[v % len(p)] for v in range(count)]).repeat(len(x))
-
-    v = flip(random_resized_crop(x.repeat_interleave(count, 0), size, rng, scale), rng)
-    v = grayscale(color_jitter(v, rng, 0.4, 0.4, 0.2, 0.1, p=0.8), rng, 0.2)
-    if max(blur) > 0:
-        v = gaussian_blur(v, rng, chance(blur), (min(0.1, sigma), sigma))
-    if max(solarize_p) > 0:
-        v = solarize(v, rng, chance(solarize_p))
-    return v.unflatten(0, (len(x), count)).transpose(0, 1)
-
-
 # ---- RandAugment: x in 8-bit levels 0 ... 255, s (B, 1, 1, 1) = +1 or -1, m the magnitude --------
-def _moved(x, matrix):
-    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside; the
-    six of each sample are matrix (B, 6), in fixed point with 16 bits, as in Pillow: a shear puts
+def _moved(x, s, coefficients):
+    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside, with
+    (a, b, c, d, e, f) = coefficients(s). In fixed point with 16 bits, as in Pillow: a shear puts
     whole rows on the boundary of two pixels, where floats would be rounded either way."""
+    def fixed(sign):
+        a, b, c, d, e, f = coefficients(sign)
+        centred = a, b, c + (a + b) / 2, d, e, f + (d + e) / 2      # 1/2: a pixel's centre
+        return [math.floor(65536 * number + 0.5) for number in centred]
+
     side = x.shape[-1]
     u = torch.arange(side, dtype=torch.int32, device=x.device)
     v = u[:, None]
-    a, b, c, d, e, f = matrix.view(-1, 6, 1, 1, 1).unbind(1)
+    a, b, c, d, e, f = (torch.where(s > 0, plus, minus).int()
+                        for plus, minus in zip(fixed(1), fixed(-1)))
     column, row = (a * u + b * v + c) >> 16, (d * u + e * v + f) >> 16          # (B, 1, H, W)
     inside = (column >= 0) & (column < side) & (row >= 0) & (row < side)
     index = row.clamp(0, side - 1) * side + column.clamp(0, side - 1)
@@ -267,36 +252,22 @@ def _moved(x, matrix):
     return moved * inside
 
 
-def _matrices(m, side):
-    """What _moved takes for each of MOVES, first with s = -1, then 1: (2, 6, 6) int32."""
-    rows = [[move(s, m, side) for move in MOVES.values()] for s in (-1, 1)]
-    a, b, c, d, e, f = torch.tensor(rows, dtype=torch.float64).unbind(2)
-    rows = torch.stack([a, b, c + (a + b) / 2, d, e, f + (d + e) / 2], 2)   # 1/2: a pixel's centre
-    return (rows * 65536 + 0.5).floor().int()
+def _shift(x, s, m):
+    return -s * int(150 / 331 * x.shape[-1] * m / 30)       # 150 of 331 pixels at magnitude 30
 
 
-def _shift(s, m, side):
-    return -s * int(150 / 331 * side * m / 30)      # 150 of 331 pixels at magnitude 30
+def _rotate(x, s, m):
+    cos, sin, mid = math.cos(math.radians(m)), math.sin(math.radians(m)), x.shape[-1] / 2
+    return _moved(x, s, lambda s: (cos, -sin * s, mid - cos * mid + sin * s * mid,
+                                   sin * s, cos, mid - sin * s * mid - cos * mid))
 
 
-def _rotate(s, m, side):
-    cos, sin, mid = math.cos(math.radians(m)), math.sin(math.radians(m)) * s, side / 2
-    return cos, -sin, mid - cos * mid + sin * mid, sin, cos, mid - sin * mid - cos * mid
-
-
-# These six are one operation, with (a, b, c, d, e, f) of _moved from s, m and the image's side
-MOVES = {
-    "Identity": lambda s, m, side: (1, 0, 0, 0, 1, 0),
-    "ShearX": lambda s, m, side: (1, 0.01 * m * s, 0, 0, 1, 0),
-    "ShearY": lambda s, m, side: (1, 0, 0, 0.01 * m * s, 1, 0),
-    "TranslateX": lambda s, m, side: (1, 0, _shift(s, m, side), 0, 1, 0),
-    "TranslateY": lambda s, m, side: (1, 0, 0, 0, 1, _shift(s, m, side)),
-    "Rotate": _rotate,
-}
+ENHANCED = torch.linspace(0, 0.9, 31).tolist()      # by how much at m: float32, as in torchvision
 
 
 def _enhance(x, base, s, m):
-    return _blend(x, base, torch.where(s > 0, 1 + 0.03 * m, 1 - 0.03 * m)).clamp_(0, 255).floor_()
+    factor = torch.where(s > 0, 1 + ENHANCED[m], 1 - ENHANCED[m])
+    return _blend(x, base, factor).clamp_(0, 255).floor_()
 
 
 def _gray_levels(x):
@@ -328,7 +299,13 @@ def _equalize(x, s, m):
     return torch.where(step > 0, table.gather(2, levels), x.flatten(2)).view_as(x)
 
 
-LEVELS = {
+OPERATIONS = {
+    "Identity": None,
+    "ShearX": lambda x, s, m: _moved(x, s, lambda s: (1, 0.01 * m * s, 0, 0, 1, 0)),
+    "ShearY": lambda x, s, m: _moved(x, s, lambda s: (1, 0, 0, 0.01 * m * s, 1, 0)),
+    "TranslateX": lambda x, s, m: _moved(x, s, lambda s: (1, 0, _shift(x, s, m), 0, 1, 0)),
+    "TranslateY": lambda x, s, m: _moved(x, s, lambda s: (1, 0, 0, 0, 1, _shift(x, s, m))),
+    "Rotate": _rotate,
     "Brightness": lambda x, s, m: _enhance(x, 0, s, m),
     "Color": lambda x, s, m: _enhance(x, _gray_levels(x), s, m),
     "Contrast": lambda x, s, m: _enhance(
@@ -336,7 +313,8 @@ LEVELS = {
     "Sharpness": _sharpness,
     "Posterize": lambda x, s, m: x - x % 2 ** round(m / 7.5),   # 8 bits at magnitude 0, 4 at 30
     "Solarize": lambda x, s, m: torch.where(x >= 255 - 8.5 * m, 255 - x, x),
-    "AutoContrast": _autocontrast, "Equalize": _equalize,
+    "AutoContrast": _autocontrast,
+    "Equalize": _equalize,
 }
 
 
@@ -345,11 +323,8 @@ def rand_augment(x, rng, n=2, m=9):
     its scale of 0 to 30 (timm's ends at 10). Resampling takes the nearest neighbour, and black
     outside the image. As in the original, x is rounded to 8-bit levels, the multiples of 1/255."""
     levels = (x * 255).round_()
-    ops = [lambda x, s, matrix: _moved(x, matrix),
-           *(lambda x, s, matrix, op=op: op(x, s, m) for op in LEVELS.values())]
-    matrices, last = _matrices(m, x.shape[-1]), len(MOVES) - 1
+    ops = [op and partial(op, m=m) for op in OPERATIONS.values()]
     for _ in range(n):
-        negative, choice = rng.integers(2, 1, 1, 1), rng.integers(last + len(ops))
-        matrix = matrices[1 - negative.flatten(), choice.clamp(max=last)]
-        levels = _each(ops, (choice - last).clamp(min=0), levels, 1 - 2 * negative, matrix)
+        sign, choice = 1 - 2 * rng.integers(2, 1, 1, 1), rng.integers(len(ops))
+        levels = _each(ops, choice, levels, sign)
     return levels.div_(255)

@@ -8,6 +8,7 @@ import torch
 
 from data import prepare
 from flags import CACHE
+from processes import to_device
 
 
 @dataclass
@@ -57,13 +58,6 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
         for start in range(batch * batch_size, n - batch_size + 1, batch_size):
             yield permutation[start:start + batch_size][rows]
         epoch, batch = epoch + 1, 0
-
-
-def to_device(t, device):
-    """t on the device. A copy to a GPU from memory that is not pinned would make the CPU wait."""
-    if device.type == "cuda":
-        return t.pin_memory().to(device, non_blocking=True)
-    return t.to(device)
 
 
 class Images:

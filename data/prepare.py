@@ -40,7 +40,8 @@ from tqdm import tqdm
 
 from data import shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from flags import CACHE, cli, not_one_of, option, parse, UserError
+from flags import CACHE, not_one_of, option, parse, UserError
+from processes import cli
 
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------

@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from analyze import at_norm, batches, OneModel, open_model
 from figures import averages, new_figure, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from model import coding_rate, mssa, subspace_coding_rate, subspace_coding_rate_grad
+from processes import cli
 
 
 @dataclass(kw_only=True)

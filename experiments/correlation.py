@@ -29,10 +29,10 @@ from checkpoint import load_model
 from data import images
 from evaluate import classify, images_for, model_input
 from figures import print_table
-from flags import cli, DataFlags, option, parse, ROOT, UserError
+from flags import DataFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from optim import count
-from run import derive_seed, DeviceFlags, Processes
+from processes import cli, derive_seed, PrecisionFlags, Processes
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "
@@ -45,7 +45,7 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 
 @dataclass(kw_only=True)
-class Correlation(DeviceFlags, DataFlags):
+class Correlation(PrecisionFlags, DataFlags):
     out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)

@@ -20,8 +20,9 @@ import torch
 
 from experiments.compression import random_subspaces
 from figures import print_table
-from flags import cli, option, parse
+from flags import option, parse
 from model import gaussian_mixture_denoise
+from processes import cli
 
 SIGMAS = (0.05, 0.1, 0.2, 0.5, 1.0)         # noise levels
 

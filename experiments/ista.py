@@ -25,8 +25,9 @@ from analyze import batches, OneModel, open_model, split_for
 from evaluate import validation_noise
 from experiments.compression import each_sample
 from figures import averages, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from model import coding_rate, ISTA
+from processes import cli
 
 
 @dataclass(kw_only=True)

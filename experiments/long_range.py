@@ -23,10 +23,10 @@ from tqdm import tqdm
 
 from data import augment, images
 from figures import averages, print_table
-from flags import cli, DataFlags, option, parse
+from flags import DataFlags, option, parse
 from model import LanguageModel, TextConfig
 from optim import make_optimizers, take_step, warmup_cosine
-from run import derive_seed, DeviceFlags, Processes
+from processes import cli, derive_seed, PrecisionFlags, Processes
 
 # 197,000 parameters each beside the embeddings, in four layers
 SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2),
@@ -34,7 +34,7 @@ SIZES = {"tost": dict(width=70, heads=2), "transformer": dict(width=64, heads=2)
 
 
 @dataclass(kw_only=True)
-class LongRange(DeviceFlags, DataFlags):
+class LongRange(PrecisionFlags, DataFlags):
     side: int = option(16, "pixels per side of a picture", low=1, high=32)
     held_out: int = option(5000, "pictures to test on", low=1)
     seeds: int = option(3, "runs of each arch", low=1)

@@ -23,12 +23,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analyze import batches, OneModel, open_model, split_for
+from analyze import batches, OneModel, split_for
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression, pooling
+from evaluate import logistic_regression, open_model, pooling
 from figures import averages, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
+from processes import cli
 
 
 @dataclass(kw_only=True)
@@ -172,7 +173,8 @@ def main(argv):
     paths = c.ckpt.split(",")
     if c.examples:
         for path in paths:
-            print(path, *examples(open_model(path, c, c.untrained), c), sep="\n")
+            loaded, _ = open_model(replace(c, ckpt=path))
+            print(path, *examples(loaded, c), sep="\n")
         return
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
@@ -180,7 +182,8 @@ def main(argv):
         for untrained in ((False, True) if c.untrained else (False,)):
             name = config.arch + (", untrained" if untrained else "")
             seed = c.seed + len(runs.setdefault(name, []))
-            codes = read_codes(open_model(path, replace(c, seed=seed), untrained), c)
+            loaded, _ = open_model(replace(c, ckpt=path, seed=seed, untrained=untrained))
+            codes = read_codes(loaded, c)
             runs[name].append(measure(codes, width, seed))
     rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
     print_table(rows)

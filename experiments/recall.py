@@ -29,12 +29,11 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from checkpoint import load_model
-from evaluate import with_bar
 from figures import averages, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from model import LanguageModel, MHSA, MSSA, TextConfig
-from optim import make_optimizers, take_step
-from run import derive_seed
+from optim import count, make_optimizers, take_step
+from processes import cli, derive_seed, with_bar
 
 
 @dataclass(kw_only=True)
@@ -145,13 +144,13 @@ def main(argv):
         print_table(rows)
         return rows
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
-    counts = {arch: build(c, arch).count_without_positions() - shared
+    counts = {arch: count(build(c, arch), without=("positions",)) - shared
               for arch in c.archs.split(",")}
     rows = []
-    for arch, count in counts.items():
+    for arch, parameters in counts.items():
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
         learned = sum(run["steps"] is not None for run in runs)
-        rows.append(dict(arch=arch, parameters=count, learned=f"{learned}/{c.seeds}")
+        rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")
                     | averages(runs))
     print_table(rows)
     return rows

@@ -21,10 +21,11 @@ import torch
 from torch.nn import functional as F
 
 from data import augment
-from evaluate import Flags, images_for, load, model_input, pooling, with_bar
+from evaluate import Flags, images_for, model_input, open_model, pooling
 from figures import print_table, stretched
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from model import patchify, saliency
+from processes import cli, with_bar
 
 
 @dataclass(kw_only=True)
@@ -80,7 +81,7 @@ def maskcut(X, side, tau=0.15):
     confidence; here it is -mu of the normalized cut, near 0 where the two sides share next to
     nothing. No CRF afterwards."""
     X = F.normalize(X.double(), dim=-1)
-    v, mu = normalized_cut(torch.where(X @ X.mT > tau, 1.0, 1e-5).double())
+    v, mu = normalized_cut((X @ X.mT > tau).double().clamp(min=1e-5))
     return foreground(v.view(-1, side, side)), -mu
 
 
@@ -135,7 +136,7 @@ def overlap_at_thresholds(maps, truth):
 def open_objects(c):
     """(`Loaded`, Processes, the number of the layer, the drawn set, its validation split, the
     objects' masks (N, 1, H, W) as the model sees them)."""
-    loaded, processes = load(c, "vit", "mae", "simdino")
+    loaded, processes = open_model(c, "vit", "mae", "simdino")
     last, size = len(loaded.encoder.layers), loaded.encoder.config.image_size
     number = c.layer or last
     if number > last:

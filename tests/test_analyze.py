@@ -121,26 +121,6 @@ def test_layers(save, call, cache, arch, eps=0.3):
             Z = step.out
 
 
-@torch.no_grad()
-def test_subspaces_and_tokens(save, call, cache):
-    """|<u, v>| of each pair of columns, 0 of orthogonal ones whatever their norm; and |Z^{l+1}|."""
-    model = models.ImageClassifier(models.ImageConfig(**TINY)).eval()
-    for layer in model.encoder.layers[:2]:
-        torch.nn.init.orthogonal_(layer.attention.U.weight).mul_(5)
-    *orthogonal, row = call("subspaces", f"--ckpt={save(model)}")
-    assert all(max(numbers["within"], numbers["across"]) < 1e-6 for numbers in orthogonal)
-    U = model.encoder.layers[-1].attention.bases()
-    columns = [(k, U[k, :, j] / U[k, :, j].norm()) for k in range(2) for j in range(8)]
-    pairs = [(k == m, abs(float(u @ v))) for k, u in columns for m, v in columns if u is not v]
-    for name, within in (("within", True), ("across", False)):
-        assert row[name] == pytest.approx(np.mean([y for same, y in pairs if same == within]))
-
-    found = call("tokens", f"--ckpt={save(model)}", "--index=7")
-    for Z, step in zip(found, model.encoder.trace(validation(cache, [7])), strict=True):
-        wanted = step.out[0].abs().numpy()
-        assert Z.numpy() == pytest.approx(wanted / np.percentile(wanted, 99), rel=1e-4)
-
-
 @pytest.mark.parametrize("arch, task", [("crate", "vit"), ("tost", "vit"), ("crate", "mae")])
 @torch.no_grad()
 def test_saliency(arch, task, save, call, sheets, cache):

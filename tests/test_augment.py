@@ -28,7 +28,7 @@ RANDOM = {
     "flip": lambda x, rng: augment.flip(x, rng),
     "color_jitter": lambda x, rng: augment.color_jitter(x, rng, 0.4, 0.4, 0.2, 0.1, p=0.8),
     "rand_augment": lambda x, rng: augment.rand_augment(x, rng, n=2, m=14),
-    "views": lambda x, rng: augment.views(x, 1, 32, rng, (0.05, 1), (0.5,), (0.2,), 2.0)[0],
+    "gaussian_blur": lambda x, rng: augment.gaussian_blur(x, rng, 0.5, (0.1, 2.0)),
 }
 
 
@@ -88,22 +88,19 @@ def test_cutmix_cuts_squares_from_neighbours():
     assert abs(cut.mean() - 0.5 * 0.321) < 0.03     # (sqrt(u) - u / 4)^2 for u from 0 to 1
 
 
-BOXES = [(0, 0, 37, 37), (3, 7, 20, 30), (30, 24, 5, 9), (0, 11, 37, 3), (2.25, 4.6, 17.1, 30.7)]
+BOXES = [(0, 0, 37, 37), (3, 7, 20, 30), (30, 24, 5, 9), (0, 11, 37, 3), (2, 4, 17, 30)]
 
 
 @pytest.mark.parametrize("size", [8, 37, 64])
 def test_resizing_is_pillows(size):
-    """A box is Pillow's crop to the pixels that it touches, then Pillow's resize of the box, here
-    in float32 (Pillow's mode F), channel by channel."""
+    """A box is Pillow's crop and resize, here in float32 (Pillow's mode F), channel by channel."""
     x = augment.to_float(pictures(len(BOXES)))
     cropped = augment.resized_crop(x, torch.tensor(BOXES), size)
     torch.testing.assert_close(augment.resize(x[:1], size), cropped[:1])
     for image, (top, left, height, width), crop in zip(x, BOXES, cropped):
-        row, column = math.floor(top), math.floor(left)
-        touched = image[:, row:math.ceil(top + height), column:math.ceil(left + width)]
-        box = (left - column, top - row, left - column + width, top - row + height)
-        for plane, found in zip(touched.numpy(), crop.numpy()):
-            resized = Image.fromarray(plane).resize(found.shape, Image.Resampling.BICUBIC, box=box)
+        inside = image[:, top:top + height, left:left + width]
+        for plane, found in zip(inside.numpy(), crop.numpy()):
+            resized = Image.fromarray(plane).resize(found.shape, Image.Resampling.BICUBIC)
             np.testing.assert_allclose(found, np.asarray(resized).clip(0, 1), atol=1e-4)
 
 
@@ -181,7 +178,6 @@ def affine(image, *coefficients):
 
 
 PILLOW = {  # of a picture and the signed magnitude on torchvision's scale of 0 to 30
-    "Identity": lambda image, m: image,
     "ShearX": lambda image, m: affine(image, 1, 0.3 * m / 30, 0, 0, 1, 0),
     "ShearY": lambda image, m: affine(image, 1, 0, 0, 0.3 * m / 30, 1, 0),
     "TranslateX": lambda image, m: affine(image, 1, 0, -int(150 / 331 * SIDE * m / 30), 0, 1, 0),
@@ -192,40 +188,48 @@ PILLOW = {  # of a picture and the signed magnitude on torchvision's scale of 0 
     "AutoContrast": lambda image, m: ImageOps.autocontrast(image),
     "Equalize": lambda image, m: ImageOps.equalize(image),
 }
-ENHANCED = ("Brightness", "Color", "Contrast", "Sharpness")     # each by 1 + 0.9 m / 30
 
 
-@pytest.mark.parametrize("name", [*augment.MOVES, *augment.LEVELS])
+@pytest.mark.parametrize("name", PILLOW)
 @pytest.mark.parametrize("m", [0, 9, 14, 30])
 def test_rand_augment_operations_are_pillows(name, m):
     images = pictures(6)
     images[4] = images[4] // 3 + 40  # a narrow histogram
     images[5] = 77  # one level
-    sign = torch.tensor([1, -1, 1, -1, -1, 1])
-    levels = augment.to_float(images) * 255
-    if name in augment.LEVELS:
-        outs = augment.LEVELS[name](levels, sign.view(-1, 1, 1, 1), m)
-    else:
-        table = augment._matrices(m, SIDE)[:, list(augment.MOVES).index(name)]
-        outs = augment._moved(levels, table[(sign + 1) // 2])
+    sign, operation = torch.tensor([1, -1, 1, -1, -1, 1]), augment.OPERATIONS[name]
+    outs = operation(augment.to_float(images) * 255, sign.view(-1, 1, 1, 1), m)
     for image, s, out in zip(images, sign.tolist(), outs):
-        by_hand, step = (enhanced(name), 0.03) if name in ENHANCED else (PILLOW[name], 1)
-        expected = np.asarray(by_hand(Image.fromarray(image.numpy()), s * m * step)).astype(float)
+        expected = np.asarray(PILLOW[name](Image.fromarray(image.numpy()), s * m)).astype(float)
         difference = np.abs(out.permute(1, 2, 0).numpy() - expected)
         # Pillow truncates a floating-point product, which may be just below an integer
-        assert difference.max() <= (name in (*ENHANCED, "AutoContrast"))
+        assert difference.max() <= (name == "AutoContrast")
         assert (difference > 0).mean() < 0.03
+
+
+@pytest.mark.parametrize("name", ["Brightness", "Color", "Contrast", "Sharpness"])
+def test_enhanced_levels_are_torchvisions(name):
+    """At every magnitude, by 1 + a float32 number: of PIL images by Pillow, of uint8 tensors by
+    blending, clamping and truncating."""
+    images, every = pictures(2), torch.arange(256, dtype=torch.uint8)
+    levels, ramp = augment.to_float(images) * 255, every.view(1, 1, 1, 256).float()
+    for m, magnitude in enumerate(torch.linspace(0.0, 0.9, 31)):
+        for sign in (1, -1):
+            factor, s = 1.0 + sign * float(magnitude.item()), torch.full((1, 1, 1, 1), sign)
+            outs = augment.OPERATIONS[name](levels, s, m).permute(0, 2, 3, 1).numpy()
+            for image, out in zip(images, outs):
+                pillows = getattr(ImageEnhance, name)(Image.fromarray(image.numpy()))
+                assert np.array_equal(out, np.asarray(pillows.enhance(factor))), (m, sign)
+            if name == "Brightness":
+                blended = factor * every + (1.0 - factor) * torch.zeros_like(every)
+                assert torch.equal(augment.OPERATIONS[name](ramp, s, m).flatten().byte(),
+                                   blended.clamp(0, 255).to(torch.uint8)), (m, sign)
 
 
 def test_rand_augment_draws_each_operation_alike(monkeypatch):
     """Operation k leaves a one and its sign at place k of the channels. Rounds are independent."""
     def mark(x, s, m, k):
         return x + torch.eye(14)[k] * torch.cat([s.abs(), s, s], 1)
-    monkeypatch.setattr(augment, "LEVELS", {k: partial(mark, k=k) for k in range(6, 14)})
-    monkeypatch.setattr(augment, "_matrices", lambda m, side: torch.tensor(
-        [[(k, s) for k in range(6)] for s in (-1, 1)]))
-    monkeypatch.setattr(augment, "_moved", lambda x, matrix: mark(
-        x, matrix[:, 1].view(-1, 1, 1, 1), 0, matrix[:, 0].view(-1, 1, 1)))
+    monkeypatch.setattr(augment, "OPERATIONS", {k: partial(mark, k=k) for k in range(14)})
     out = augment.rand_augment(torch.zeros(5000, 3, 1, 14), BatchRandom(0, 5000), n=2)
     done, sign, _ = (255 * out[:, :, 0]).round().unbind(1)
     assert (done.sum(1) == 2).all() and abs((done == 2).sum() / 5000 - 1 / 14) < 0.015

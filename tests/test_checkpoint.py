@@ -1,6 +1,8 @@
 """Checkpoint files, and loading models of every task.
 
 Damage is in test_survive.py, runs in test_run.py."""
+import contextlib
+import re
 from argparse import Namespace
 from dataclasses import asdict
 
@@ -16,7 +18,8 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_module
 from checkpoint import load_model
-from flags import cli, UserError
+from flags import UserError
+from processes import cli
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
@@ -107,6 +110,16 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     assert not any("projector" in name for name in mine.content["model"])
     assert mine.content["run_config"] == dict(seed=7)
     pytest.raises(UserError, load_model, "pretrained:../mine")
+
+
+def test_what_a_family_decides_is_checked(tmp_path):
+    """Older files of ours have it in their config: the family's value is read, another refused."""
+    path, whole = tmp_path / "x.pt", content("vit")
+    for bias, fits in ((False, True), (True, False)):
+        older = whole["model_config"] | dict(qkv_bias=bias, channels=3, norm_eps=1e-5)
+        checkpoint.write_checkpoint(path, whole | dict(model_config=older))
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="qkv_bias=True"):
+            assert same(load_model(path).model.state_dict(), whole["model"])
 
 
 def test_hyperparameters_are_the_flags():
@@ -221,8 +234,19 @@ def test_published_files_open_as_the_authors_networks(kind, tmp_path):
     found = net.predicted(x, masked) if kind == "crate-mae" else net(x)
     assert_near(found, released_forward(tensors, x, masked))
     assert load(official(kind, d=576)).model.config.heads == 12         # a published width
-    with pytest.raises(UserError, match="their.pth .*no published .* has width 16.*heads="):
+    with pytest.raises(UserError, match="their.pth .*no published .* has width 16.*--heads"):
         load(tensors)
+
+
+@pytest.mark.parametrize("d, heads, said", [
+    (384, 6, "K = 6 heads, which the file does not hold"), (576, 12, "K = 12"),
+    (1024, 16, "K = 16"),
+    (768, 12, "K = 12 heads, which .* demo has this width and needs --heads=6")])
+def test_what_is_opened_is_said(d, heads, said, tmp_path, capsys):
+    torch.save(official("crate", d=d), tmp_path / "a.pth")
+    assert load_model(tmp_path / "a.pth").model.config.heads == heads
+    said = f"note: read as crate of width {d}, 2 layers and {said}"
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])

@@ -30,8 +30,7 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import flags
-import figures
+import figures, processes
 figures.write_sheet = lambda *picture: None
 rank = os.environ["RANK"]
 def main(argv):
@@ -40,7 +39,7 @@ def main(argv):
             os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
         out = f"rank{{rank}}/{{name.replace('again', 'vit')}}"
         importlib.import_module(script).main([*flags, f"--out_dir={{out}}"])
-flags.cli(main)
+processes.cli(main)
 """
 
 
@@ -126,28 +125,29 @@ import os, signal, sys
 from contextlib import suppress
 from unittest.mock import patch
 sys.path.insert(0, {str(ROOT)!r})
-import flags, run, train_vit
+import processes, run, train_vit
 def cli(main):                  # without the end of the process
-    with patch("os._exit"), patch.object(flags.dist, "destroy_process_group"), suppress(SystemExit):
-        flags.cli(main)
+    with patch("os._exit"), patch("torch.distributed.destroy_process_group"), suppress(SystemExit):
+        processes.cli(main)
 def alone(argv):
-    raise flags.UserError("alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
-end_step = run.Run.end_step
-def fault(self):
+    raise processes.UserError("alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
+steps = run.Run.steps
+def faults(self, *args, **more):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    if first and self.step == 6 and os.environ["RANK"] == "1":
-        self.received = signal.SIGTERM
-    end_step(self)
-    if first and self.step == 15 and self.is_main:
-        os.kill(os.getpid(), signal.SIGKILL)
+    for step in steps(self, *args, **more):
+        if first and self.step == 15 and self.is_main:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield step
+        if first and self.step == 6 and os.environ["RANK"] == "1":
+            self.received = signal.SIGTERM
 def main(argv):
     train_vit.main([*argv, "--out_dir=whole"])
-    run.Run.end_step = fault
+    run.Run.steps = faults
     cli(lambda argv: train_vit.main([*argv, "--out_dir=cut"]))
     cli(lambda argv: train_vit.main([*argv, "--out_dir=cut"]))
     train_vit.main([*argv, "--out_dir=cut", "--resume"])
     cli(alone)
-flags.cli(main)
+processes.cli(main)
 """
 
 

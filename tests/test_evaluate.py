@@ -15,7 +15,7 @@ from data import images, text
 from data.tokenizer import CharTokenizer
 from flags import DataFlags, UserError
 from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
-from run import Processes
+from processes import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
 CONTEXT = 16
@@ -131,25 +131,3 @@ def test_every_token_is_predicted_once(tmp_path, run, monkeypatch):
     assert (result["split"], result["n"]) == ("test", len(letters) - 1)
     with pytest.raises(UserError, match="--split=train.* letters has only test"):
         run("lm", "--split=train")
-
-
-@torch.no_grad()
-def test_lambada_passage_by_passage(tmp_path, run, monkeypatch):
-    """Greedily, a token at a time. Quotes are made plain, and the word may come anywhere in ten
-    tokens, in any case. An id that is no text is never written."""
-    few = CharTokenizer('\n "aAb“')
-    model, rng = language_model(tmp_path / "ckpt.pt", few, context=24), np.random.default_rng(0)
-    word = lambda: "".join(rng.choice(list("aAb“"), rng.integers(1, 3)))
-    texts = [" ".join(word() for _ in range(rng.integers(2, 20))) for _ in range(80)]
-    data = SimpleNamespace(passages=[dict(text=passage) for passage in texts])
-    monkeypatch.setattr(text, "load", lambda name, cache: data)
-    right = 0
-    for passage in texts:
-        before, word = passage.replace("“", '"').rsplit(" ", 1)
-        ids = few.encode("\n" + before).tolist()[-14:]
-        for _ in range(10):
-            ids.append(int(model(torch.tensor([ids]))[0, -1, :few.known].argmax()))
-        written = few.decode(ids[-10:])
-        right += word.lower() in written.lower()
-    result = run("lambada")
-    assert result["acc"] == right / 80 and 0 < right < result["n"] == 80

@@ -3,8 +3,10 @@ import signal
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 import flags
+import processes
 from flags import option, UserError
 from model import ConfigError
 
@@ -50,7 +52,9 @@ def test_flags_take_their_fields_types():
     ("--width=3.5", "--width: invalid whole number value: '3.5'"), ("--arch=tots", "one of"),
     ("--width=0", "at least 1"), ("--rate=nan", "more than 0"), ("--rate=2", "at most 1"),
     ("--flip=maybe", "invalid true|false value"),
-    ("--width", "--width: expected one argument"), ("--width=3 tiny", "unknown argument tiny")])
+    ("--width", "--width: expected one argument"), ("--arch=--", "--arch: expected one argument"),
+    (f"--width={2 ** 63}", "invalid whole number value"), ("--rate=inf", "invalid number value"),
+    ("--width=3 tiny", "unknown argument tiny")])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv.split())
@@ -68,16 +72,18 @@ def test_subcommands():
 
 @pytest.mark.parametrize("error, status, says", [
     (UserError("no\n such \tthing" + " word" * 1000), 2, "no such thing word"),
-    (ConfigError("d"), 2, "d"), (flags.RunEnded(3, "step 3"), 3, "step 3"),
-    (KeyboardInterrupt(), 130, ""), (BrokenPipeError(), 0, ""), (MemoryError(), 2, "--micro_batch"),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 2, "does not fit in memory"),
+    (ConfigError("d"), 2, "d"), (processes.RunEnded(3, "step 3"), 3, "step 3"),
+    (KeyboardInterrupt(), 130, ""), (MemoryError(), 2, "a smaller --samples"),
+    (torch.OutOfMemoryError("CUDA"), 2, "does not fit in memory"),
+    (OSError(12, "Cannot allocate memory"), 2, "does not fit in memory"),
     (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: 'a.pt'")])
 def test_exit_statuses(monkeypatch, capsys, error, status, says):
     def main(argv):
         raise error
     monkeypatch.setattr("sys.argv", ["here/script.py"])
+    monkeypatch.setattr(processes, "COMMAND", dict(samples=None))
     with pytest.raises(SystemExit) as exit:
-        flags.cli(main)
+        processes.cli(main)
     err = capsys.readouterr().err
     assert exit.value.code == status and err.count("\n") == bool(says)
     assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
@@ -87,8 +93,30 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
 def test_ctrl_c_has_no_traceback(monkeypatch, main):
     """Not in the end of a command either, and not a second one."""
     def start(argv):
-        monkeypatch.setattr("flags.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
         main(argv)
-    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
+    monkeypatch.setattr(processes.os, "_exit", processes.sys.exit)
     with pytest.raises(SystemExit, match="130"):
-        flags.cli(start)
+        processes.cli(start)
+
+
+def allocate():
+    torch.empty(2 ** 62, dtype=torch.uint8)
+
+
+def mistake():
+    raise RuntimeError("cannot allocate memory for a thought, said MemoryError")
+
+
+def pipe():
+    raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("call, status", [(allocate, 2), (mistake, None), (pipe, 2)])
+def test_errors_are_told_by_their_type(call, status):
+    """PyTorch's allocator is out of memory; a mistake that speaks of memory keeps its traceback; a
+    pipe that is not stdout is an error."""
+    with pytest.raises((RuntimeError, OSError)) as error:
+        call()
+    found = processes.ending(error.value)
+    assert found == status or found[0] == status

@@ -47,9 +47,9 @@ def patches_literally(x, P):
 
 
 def test_patchify():
-    x, square = torch.randn(2, 3, 4, 6), torch.randn(2, 5, 6, 6)
+    x, square = torch.randn(2, 3, 4, 6), torch.randn(2, 3, 6, 6)
     assert torch.equal(model.patchify(x, 2), patches_literally(x, 2))
-    assert torch.equal(model.unpatchify(model.patchify(square, 3), 3, channels=5), square)
+    assert torch.equal(model.unpatchify(model.patchify(square, 3), 3), square)
 
 
 def test_sincos_positions():

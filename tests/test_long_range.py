@@ -7,13 +7,14 @@ import pytest
 from data import images
 from experiments import long_range
 from model import LanguageModel, TextConfig
+from optim import count
 
 
 def test_equal_parameters():
     parameters = []
     for arch, size in long_range.SIZES.items():
         config = TextConfig(arch=arch, layers=4, context=8, vocab_size=16, causal=False, **size)
-        parameters.append(LanguageModel(config).count_without_positions() - 16 * config.width)
+        parameters.append(count(LanguageModel(config), without=("positions",)) - 16 * config.width)
     assert parameters == pytest.approx([197_000] * 3, rel=0.01)
 
 

@@ -27,6 +27,7 @@ from model import (
     TiedODL,
     TSSA,
 )
+from optim import count, train_flops
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +69,9 @@ def assert_compiles(net, *inputs, tol=1e-9):
 
 def build(operator, arch="crate", **fields):
     """An operator of 12 features in 3 heads with weights N(0, 0.4); of text with causal."""
+    config = ImageConfig
     if "causal" in fields:
-        fields = dict(context=9, qkv_bias=True, out_bias=True) | fields
-    config = TextConfig if "causal" in fields else ImageConfig
+        config, fields = TextConfig, dict(context=9) | fields
     return randomize(operator(config(arch=arch, **dict(width=12, heads=3) | fields)))
 
 
@@ -259,7 +260,10 @@ def tssa(Z, op):
 @torch.no_grad()
 def test_tssa(causal, size):
     """Also of tokens as small as the released guard under the norm, and of zero."""
-    op = build(TSSA, head_dim=5, causal=causal, qkv_bias=size == 1)
+    arch = "transformer" if size == 1 else "crate"          # with a bias of U, and without
+    op = build(TSSA, arch, head_dim=5)
+    if causal:
+        op = build(TSSA, "crate-lm", head_dim=5, causal=True)
     op.W.bias *= size
     Z = size * torch.randn(2, 7, 12)
     literal = by_column(partial(tssa, op=op), Z)
@@ -423,11 +427,11 @@ def test_train_flops(arch, matrices):
     autoencoder's encoder of visible patches has fewer tokens."""
     def layers(number, n):
         return n * number * (6 * matrices * 16 ** 2 + (0 if arch == "tost" else 12 * n * 16))
-    assert model.train_flops(ImageEncoder(config(arch, layers=3, image_size=28))) == layers(3, 50)
+    assert train_flops(ImageEncoder(config(arch, layers=3, image_size=28))) == layers(3, 50)
     for mask_tokens, seen in (("before", 17), ("after", 5)):
         net = MaskedAutoencoder(MAEConfig(arch=arch, width=16, heads=4, layers=2, image_size=16,
                                           patch_size=4, mask_tokens=mask_tokens, decoder_layers=3))
-        assert model.train_flops(net) == layers(2, seen) + layers(3, 17)
+        assert train_flops(net) == layers(2, seen) + layers(3, 17)
 
 
 @pytest.mark.parametrize("task, arch, counts", [
@@ -451,14 +455,14 @@ def test_published_parameter_counts(task, arch, counts):
     """Of text without positions, published in millions; of autoencoders with position tables and
     CRATE-MAE's unused weights, a second table and a Linear(d, d)."""
     model_class, config_class = TASKS[task]
-    for size, count in counts.items():
+    for size, published in counts.items():
         with torch.device("meta"):
             net = model_class(model.make_config(config_class, size, arch))
         found, d = sum(p.numel() for p in net.parameters()), net.config.width
         if task == "gpt":
             found -= net.positions.numel()
-            assert net.count_without_positions() == found
+            assert count(net, without=("positions",)) == found
         if task == "mae":
             found += sum(table.numel() for table in net.buffers())
             found += 197 * d + d * d + d if arch == "crate" else 0
-        assert found == count
+        assert found == published

@@ -19,7 +19,7 @@ from evaluate import model_input
 from flags import UserError
 from web import page
 
-TINY = dict(width=16, heads=2, layers=2, head_dim=10, norm_eps=1e-3)
+TINY = dict(width=16, heads=2, layers=2, head_dim=10)
 EVIL = "</script><script>alert(1)</script>"
 # task, fields of the config; all with weights that are not at their initial values
 KINDS = {
@@ -85,15 +85,14 @@ def test_what_is_inside(kind, cache, text_cache):
     written, data, other = a_page(task, model, cache, text_cache)
     assert written.count("<script") == written.count("</script>") == 3
     assert "://" not in written.replace("http://www.w3.org", "")
-    start, numbers = 0, decoded(data["trained"]["at"], np.float16)
-    bytes_, scales = decoded(data["untrained"]["at"], np.int8), data["untrained"]["scales"]
-    for (name, rows, cols), scale, own, new in zip(
-            data["tensors"], scales, model.state_dict().values(), other.state_dict().values()):
-        part = slice(start, start := start + rows * cols)
-        assert np.array_equal(numbers[part], own.numpy().ravel()), name
-        assert np.abs(bytes_[part] * scale - new.numpy().ravel()).max() <= scale / 2 + 1e-9
-    assert start == len(numbers) == len(bytes_)
-
+    names, *shapes = zip(*data["tensors"])
+    assert [*names] == [*model.state_dict()]
+    trained, untrained = ([t.numpy().ravel() for t in each.state_dict().values()]
+                          for each in (model, other))
+    assert np.array_equal(decoded(data["trained"]["at"], np.float16), np.concatenate(trained))
+    scale = np.repeat(data["untrained"]["scales"], np.prod(shapes, 0))
+    difference = decoded(data["untrained"]["at"], np.int8) * scale - np.concatenate(untrained)
+    assert (np.abs(difference) <= scale / 2 + 1e-9).all()
     assert task == "gpt" or len(set(data["labels"])) == 8 and data["classes"][0] == EVIL
     expected = torch.from_numpy(decoded(data["expected"], np.float32).copy())
     torch.testing.assert_close(expected, of_first_example(model, data).flatten())
@@ -108,24 +107,33 @@ def test_the_strongest_tokens():
 
 NODE = """
 const pages = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const element = () => ({                                        // what page.js asks of one
+  children: [], nextElementSibling: {}, querySelectorAll: () => [], click() { this.onclick(); },
+  append(...more) { this.children.push(...more); },
+  replaceChildren(...all) { this.children = all; }, get firstChild() { return this.children[0]; },
+  get valueAsNumber() { return Number(this.value); }, getContext: () => ({putImageData() {}})});
 console.log(JSON.stringify(pages.map(page => {
-  const [crate, rest] = page.split("<script>").slice(1).map(part => part.split("</script>")[0]);
-  new Function(rest);                                           // its syntax, without a browser
-  const run = new Function(crate + `; return (data, knobs) => {
-    const model = build(data, "trained"), text = data.text && idsOf(data, data.text);
-    const worst = check(data, model), n = model.layers[0].T.Z.rows;
-    const rates = model.layers.map(L => numbers(L, n)), A = model.layers.map(L => L.T.A);
-    const go = (Z, from) => { for (const _ of forward(model, Z, from, knobs)); };
-    if (text) for (const [from, end] of [[0, 5], [3, 6], [6, n]])           // in pieces, of a cache
-      go(embedText(model, text.slice(0, end), from), from);
-    else go(embedPicture(model, data, bytes(data.pictures), new Set(data.masked)), 0);
-    const out = read(model, model.layers.at(-1).T.out);
-    return {worst, rates, attention: A.map(heads => heads.map(rows => rows.map(row => [...row]))),
-      out: [...out.at.subarray(0, out.rows * out.cols)],
-      untrained: check(data, build(data, "untrained"))};
-  }`)();
-  const data = JSON.parse(page.split('json">')[1].split("</script>")[0]);
-  return run(data, {eta: 0.2, lambda: 0.03, off: ["1.2"], hold: [2, 3, 1.5]});
+  const [crate, script] = page.split("<script>").slice(1).map(part => part.split("</script>")[0]);
+  const boxes = [...page.matchAll(/ id="(\\w+)"/g)].map(([, id]) => Object.assign(element(), {id}));
+  boxes.find(({id}) => id === "data").textContent = page.split('json">')[1].split("</script>")[0];
+  const browser = {
+    document: {body: {}, createElement: element, querySelectorAll: which =>
+      which === "[id]" ? boxes : []},
+    ImageData: function (w, h) { this.data = new Uint8ClampedArray(4 * w * h); },
+    requestAnimationFrame: now => now(), setTimeout: now => now(),
+    cancelAnimationFrame() {}, clearTimeout() {}};
+  return new Function(...Object.keys(browser), crate + script + `;
+    const A = models.trained.layers.map(L => L.T.A.map(rows => rows.map(row => [...row])));
+    const first = {worst, verdict: $.verdict.children[0], attention: A,
+      rates: models.trained.layers.map(L => numbers(L, n))};
+    set({eta: 0.2, lambda: 0.03, off: ["1.2"], hold: [2, 3, 1.5]});
+    for (const end of isText ? [5, 3, 6, 99] : []) {
+      $.text.value = data.text.slice(0, end);
+      set({});
+    }
+    const {rows, cols, at} = logits();
+    return {...first, out: [...at.subarray(0, rows * cols)],
+      untrained: check(data, models.untrained)};`)(...Object.values(browser));
 })));
 """
 
@@ -151,15 +159,18 @@ def computed(cache, text_cache):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_javascript_is_pytorch(kind, computed):
-    """Logits, attention and rates; then logits with other knobs, a head off and an entry held, a
-    text in pieces of which the second takes the end of the first back."""
+    """Logits, attention, rates and the share in the verdict; then logits with other knobs, a head
+    off and an entry held, of a text typed in pieces of which the second takes some letters back."""
     model, data, got = computed[kind]
     assert got["worst"] < 2e-5 < 1e-3 < got["untrained"]
     encoder = getattr(model, "encoder", model)
     entered, layers = [], [*encoder.layers]
     for layer in layers:
         layer.register_forward_pre_hook(lambda layer, args: entered.append(args[0]))
-    of_first_example(model, data)
+    wanted = of_first_example(model, data)
+    if data["task"] in ("vit", "gpt"):
+        share = 100 * wanted.flatten(0, -2)[-1].softmax(-1).max().item()
+        assert float(got["verdict"].split()[-2]) == pytest.approx(share, abs=0.06)
     for layer, Z, rates, maps in zip(layers, entered[:2], got["rates"], got["attention"]):
         step = layer.trace(Z)
         wanted = analyze.layer_numbers(layer, Z, step, analyze.Layers(ckpt="", unit_bases=True))

@@ -8,7 +8,7 @@ import torch
 import checkpoint
 from data import images, shapes, text
 from evaluate import classify, features, language_scores, nearest_neighbours
-from run import Processes
+from processes import Processes
 from train_mae import validate
 
 PROCESSES = Processes("cpu")

@@ -10,29 +10,31 @@ from helpers import metrics
 from test_checkpoint import make
 
 from checkpoint import read_checkpoint
-from flags import RunEnded, UserError
+from flags import UserError
 from optim import make_optimizers
-from run import Processes, read_metrics, Run, RunFlags
+from processes import Processes, RunEnded
+from run import read_metrics, Run, RunFlags
 
 
 def run_in(out, log_every=1, **more):
     flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
-    return Run(SimpleNamespace(**vars(flags), optimizer="adamw"), "vit", "tiny", Processes("cpu"))
+    config = SimpleNamespace(**vars(flags), optimizer="adamw", batch_size=1)
+    return Run(config, "vit", "tiny", Processes("cpu"))
 
 
 def start(out, total=10, eval_every=100, **more):
-    """(run, step): a run that has restored what there is; step(loss) does a step of it, as in the
-    scripts, and returns whether an evaluation is due."""
+    """(run, steps, work): a run that has resumed what there is; work(loss) does what the scripts do
+    in each of the steps, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.restore(model, model.config, optimizers, dict(classes=list("abc")))
-    run.begin("a model", total, eval_every, "images", 1, 0)
+    run.resume(model, optimizers, dict(classes=list("abc")))
+    steps = run.steps(total, "a model", eval_every)
 
-    def step(loss=1.0):
+    def work(loss=1.0):
         model(torch.ones(2, 3, 16, 16)).square().mean().backward()
         optimizers[0].step()
-        return run.log_step(torch.tensor(loss), 0.1)
-    return run, step
+        return run.log(torch.tensor(loss), 0.1)
+    return run, steps, work
 
 
 def test_a_folder_is_not_taken_by_accident(tmp_path):
@@ -71,11 +73,11 @@ def test_a_restart_goes_on_only_in_its_own_folder(tmp_path, monkeypatch):
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
-    run, step = start(tmp_path, eval_every=3, log_every=5)
+    run, steps, work = start(tmp_path, eval_every=3, log_every=5)
     monkeypatch.setattr("run.write_checkpoint", lambda *file: now.append(now.pop() + 100))
-    for seconds in [50] + 9 * [0.25]:
+    for seconds, _ in zip([50] + 9 * [0.25], steps):
         now[0] += seconds
-        if step():
+        if work():
             now[0] += 100
             run.record(dict(loss=1.0))
     done = run.done()
@@ -88,13 +90,12 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
 
 def train(out, until=None, **more):
     """20 steps, whose losses are 0, 1, 2 ...; logs every 6 and evaluates every 5."""
-    run, step = start(out, 20, 5, log_every=6, **more)
-    while run.step < run.total:
-        if step(float(run.step)):
+    run, steps, work = start(out, 20, 5, log_every=6, **more)
+    for step in steps:
+        if work(float(step)):
             run.record(dict(loss=1.0))
         if run.step == until:
             os.kill(os.getpid(), signal.SIGTERM)
-        run.end_step()
     return run.done()
 
 
@@ -118,25 +119,29 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
 
 
 def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
-    run, step = start(tmp_path)
-    for _ in range(3):
-        step()
-    run.save()
-    step()
+    run, steps, work = start(tmp_path)
+    for step in steps:
+        work()
+        if step == 2:
+            run.save()
+        if step == 3:
+            break
     run.write(dict(step=4, split="val", loss=math.nan))
     assert read_metrics(tmp_path)[-1] == dict(step=4, split="val", loss=None)
     run.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write("\0" * 9 + '\n{"loss": 1}\n[1]\n\xff\n{"step": 1, "spl')      # torn by a kill
-    run, *_ = start(tmp_path, resume=True)
+        file.write("\0" * 9 + '\n{"loss": 1}\n[1]\n\xff\n{"step": "1"}\n')
+        file.write('{"step": 1, "spl')                                      # torn by a kill
+    run, steps, _ = start(tmp_path, resume=True)
+    next(steps)
     run.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
 def test_best_pt_has_the_lowest_loss(tmp_path):
-    run, step = start(tmp_path)
-    for loss, best in ((2.0, 1), (3.0, 1), (1.0, 3), (None, 3)):    # None: chooses nothing
-        step()
+    run, steps, work = start(tmp_path)
+    for (loss, best), _ in zip(((2.0, 1), (3.0, 1), (1.0, 3), (None, 3)), steps):
+        work()
         run.record(dict(loss=0.5), loss)
         assert read_checkpoint(tmp_path / "best.pt")["step"] == best
     run.close()
@@ -144,12 +149,13 @@ def test_best_pt_has_the_lowest_loss(tmp_path):
 
 def test_a_second_sigterm_waits_for_the_first(tmp_path):
     """torchrun sends each signal to all its processes, which may have had it before."""
-    run, step = start(tmp_path)
-    step()
+    run, steps, work = start(tmp_path)
+    next(steps)
+    work()
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(RunEnded) as stopped:
-        run.end_step()
+        next(steps)
     assert stopped.value.exit_status == 143 and (tmp_path / "ckpt.pt").exists()
 
 

@@ -8,7 +8,7 @@ import train_mae
 from data import augment, images
 from evaluate import validation_noise
 from flags import parse
-from run import Processes
+from processes import Processes
 
 
 @pytest.mark.parametrize("flags", [

@@ -11,10 +11,10 @@ from torch import nn
 import checkpoint
 import evaluate
 import train_simdino
-from data import images
+from data import augment, images
 from flags import parse
 from model import coding_rate
-from run import derive_seed, Processes
+from processes import derive_seed, Processes
 
 ONE = Processes("cpu")
 
@@ -60,18 +60,30 @@ def shapes(cache):
     return images.load("shapes", cache=cache)
 
 
-def make_views(c, data, index=slice(20), step=3):
+def make_views(c, data, index=range(20), step=3, rows=slice(0, 20)):
     pixels = torch.tensor(data.train_images[index])
-    return train_simdino.make_views(pixels, c, data, step, slice(0, len(pixels)))
+    return train_simdino.make_views(pixels[rows], c, data, step, rows)
 
 
-def test_views_depend_on_seed_and_step(shapes):
+def test_views_depend_on_seed_step_and_row(shapes):
     whole = make_views(config("--blur=2"), shapes)
     for other in (make_views(config("--blur=2"), shapes, step=4),
                   make_views(config("--blur=2", "--seed=1"), shapes)):
         assert all((a != b).flatten(2).any(2).all() for a, b in zip(whole, other))
-    for v in whole:                                     # no image is seen twice alike
+    for v, part in zip(whole, make_views(config("--blur=2"), shapes, rows=slice(5, 15))):
+        assert (part - v[:, 5:15]).abs().max() < 1e-5       # what one process of several sees
+        # no image is seen twice alike
         assert all((v[a] != v[b]).flatten(1).any(1).all() for a in range(len(v)) for b in range(a))
+
+
+def test_which_views_are_blurred_and_solarized(shapes, monkeypatch):
+    """With the released probabilities; here an operation adds 10 to the pixels of its images."""
+    for name in ("gaussian_blur", "solarize"):
+        monkeypatch.setattr(augment, name, lambda x, rng, p, *_: x + 10 * p.view(-1, 1, 1, 1))
+    monkeypatch.setattr(augment, "normalize", lambda x, mean, std: x)
+    views = make_views(config("--blur=2"), shapes)
+    for v, expected in zip(views, ([10, 1 + 2], [5, 5])):
+        assert ((v.amin((1, 2, 3, 4)) + 0.01).floor() == torch.tensor(expected)).all()
 
 
 def test_branch():
@@ -94,16 +106,14 @@ def test_what_a_collapse_shows_in():
     assert train_simdino.feature_statistics(Z, 0.3, ONE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_without_the_coding_rate_the_features_collapse(train, tmp_path, capsys):
+def test_without_the_coding_rate_the_features_collapse(train, tmp_path):
     flags = ["--batch_size=50", "--local_views=0", "--epochs=6", "--warmup_epochs=3",
              "--lr=0.0039", "--momentum=0.5", "--log_every=4", "--eval_every=1000"]
     train(train_simdino, "without", "--gamma=0", *flags)
-    warned = [line for line in capsys.readouterr().out.splitlines() if "collapsed" in line]
-    assert warned[-1].startswith("step ") and "effective rank 1.0" in warned[-1]
     train(train_simdino, "with", *flags)
-    assert "collapsed" not in capsys.readouterr().out
     without, sound = (metrics(tmp_path / name)[-1] for name in ("without", "with"))
-    assert without["cosine"] > 0.999 and without["distance"] < 1e-3 and without["expansion"] == 0
+    assert without["cosine"] > 0.999 and without["effective_rank"] < 1.1
+    assert abs(without["loss"]) < 1e-3
     assert sound["cosine"] < 0.8 and sound["effective_rank"] > 2.5
     assert sound["coding_rate"] > 2 * without["coding_rate"]
 
@@ -125,50 +135,45 @@ def test_the_first_loss_by_hand(train, tmp_path, shapes, method):
         expected = mean_by_hand(s_logits, t_logits, cross_entropy(0, 0.04))
     else:
         gamma = (16 + 20) / (16 * 20)
-        near, expansion = mean_by_hand(s, t, distance), gamma * coding_rate(s[:2], 0.3).mean()
-        expected = near - expansion
-        assert line["distance"] == pytest.approx(near.item(), abs=1e-5)
-        assert line["expansion"] == pytest.approx(expansion.item(), rel=1e-5)
+        expected = mean_by_hand(s, t, distance) - gamma * coding_rate(s[:2], 0.3).mean()
     assert line["loss"] == pytest.approx(expected.item(), abs=1e-5)
 
 
-def test_schedules_teacher_center_and_frozen_prototypes(train, monkeypatch):
-    """One step of DINO after another, by hand."""
-    steps = []
-    loss, take_step, update = (getattr(train_simdino, name)
-                               for name in ("dino_loss", "take_step", "ema_update"))
+def test_schedules_clipping_teacher_center_and_frozen_prototypes(train, monkeypatch):
+    """One step of DINO after another, by hand; a hundred times the loss needs clipping."""
+    steps, update = [], torch._foreach_lerp_
+    loss, take_step = train_simdino.dino_loss, train_simdino.take_step
 
     def dino_loss(student, teacher, center, temperature):
         seen = dict(center=center.clone(), temperature=temperature)
         steps.append(seen | dict(mean=teacher.mean((0, 1))))
-        return loss(student, teacher, center, temperature)
+        return 100 * loss(student, teacher, center, temperature)
 
     def one_step(optimizers, lr, decay):
         decayed, rest = optimizers[0].param_groups
         norms = torch.stack([p.grad.norm() for p in decayed["params"] if p.grad is not None])
-        assert norms.max() < 0.001001 and (norms > 0.00099).sum() > 1   # each is clipped by itself
+        assert norms.max() < 3.001 and (norms > 2.999).sum() > 1        # each is clipped by itself
         take_step(optimizers, lr, decay)
         assert decayed["weight_decay"] == decay and rest["weight_decay"] == 0
         steps[-1] |= dict(lr=(decayed["lr"], rest["lr"]), decay=decay)
 
-    def ema_update(teacher, student, momentum):
-        expected = [momentum * t + (1 - momentum) * s for t, s in zip(teacher, student)]
-        update(teacher, student, momentum)
+    def average(teacher, student, share):
+        momentum = 1 - share
+        expected = [momentum * t + share * s for t, s in zip(teacher, student)]
+        update(teacher, student, share)
         torch.testing.assert_close(teacher, expected, atol=1e-6, rtol=0)
         prototypes, = (p.detach().clone() for p in student if p.shape == (24, 16))
         steps[-1] |= dict(momentum=momentum, prototypes=prototypes)
 
-    for name, function in (("dino_loss", dino_loss), ("take_step", one_step),
-                           ("ema_update", ema_update)):
-        monkeypatch.setattr(train_simdino, name, function)
-    train(train_simdino, "a", "--method=dino", "--epochs=2", "--lr=1e-3", "--clip_each=0.001",
-          "--min_lr=1e-5", "--warmup_epochs=0.5", "--momentum=0.9", "--weight_decay=0.04",
-          "--weight_decay_end=0.4", "--warmup_temp_epochs=1", "--teacher_temp=0.07",
-          "--freeze_epochs=0.5")
+    monkeypatch.setattr(train_simdino, "dino_loss", dino_loss)
+    monkeypatch.setattr(train_simdino, "take_step", one_step)
+    monkeypatch.setattr(torch, "_foreach_lerp_", average)
+    train(train_simdino, "a", "--method=dino", "--epochs=2", "--lr=1e-3", "--warmup_epochs=0.5",
+          "--momentum=0.9", "--warmup_temp_epochs=1", "--teacher_temp=0.07", "--freeze_epochs=0.5")
     center = torch.zeros(24)
     for i, now in enumerate(steps):
         fall, half = (0.5 * (1 + math.cos(math.pi * x)) for x in ((i - 10) / 30, i / 40))
-        lr = 1e-3 * (i + 1) / 10 if i < 10 else 1e-5 + (1e-3 - 1e-5) * fall
+        lr = 1e-3 * (i + 1) / 10 if i < 10 else 1e-6 + (1e-3 - 1e-6) * fall
         assert now["lr"] == pytest.approx((lr, lr))
         assert now["momentum"] == pytest.approx(1 - 0.1 * half)
         assert now["decay"] == pytest.approx(0.4 - 0.36 * half)

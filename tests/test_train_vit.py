@@ -11,7 +11,7 @@ import train_vit
 from data import augment, images
 from flags import parse, UserError
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
-from run import derive_seed
+from processes import derive_seed
 
 
 def test_fine_tuning_starts_from_the_encoder(train, tmp_path):

@@ -210,15 +210,15 @@ function check(data, model) {
 }
 
 function halfLogdet(w, first, p, n, a) {                        // 1/2 logdet(I + a w^* w)
-  const G = Float64Array.from({length: p * p}, (_, i) => i % (p + 1) ? 0 : 1);
+  const G = Float64Array.from({length: p * p}, (_, i) => i % (p + 1) ? 0 : 1), x = w.at;
   let sum = 0;
-  for (let i = 0, row = first; i < n; i++, row += w.cols)
+  for (let i = 0, row = first; i < n; i++, row += w.cols)       // its upper half: it is symmetric
     for (let s = 0; s < p; s++)
-      for (let t = 0; t < p; t++) G[s * p + t] += a * w.at[row + s] * w.at[row + t];
+      for (let t = s, y = a * x[row + s]; t < p; t++) G[s * p + t] += y * x[row + t];
   for (let s = 0; s < p; s++) {                                 // by elimination
     sum += Math.log(G[s * p + s]) / 2;
     for (let r = s + 1; r < p; r++)
-      for (let t = p - 1; t >= s; t--) G[r * p + t] -= G[r * p + s] / G[s * p + s] * G[s * p + t];
+      for (let t = r, y = G[s * p + r] / G[s * p + s]; t < p; t++) G[r * p + t] -= y * G[s * p + t];
   }
   return sum;
 }

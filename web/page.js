@@ -1,393 +1,300 @@
-// The page itself: what was chosen, what is computed, and how it is drawn. crate.js runs the model.
-// ---- State: what was chosen, and is kept in the address
-// `set` changes the state, as does a click on what has data-set; `update` computes and draws. `esc`
-// keeps names and texts from being markup.
-const $ = id => document.getElementById(id);
-const data = JSON.parse($("data").textContent);
-const {config: c, task} = data, text = task === "gpt", mae = task === "mae";
-const P = c.patch_size, H = c.image_size, side = H / P;     // side: of the grid of patches
-const middle = 1 + (side + 1) * (side >> 1);                // the token of the middle patch
-const depth = c.layers + (c.decoder_layers ?? 0);
-const kinds = ["trained", "untrained"];
-const models = {};                      // kind -> the model, when it has been built
-const letters = [...data.characters ?? "", "\ufffd"];       // the last stands for any other
-const views = [];                       // what `put` draws on canvases
-// masked patches are 3.7, heads that are off 2.1~2.4 (layer.head), a held entry is layer:entry:value
-const initial = {picture: 0, mask: (data.masked ?? []).join("."), text: data.text, layer: c.layers,
-  at: text ? -1 : mae || c.pool === "mean" ? middle : 0, entry: -1, hold: "", off: "",
-  lambda: c.lambd, eta: c.eta, untrained: 0};               // -1: the last token, the largest entry
-let state;                              // what was chosen
-let pixels, file;                       // the picture, and its file's name
-let turn = 0, edits = 0;                // counts of updates and of pictures
-let painted;                            // whether this drag has painted
-// What is drawn follows from the state: the model, its n tokens, the layer L and its trace T, the
-// token `at` and the entry of its code
-const shown = {};
+// The page: what was chosen, what is drawn from it, what the hand does. crate.js runs the model.
+// ---- What was chosen
+const all = selector => [...document.querySelectorAll(selector)];
+const $ = Object.fromEntries(all("[id]").map(box => [box.id, box]));        // $.text has id="text"
+const data = JSON.parse($.data.textContent), c = data.config;
+const isText = data.task === "gpt", isMae = data.task === "mae";
+const H = c.image_size, P = c.patch_size, side = H / P;         // side: of the grid of patches
+const letters = [...data.characters ?? "", "\ufffd"];           // the last stands for any other
+const models = {trained: build(data, "trained"), untrained: build(data, "untrained")};
+const middle = 1 + (side + 1) * (side >> 1);                    // the token of the middle patch
+const start = {
+  kind: "trained", layer: c.layers, eta: c.eta, lambda: c.lambd,
+  at: isText ? null : isMae || c.pool === "mean" ? middle : 0,  // a token; null is the last
+  entry: null,                                                  // of its code; null is the largest
+  off: [], hold: [], mask: data.masked ?? [],                   // as crate.js has them
+};
+const chosen = {...start};              // and the pixels of a picture
+let model, L, n;                        // what is shown: a layer of a model, with n tokens
+let frame, rest;                        // the frame that will show it, and the pause after the last
 
-const esc = words => String(words).replace(/[&<>"]/g, sign => `&#${sign.charCodeAt()};`);
-const visible = letter => esc({" ": "␣", "\n": "↵"}[letter] ?? letter);
-const digits = y => String(+y.toPrecision(3)).replace("-", "−");
-const rgbOf = colour => colour.match(/\w\w/g).map(digits => parseInt(digits, 16));
-const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
-const rowAt = (M, i = shown.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
-const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
-const masked = () => new Set(state.mask.split(".").filter(Boolean).map(Number));
-const pause = ms => new Promise(done => setTimeout(done, ms));
-const button = (inner, pressed, changes) =>
-  `<button aria-pressed="${pressed}" data-set="${esc(JSON.stringify(changes))}">${inner}</button>`;
-
+// Lists and pixels are replaced, never changed in place: so `run` knows what is new
 function set(changes) {
-  Object.assign(state, changes);
-  if (text || !("picture" in changes)) return update();
-  state.picture = clamp(state.picture | 0, 0, data.labels.length - 1);
-  const start = 3 * H * H * state.picture;
-  return look(bytes(data.pictures).slice(start, start + 3 * H * H));
+  Object.assign(chosen, changes);
+  cancelAnimationFrame(frame);
+  frame = requestAnimationFrame(draw);
 }
 
-function look(picture, name) {                              // `name`: of the user's own file
-  pixels = picture;
-  file = name;
-  edits++;
-  return update();
-}
-
-// ---- Computing
-// Runs a model on what is new since its last run; undefined if something newer has begun meanwhile
-async function compute(kind, mine) {
-  const model = models[kind] ??= build(data, kind), {eta, lambda, off, hold} = state;
-  const all = [...state.text || "\n"], half = c.context >> 1, began = performance.now();
-  const first = Math.max(0, Math.ceil((all.length - c.context) / half) * half);     // moves by half
-  const ids = text ? idsOf(data, all.slice(first)) : [`${edits} ${state.mask}`];
-  const knobs = {eta, lambda, off: off.split("~"), hold: hold.split(":").map(Number)};
-  const key = JSON.stringify(knobs);
+// Runs a model on what is new: a picture as a whole, a text from the first new character on
+function run(kind) {
+  const model = models[kind], {eta, lambda, off, hold, mask, pixels} = chosen;
+  const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
+  const seen = [eta, lambda, off, hold, mask, pixels];
+  const same = seen.every((value, i) => value === model.seen?.[i]);
+  if (same && `${ids}` === `${model.ids}`) return model;
   let from = 0;
-  while (key === model.key && from < ids.length && ids[from] === model.ids[from]) from++;
-  if (from < ids.length) {
-    const Z = text ? embedText(model, ids, from) : embedPicture(model, data, pixels, masked());
-    model.key = null;
-    for (const l of forward(model, Z, from, knobs))
-      if (performance.now() - began > 60) {
-        if (kind === kinds[+state.untrained]) put("verdict", `Thinking … layer ${l}`);
-        await pause(0);
-        if (mine !== turn) return;
-      }
-    const logits = read(model, rowsOf(model.layers.at(-1).T.out, from, from + Z.rows));
-    model.logits = from ? stacked(model.logits, logits, from) : logits;
-    put("speed", Math.round(performance.now() - began));
-  }
-  if (from < ids.length || ids.length < model.ids.length) model.numbers = null;
-  return Object.assign(model, {key, ids, n: text ? ids.length : 1 + side ** 2});
+  while (same && from < ids.length - 1 && ids[from] === model.ids[from]) from++;
+  const Z = isText ? embedText(model, ids, from) : embedPicture(model, data, pixels, new Set(mask));
+  for (const _ of forward(model, Z, from, {eta, lambda, off, hold}));
+  return Object.assign(model, {seen, ids});
 }
 
-async function update() {
-  const mine = ++turn, current = await compute(kinds[+state.untrained], mine);
-  if (current) draw(current, mine);
-}
-
-function draw(current, mine) {
-  const focus = document.activeElement?.dataset.set, {n} = current;
-  const L = current.layers[clamp(state.layer, 1, depth) - 1], {code} = L.T;
-  const at = state.at < 0 || state.at >= n ? n - 1 : state.at;
-  const entry = state.entry < 0 || state.entry >= code.cols ? order(rowAt(code, at))[0]
-    : state.entry;
-  Object.assign(shown, {model: current, n, L, T: L.T, at, entry});
-  views.length = 0;
-  (text ? drawText : drawPicture)();
-  (mae ? drawGuess : drawAnswer)();
+// ---- What is drawn from it
+function draw() {
+  model = run(chosen.kind);
+  L = model.layers[chosen.layer - 1];
+  n = L.T.code.rows;
+  chosen.at = Math.min(chosen.at ?? n, n - 1);
+  chosen.entry ??= order(rowAt(L.T.code))[0];
+  for (const knob of ["layer", "lambda", "eta"])
+    $[knob].nextElementSibling.value = $[knob].value = chosen[knob];
+  $.untrained.checked = chosen.kind === "untrained";
+  (isText ? drawText : drawPicture)();
+  (isMae ? drawGuess : drawAnswer)();
   drawHeads();
-  drawStrips();
+  drawCode();
   drawEntry();
-  for (const [id, value] of Object.entries({layer: L.number, lambda: state.lambda, eta: state.eta}))
-    $(id).nextElementSibling.value = $(id).value = value;
-  $("untrained").checked = +state.untrained;
-  [...document.querySelectorAll("[data-set]")].find(box => box.dataset.set === focus)?.focus();
-  settle(mine);
+  clearTimeout(rest);
+  rest = setTimeout(drawCharts, 300);
 }
 
-// ---- Drawing
-function put(id, ...parts) {                               // and what is on its canvases
-  $(id).innerHTML = parts.flat(2).join("");
-  for (const box of $(id).querySelectorAll("[data-view]"))
-    drawCanvas(box, ...views[box.dataset.view]);
+const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
+const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
+const largest = values => Math.max(1e-9, ...values);            // never 0: one divides by it
+const rowAt = (M, i = chosen.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
+const logits = () => read(model, model.layers.at(-1).T.out);
+const visible = letter => ({" ": "␣", "\n": "↵"}[letter] ?? letter);
+const digits = y => String(+y.toPrecision(3)).replace("-", "−");
+const percent = share => `${(100 * share).toFixed(1)} %`;
+
+function node(tag, properties, ...inside) {                     // words stay words, never markup
+  const element = Object.assign(document.createElement(tag), properties);
+  element.append(...inside.flat());
+  return element;
 }
 
-// A value for each token: bars over the characters, colour over the picture. None: the picture
-function view(values, picture = pixels, hidden) {
-  if (text) return bars(values);
-  views.push([values, picture, hidden]);                    // `put` draws it
-  return `<div class="frame" data-view="${views.length - 1}"><canvas></canvas><i></i></div>`;
+function put(box, ...inside) {                                  // the same button keeps the focus
+  const focused = [...box.querySelectorAll("button")].indexOf(document.activeElement);
+  box.replaceChildren(...inside.flat());
+  box.querySelectorAll("button")[focused]?.focus({preventScroll: true});
 }
 
-function bars(values) {
-  const {model, at} = shown;
-  const most = Math.max(1e-9, ...values), bar = i => 1.5 * Math.max(0, values[i]) / most;
-  return `<div class="type">${model.ids.map((id, i) => `<span class="${i === at ? "at" : ""}">` +
-    `<i style="height: ${bar(i)}em"></i>${visible(letters[id])}</span>`).join("")}</div>`;
+const button = (words, ariaPressed, onclick) => node("button", {ariaPressed, onclick}, words);
+const note = words => node("small", {}, words);
+const svg = (box, inside) => node("div", {innerHTML: `<svg ${box}>${inside}</svg>`});
+const character = (i, above, below) => node("span", {className: i === chosen.at ? "at" : "",
+  onclick: () => point(i)}, above, node("b", {}, visible(letters[model.ids[i]])), below);
+
+function canvas(pixels) {                                       // uint8 (H, H, 3)
+  const image = new ImageData(H, H), box = node("canvas", {width: H, height: H});
+  image.data.forEach((_, t) => image.data[t] = t % 4 < 3 ? pixels[3 * (t >> 2) + t % 4] : 255);
+  box.getContext("2d").putImageData(image, 0, 0);
+  return box;
 }
 
-function drawCanvas(box, values, picture, hidden = new Set()) {
-  const [canvas, frame] = box.children, image = new ImageData(H, H), style = getComputedStyle(box);
-  const {at} = shown;
-  const [hot, page] = ["--accent", "--page"].map(name => rgbOf(style.getPropertyValue(name)));
-  const most = Math.max(1e-9, ...values?.slice(1) ?? []);   // without the class token
-  for (let i = 0; i < H * H; i++) {
-    const y = i / H | 0, x = i % H, patch = (y / P | 0) * side + (x / P | 0);
-    const rgb = picture.subarray(3 * i, 3 * i + 3), share = values?.[patch + 1] / most;
-    const faint = page.map(part => .75 * part + .08 * sumOf(rgb));
-    const hatch = (x + y) % 4 < 2 ? 150 : 90;
-    image.data.set(hidden.has(patch) ? [hatch, hatch, hatch] : !values ? rgb :
-      faint.map((part, k) => share * hot[k] + (1 - share) * part), 4 * i);
-    image.data[4 * i + 3] = 255;
-  }
-  canvas.width = canvas.height = H;
-  canvas.getContext("2d").putImageData(image, 0, 0);
-  frame.style = `display: ${at ? "block" : "none"}; width: ${100 / side}%; height: ${100 / side}%;
-    left: ${(at - 1) % side * 100 / side}%; top: ${((at - 1) / side | 0) * 100 / side}%`;
+// A picture with a share, 0 to 1, on each patch; page.css colours it, and frames the chosen patch
+function patches(pixels, kind, share) {
+  const cells = Array.from({length: side ** 2}, (_, i) =>
+    node("i", {style: `opacity: ${share(i)}`}));
+  return node("div", {className: `patches ${kind}`}, canvas(pixels), cells);
+}
+
+// A value for each token: bars over the characters, or colour on the patches
+function view(values) {
+  const most = largest(values.slice(isText ? 0 : 1));           // without the class token
+  const share = i => clamp((values[i] ?? 0) / most, 0, 1);
+  if (!isText) return patches(chosen.pixels, "heat", i => share(i + 1));
+  return node("div", {className: "type"}, model.ids.map((_, i) =>
+    character(i, node("i", {style: `height: ${1.5 * share(i)}em`}), "")));
 }
 
 function drawPicture() {
-  const {at} = shown;
-  const all = bytes(data.pictures), row = 1 + ((at - 1) / side | 0), column = 1 + (at - 1) % side;
-  put("picture", view(null, pixels, masked()));
-  put("caption", esc(file ?? data.classes[data.labels[state.picture]]),
-    at ? ` · row ${row}, column ${column}` : " · class token");
-  put("thumbs", data.labels.map((_, i) => button(view(null, all.subarray(3 * H * H * i)),
-    file === undefined && i === state.picture, {picture: i})));
+  const {at, mask, pixels} = chosen;
+  const row = 1 + ((at - 1) / side | 0), column = 1 + (at - 1) % side;
+  const area = at ? [row, column, row + 1, column + 1] : [1, 1, -1, -1];
+  document.body.style = `--side: ${side}; --chosen: ${area.join(" / ")}`;
+  put($.picture, patches(pixels, "mask", i => +mask.includes(i)));
 }
 
-function drawGuess() {                                      // what an autoencoder fills in
-  const {logits} = shown.model, hidden = masked(), filled = pixels.slice(), size = 3 * P * P;
-  for (const i of hidden)
-    for (let t = 0; t < size; t++) {
-      const k = t % 3, guess = logits.at[(i + 1) * size + t] * data.std[k] + data.mean[k];
-      filled[3 * pixelOf(i, t / 3 | 0, side, P) + k] = clamp(255 * guess, 0, 255);
-    }
-  put("verdict", `It fills in ${hidden.size} masked patches`);
-  put("answer", view(null, filled));
+function drawText() {                                           // below each, the likeliest to come
+  const {ids} = model, Y = logits(), five = i => order(rowAt(Y, i)).slice(0, 5);
+  put($.tokens, ids.map((_, i) => character(i, "", five(i).map(id =>
+    node(id === ids[i + 1] ? "u" : "s", {}, visible(letters[id]))))));
 }
 
-function drawText() {                                       // below each, the five likeliest next
-  if ($("text").value !== state.text) $("text").value = state.text;
-  const guess = (id, hit) => {
-    const letter = visible(letters[id]);
-    return hit ? `<u>${letter}</u>` : `<s>${letter}</s>`;
-  };
-  const {model, at} = shown, best = i => order(rowAt(model.logits, i)).slice(0, 5);
-  put("tokens", model.ids.map((id, i) => [`<span class="${i === at ? "at" : ""}" `,
-    `data-set='{"at": ${i}, "entry": -1}'><b>${visible(letters[id])}</b>`,
-    ...best(i).map(id => guess(id, id === model.ids[i + 1])), "</span>"]));
+function drawGuess() {                                          // what an autoencoder fills in
+  const {mask, pixels} = chosen, {mean, std} = data, filled = pixels.slice(), Y = logits();
+  for (const patch of mask)
+    rowAt(Y, patch + 1).forEach((y, t) => {
+      const k = t % 3, pixel = pixelOf(patch, t / 3 | 0, side, P);
+      filled[3 * pixel + k] = clamp(255 * (y * std[k] + mean[k]), 0, 255);
+    });
+  put($.verdict, `It fills in ${mask.length} masked patches`);
+  put($.answer, patches(filled, "", () => 0));
 }
 
-function drawAnswer() {                                     // what the head reads after each layer
-  const {model, L, at} = shown;
-  if (!model.head && !text) return put("verdict", "An encoder without a head");
-  const names = text ? letters.map(visible) : data.classes.map(esc);
-  const rows = model.layers.map(({T: {out}}) =>
-    softmax(read(model, text ? rowsOf(out, at, at + 1) : out).at.slice(0, names.length)));
-  const best = order(rows.at(-1)).slice(0, 10), now = l => l === L.number - 1 ? "now" : "";
-  const last = best.map(k => `${(100 * rows.at(-1)[k]).toFixed(1)} %`);
-  const asked = text ? `After ${visible(letters[model.ids[at]])} comes` : "It sees:";
-  put("verdict", `${asked} ${names[best[0]]}, ${last[0]}`);
-  const bar = (share, l) => `<td class="${now(l)}"><i style="width: ${100 * share}%"></i>`;
-  put("answer", "<table><tr><th>layer", rows.map((_, l) => `<th class="${now(l)}">${l + 1}`),
-    "<th>", best.map((k, i) => [`<tr><td>${names[k]}`, ...rows.map((row, l) => bar(row[k], l)),
-      `<td>${last[i]}`]), "</table>");
+function drawAnswer() {                                         // what the head reads in each layer
+  if (!model.head && !isText) return put($.verdict, "An encoder without a head");
+  const {at} = chosen, names = isText ? letters.map(visible) : data.classes;
+  const layers = model.layers.map(({T: {out}}) =>
+    softmax(rowAt(read(model, isText ? rowsOf(out, at, at + 1) : out), 0)));
+  const last = layers.at(-1), best = order(last).slice(0, 10);
+  const row = (name, inside, end) => node("tr", {}, node("th", {}, name), layers.map((_, l) =>
+    node("td", {className: l === L.number - 1 ? "now" : ""}, inside(l))), node("td", {}, end));
+  const asked = isText ? `After ${names[model.ids[at]]} comes` : "It sees:";
+  put($.verdict, `${asked} ${names[best[0]]}, ${percent(last[best[0]])}`);
+  put($.answer, node("table", {}, row("layer", l => l + 1, ""),
+    best.map(k => row(names[k], l => node("i", {style: `width: ${100 * layers[l][k]}%`}),
+      percent(last[k])))));
 }
 
 function drawHeads() {
-  const {n, L, T, at} = shown, off = state.off.split("~").filter(Boolean);
-  put("heads", T.A.map((rows, k) => {
-    const name = `${L.number}.${k + 1}`, on = !off.includes(name), row = rows[at].subarray(0, n);
-    const spread = Math.exp(-sumOf(row, share => share && share * Math.log(share))).toFixed();
-    const flipped = (on ? [...off, name] : off.filter(other => other !== name)).join("~");
-    const [a, b] = [0, L.heads].map(first => L.mix && Math.round(100 * L.mix[first + k]));
-    const mixture = L.mix ? `; the previous token is ${a} % of the keys, ${b} % of the values` : "";
-    return `<div>${view(row)}${button(`head ${k + 1}: ${on ? "on" : "off"}`, on, {off: flipped})}
-      <small>${on ? `averages about ${spread} of ${n}` + mixture : "adds nothing"}</small></div>`;
+  put($.heads, L.T.A.map((rows, k) => {
+    const head = `${L.number}.${k + 1}`, off = chosen.off.includes(head), row = rows[chosen.at];
+    const spread = Math.exp(-sumOf(row, a => a && a * Math.log(a)));        // e^entropy
+    return node("div", {}, view(row), button(`head ${k + 1}: ${off ? "off" : "on"}`, !off,
+      () => set({off: toggled(chosen.off, head)})),
+      note(off ? "adds nothing" : `averages ≈ ${spread.toFixed()} of ${n}`));
   }));
 }
 
-function drawStrips() {                                     // the token before and after the step
-  const {L, T, entry} = shown;
-  const before = rowAt(T.X), code = rowAt(T.code), m = code.length, best = order(code).slice(0, 6);
-  const most = Math.max(1e-9, ...before, ...code);
-  const nonzeros = code.filter(y => y !== 0).length;
-  const bars = values => [...values].map((y, i) => `M${i + .1} 0v${-y / most}h.8v${y / most}z`);
-  const strip = (values, rows, kind) => `<svg viewBox="0 -1 ${m} ${rows}" height="${48 * rows}"
-    preserveAspectRatio="none"><rect x="${entry}" y="-1" width="1" height="${rows}"/>
-    <path class="${kind}" d="${bars(values).join("")}"/></svg>`;
-  put("strips", "<small>before the step</small>", strip(before, 2, "bar"), `<small>after it:
-    ${nonzeros} of ${m} entries are not zero</small>`, strip(code, L.decodes ? 2 : 1, "hot"));
-  put("largest", "<small>largest</small>", best.map(j =>
-    button(`${j}: ${digits(code[j])}`, j === entry, {entry: j})));
+function drawCode() {                                           // before and after the step
+  const before = rowAt(L.T.X), after = rowAt(L.T.code), m = after.length;
+  const most = largest([...before, ...after].map(Math.abs));
+  const strip = (values, kind) => {
+    const rows = Math.min(...values) < 0 ? 2 : 1;               // above zero, and below
+    const bars = [...values].map((y, j) => `M${j + .1} 0v${-y / most}h.8v${y / most}z`);
+    return svg(`viewBox="0 -1 ${m} ${rows}" height="${48 * rows}" preserveAspectRatio="none"`,
+      `<rect x="${chosen.entry}" y="-1" width="1" height="${rows}"/>
+      <path class="${kind}" d="${bars.join("")}"/>`);
+  };
+  const nonzeros = after.filter(y => y !== 0).length;
+  put($.code, note("before the step"), strip(before, "before"),
+    note(`after it: ${nonzeros} of ${m} entries are not zero`), strip(after, "after"));
+  put($.largest, note("largest"), order(after).slice(0, 6).map(j =>
+    button(`${j}: ${digits(after[j])}`, j === chosen.entry, () => set({entry: j}))));
 }
 
-function drawEntry() {                                      // at every token, and where it is high
-  const {n, L, T, entry} = shown, m = T.code.cols;
-  const held = state.hold.startsWith(`${L.number}:${entry}:`);
-  put("entry", `Entry ${entry} of layer ${L.number}${held ? ", held at every token" : ""}`);
-  put("where", view(Float32Array.from({length: n}, (_, i) => T.code.at[i * m + entry])));
-  $("hold").min = Math.floor(2 * T.code.at.reduce((least, y) => Math.min(least, y), 0));
-  $("hold").max = Math.ceil(2 * T.code.at.reduce((most, y) => Math.max(most, y)));
-  $("hold").value = rowAt(T.code)[entry];
-  $("hold").nextElementSibling.value = digits(Number($("hold").value));
+function drawEntry() {                                          // at every token
+  const {entry, hold} = chosen, {code} = L.T;
+  const others = code.at.filter((_, t) => t % code.cols !== entry);         // holding moves none
+  const [low, high] = [Math.min, Math.max].map(end => others.reduce((a, b) => end(a, b)));
+  $.entry.textContent = `Entry ${entry} of layer ${L.number}`;
+  $.hold.min = Math.floor(2 * low);
+  $.hold.max = Math.ceil(2 * high);
+  $.hold.value = rowAt(code)[entry];
+  $.hold.nextElementSibling.value = digits($.hold.valueAsNumber);
+  $.release.hidden = !hold.length;
+  $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
+  put($.where, view(Float32Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
   const passages = data.entries?.[L.number - 1][entry] ?? [];
-  const marked = (letter, hit) => hit ? `<mark>${visible(letter)}</mark>` : visible(letter);
-  const title = passages.length ? "<small>It is highest here:</small>" : "";
-  put("passages", title, passages.map(([words, i]) =>
-    ["<p>", ...[...words].map((letter, j) => marked(letter, i === j)), "</p>"]));
+  const marked = ([words, i]) => node("p", {}, [...words].map((letter, j) =>
+    i === j ? node("mark", {}, visible(letter)) : visible(letter)));
+  put($.passages, note(passages.length ? "It is highest here:" : ""), passages.map(marked));
 }
 
-// Once nothing has moved for a while: what was chosen goes into the address, then the charts follow
-async function settle(mine) {
-  await pause(100);
-  if (mine !== turn) return;
-  const kept = Object.entries(state).filter(([key, value]) => value !== initial[key]);
-  history.replaceState(null, "", "#" + new URLSearchParams(kept));
-  for (const kind of kinds) if (!await compute(kind, mine) || mine !== turn) return;
-  drawCharts();
-}
-
-// R^c, its change and the nonzeros, layer by layer, of the trained and the untrained model
+// Once nothing has changed for a while: what each layer measures, trained and untrained
 function drawCharts() {
-  const {n, L} = shown;
-  const both = kinds.map(kind => models[kind].numbers ??=
-    models[kind].layers.map(L => numbers(L, n)));
-  const charts = {rate: "R<sup>c</sup> of U<sub>k</sub>*LN(Z), each of norm 1, nats", change:
-    "What attention adds to R<sup>c</sup>, nats", nonzeros: "Share of the code that is not zero"};
-  const x = l => 44 + 240 * l / Math.max(1, depth - 1);
-  put("charts", Object.entries(charts).map(([key, title]) => {
-    const all = both.flat().map(row => row[key]).concat(key === "change" ? 0 : []);
-    const low = Math.min(...all), high = Math.max(...all);
-    const y = value => 112 - 100 * (value - low) / (high - low || 1);
-    const points = rows => rows.map((row, l) => `${x(l)} ${y(row[key])}`);
-    const dot = point => `<path class="dot" d="M${point}m-4 0a4 4 0 108 0a4 4 0 10-8 0"/>`;
-    const curve = (rows, k) => `<g class="${kinds[k]}"><path d="M${points(rows).join("L")}"/>${
-      points(rows).map(dot).join("")}</g>`;
-    const [now, was] = both.map(rows => digits(rows[L.number - 1][key]));
-    const rules = `M44 ${y(clamp(0, low, high))}H284M${x(L.number - 1)} 8V116`;
-    const tick = (place, value) => `<text x="36" y="${place}">${digits(value)}</text>`;
-    return `<div><small>${title}<br>layer ${L.number}: ● ${now}, untrained ○ ${was}</small>
-      <svg viewBox="0 0 300 120"><path class="rule" d="${rules}"/>${tick(16, high)}${tick(116, low)}
-      ${curve(both[1], 1)}${curve(both[0], 0)}</svg></div>`;
-  }));
-}
-
-// ---- What the user does
-function load() {                                           // what the address says
-  state = {...initial};
-  for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
-    if (key in initial) state[key] = typeof initial[key] === "number" ? Number(value) || 0 : value;
-  set({picture: state.picture});
-}
-onclick = ({target}) =>
-  target.closest("[data-set]") && set(JSON.parse(target.closest("[data-set]").dataset.set));
-$("picture").onkeydown = $("tokens").onkeydown = e => {     // to another patch or character
-  const row = text ? 0 : side;
-  const steps = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row};
-  if (!steps[e.key] || e.altKey || e.ctrlKey || e.metaKey) return;
-  e.preventDefault();
-  set({at: clamp(shown.at + steps[e.key], 0, shown.n - 1), entry: -1});
-};
-$("text").oninput = () => set({text: $("text").value, at: -1, entry: -1});
-$("layer").oninput = () => set({layer: Number($("layer").value), entry: -1});
-for (const id of ["lambda", "eta"]) $(id).oninput = () => set({[id]: Number($(id).value)});
-$("untrained").onchange = () => set({untrained: +$("untrained").checked});
-$("reset").onclick = () => set({...initial, text: state.text, picture: state.picture});
-$("hold").oninput = () => {
-  const {L, entry} = shown;
-  set({hold: `${L.number}:${entry}:${$("hold").value}`, entry});
-};
-$("strips").onclick = e => e.target.closest("svg") &&
-  set({entry: Math.floor(e.offsetX / $("strips").clientWidth * shown.T.code.cols)});
-$("write").onclick = async () => {
-  $("write").disabled = true;
-  for (let i = 0; i < 20; i++) {
-    const known = rowAt(shown.model.logits, shown.n - 1).slice(0, -1);      // the last is no text
-    const chances = softmax(known, 1 / .8);                 // temperature 0.8
-    let left = Math.random(), k = 0;
-    while ((left -= chances[k]) > 0 && k < chances.length - 1) k++;
-    await set({text: state.text + letters[k], at: -1});
-    await pause(20);
+  const both = Object.keys(models).map(kind => run(kind).layers.map(L => numbers(L, n)));
+  for (const measure of ["rate", "change", "nonzeros"]) {
+    const [trained, untrained] = both.map(rows => rows.map(row => row[measure]));
+    const now = values => digits(values[L.number - 1]);
+    put($[measure], note(`layer ${L.number}: ● ${now(trained)}, untrained ○ ${now(untrained)}`),
+      chart({untrained, trained}));
   }
-  $("write").disabled = false;
-};
-$("file").onchange = async () => {
-  const [chosen] = $("file").files, brush = new OffscreenCanvas(H, H).getContext("2d");
-  try {
-    const image = await createImageBitmap(chosen), size = Math.min(image.width, image.height);
-    brush.imageSmoothingQuality = "high";
-    brush.fillStyle = "white";                              // behind what is transparent
-    brush.fillRect(0, 0, H, H);
-    const [x, y] = [image.width - size, image.height - size];
-    brush.drawImage(image, x / 2, y / 2, size, size, 0, 0, H, H);
-    look(brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3), chosen.name);
-  } catch { put("caption", esc(chosen.name), " cannot be read as a picture"); }
-};
-
-function pointed(e) {                                       // the pixel there, and its patch
-  const {left, top, width} = $("picture").getBoundingClientRect();
-  const pixel = offset => clamp(offset / width * H | 0, 0, H - 1);
-  const x = pixel(e.clientX - left), y = pixel(e.clientY - top);
-  return {x, y, patch: (y / P | 0) * side + (x / P | 0)};
 }
 
-function paint(x, y) {                                      // a round dab of the chosen colour
-  const rgb = rgbOf($("colour").value);
+function chart(curves) {                                        // {kind: a value for each layer}
+  const values = Object.values(curves).flat();
+  const low = Math.min(...values), high = Math.max(...values);
+  const [left, right, top, bottom] = [44, 284, 12, 112];
+  const x = l => left + (right - left) * l / Math.max(1, model.layers.length - 1);
+  const y = value => bottom - (bottom - top) * (value - low) / (high - low || 1);
+  const tick = value => `<text x="${left - 8}" y="${y(value) + 4}">${digits(value)}</text>`;
+  const curve = ([kind, values]) => `<g class="${kind}">
+    <polyline points="${values.map((value, l) => [x(l), y(value)]).join(" ")}"/>
+    ${values.map((value, l) => `<circle cx="${x(l)}" cy="${y(value)}" r="4"/>`).join("")}</g>`;
+  return svg('viewBox="0 0 300 124"', `${tick(low)}${tick(high)}
+    <path class="rule" d="M${left} ${y(clamp(0, low, high))}H${right}"/>
+    <path class="rule" d="M${x(L.number - 1)} ${top}V${bottom}"/>
+    ${Object.entries(curves).map(curve).join("")}`);
+}
+
+// ---- What the hand does
+const toggled = (list, item) =>
+  list.includes(item) ? list.filter(other => other !== item) : [...list, item];
+const point = at => at === chosen.at || set({at, entry: null});
+const toggleMask = () => isMae && chosen.at && set({mask: toggled(chosen.mask, chosen.at - 1)});
+
+for (const knob of ["lambda", "eta"])
+  $[knob].oninput = () => set({[knob]: $[knob].valueAsNumber});
+$.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
+$.untrained.onchange = () => set({kind: $.untrained.checked ? "untrained" : "trained"});
+$.reset.onclick = () => set(start);
+$.hold.oninput = () => set({hold: [L.number, chosen.entry, $.hold.valueAsNumber]});
+$.release.onclick = () => set({hold: []});
+$.code.onclick = e => e.target.closest("svg") &&
+  set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
+
+$.text.oninput = () => set({at: null, entry: null});
+$.write.onclick = async () => {
+  for (let i = 0; i < 20; i++) {                                // Gumbel's noise draws a softmax's
+    const noise = () => -Math.log(-Math.log(Math.random()));    // characters, at temperature 0.8
+    const noisy = rowAt(logits(), n - 1).map(y => y / .8 + noise());
+    $.text.value += letters[order(noisy.slice(0, -1))[0]];      // without the one for any other
+    $.text.oninput();
+    await new Promise(requestAnimationFrame);
+  }
+};
+
+$.class.onclick = () => point(0);
+$.picture.onclick = toggleMask;
+$.picture.onkeydown = $.tokens.onkeydown = e => {
+  const row = isText ? 0 : side;
+  const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row}[e.key];
+  if (e.key === "Enter") toggleMask();
+  if (!step || e.altKey || e.metaKey) return;
+  e.preventDefault();
+  point(clamp(chosen.at + step, 0, n - 1));
+};
+$.picture.onpointerdown = $.picture.onpointermove = e => {
+  const [x, y] = [e.offsetX, e.offsetY].map(offset =>
+    clamp(offset / $.picture.clientWidth * H | 0, 0, H - 1));
+  point(1 + (y / P | 0) * side + (x / P | 0));
+  if (e.buttons && e.type === "pointermove" && !isMae) paint(x, y);
+};
+
+function paint(x, y) {                                          // a round dab of the chosen colour
+  const rgb = $.colour.value.match(/\w\w/g).map(hex => parseInt(hex, 16));
+  const pixels = chosen.pixels.slice();
   for (let i = 0; i < H * H; i++)
     if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 20) pixels.set(rgb, 3 * i);
-  painted = true;
-  edits++;
+  set({pixels});
 }
 
-function choose(patch) {
-  if (painted || shown.at !== patch + 1) set({at: patch + 1, entry: -1});
-}
-
-$("picture").onpointerdown = e => {
-  painted = false;
-  choose(pointed(e).patch);
-};
-$("picture").onpointermove = e => {
-  const {x, y, patch} = pointed(e);
-  // a drag paints; where a click masks, only once it has left its patch
-  if (e.buttons && (!mae || painted || shown.at !== patch + 1)) paint(x, y);
-  choose(patch);
-};
-$("picture").onpointerup = e => {
-  const {patch} = pointed(e), patches = masked();
-  if (mae && !painted)                                      // a click masks
-    set({mask: (patches.delete(patch) ? [...patches] : [...patches, patch]).join(".")});
-  else choose(patch);
-  painted = false;
-};
-
-// ---- What stays: names, each equation with its source and its place, the check
-function equation(id, words, source, part) {                // _k, ^* and _{...} as in the papers
-  words = words.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>").replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>")
-    .replace(/[{}]/g, "").replace(/,/g, ", &ensp;").replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
-  put(id, words, ` <small>${source}, ${part} in model.py</small>`);
-}
-const back = {learned: "+ W", subspace: "+ s[U_1…U_K]", negative: "− s[U_1…U_K]",
-  transpose: "+ s[U_1…U_K]^*"}[data.output];
-equation("compress", `Z^{l+½} = Z^l ${back} [w_k softmax(w_k^*w_k / √p)]_k, w_k = U_k^*LN(Z^l)`,
-  (back === "+ W" ? "[J] Eq. (37)" : "[S], [J] Eq. (36)") + (c.rotary ? "; rotary positions" : "")
-  + (c.shift ? "; keys and values mixed with the previous token" : ""), "MSSA");
-equation("sparsify", ...c.arch === "crate-alpha" ?
-  [`Z^{l+1} = Z^{l+½} + D̂A_{${c.ista_steps}}, A_0 = 0,
-    A_s = ReLU(A_{s−1} − ηD^*(DA_{s−1} − X) − ηλ), X = LN(Z^{l+½})`,
-  "[B] Eq. (7.5.3)-(7.5.5)", "ODL"] :
-  ["Z^{l+1} = ReLU(X − ηD^*(DX − X) − ηλ), X = LN(Z^{l+½})", "[J] Eq. (44)", "ISTA"]);
-equation("decode", "Decoder: Y = D̃ LN(Z), Z′ = Y − MSSA(LN(Y))", "[B] Eq. (7.6.3)-(7.6.4)",
-  "DecoderLayer");
-equation("rate", "R^c(Z | U) = ½ Σ_k logdet(I + p/(nε^2) (U_k^*Z)^*U_k^*Z), ε = 0.1",
-  "[J] Eq. (13)", "subspace_coding_rate");
-document.body.className = task;
-document.title = document.querySelector("h1").textContent = `Look inside ${data.name}`;
-$("layer").max = depth;
-put("about", `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`);
-const worst = check(data, models.trained = build(data, "trained"));
-put("check", `On the first example this page is at most ${worst.toExponential(1)} from PyTorch.`);
-$("alarm").hidden = worst < 1e-3;
-onhashchange = load;
-load();
+// ---- What stays: names, equations, the check; then what is shown first
+const depth = models.trained.layers.length, worst = check(data, models.trained);
+document.body.className = [data.task, c.arch, c.rotary && "rotary", c.shift && "shift"].join(" ");
+document.title = $.title.textContent = `Look inside ${data.name}`;
+$.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
+$.layer.max = depth;
+$.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
+$.alarm.hidden = worst < 1e-3;
+const W = {learned: "", subspace: ", W = sU", negative: ", W = −sU", transpose: ", W = sU^*"};
+$.compress.append(W[data.output]);
+$.odl.append(`, S = ${c.ista_steps}`);
+for (const box of all(".math > span"))                          // _k, ^* and ^{...} as in papers
+  box.innerHTML = box.innerHTML.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>")
+    .replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>").replace(/[{}]/g, "").replace(/,/g, ", &ensp;")
+    .replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
+$.text.value = data.text ?? "";
+put($.thumbs, (data.labels ?? []).map((label, i) => {
+  const size = 3 * H * H, pixels = bytes(data.pictures).subarray(size * i, size * (i + 1));
+  const name = data.classes[label], onclick = () => {
+    $.caption.textContent = name;
+    set({pixels, entry: null});
+  };
+  return node("button", {ariaLabel: name, onclick}, canvas(pixels));
+}));
+$.thumbs.firstChild?.click();
+set({});

@@ -1,0 +1,241 @@
+"""This process among those of torchrun: rank, device, precision, seeds, what it prints, its end."""
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from flags import COMMAND, option, UserError
+
+
+# ---- Devices ------------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class DeviceFlags:
+    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
+
+
+@dataclass(kw_only=True)
+class PrecisionFlags(DeviceFlags):
+    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
+                        choices=("auto", "float32", "bfloat16"))
+
+
+def is_fast_in_bfloat16(device):
+    """Whether the device has instructions for bfloat16: a GPU from Ampere on, a CPU with AMX or
+    AVX512-BF16. Others emulate them: Newton-Schulz then takes a CPU 30 times as long."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    can = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(can.get("amx_bf16") or can.get("avx512_bf16"))
+
+
+def to_device(t, device):
+    """t on the device. A copy to a GPU from memory that is not pinned would make the CPU wait."""
+    if device.type == "cuda":
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
+
+
+def device_name(device):
+    if device.type == "cpu":
+        return f"cpu ({torch.get_num_threads()} threads)"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def wants_compile(config, device):
+    """--compile; auto: on cuda. On a CPU compiling takes 15 to 55 s once; then a step in bfloat16
+    takes 0.7 of its time, but one in float32 as long as before."""
+    wanted = device.type == "cuda" if config.compile is None else config.compile
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if wanted and device.type == "cpu" and shutil.which(compiler) is None:
+        note(f"not compiled, since there is no C++ compiler ({compiler})")
+        return False
+    return wanted
+
+
+# ---- Seeds, and what rank 0 shows ---------------------------------------------------------------
+def derive_seed(*purpose):
+    """A 63-bit seed, a function of the arguments: no state has to be saved."""
+    digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def is_main():
+    """Whether this process is rank 0, which alone writes and prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def note(text):
+    """A line on stderr, of rank 0."""
+    if is_main():
+        print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def with_bar(items, what, total=None):
+    """The items, with a progress bar where rank 0 has a terminal."""
+    return tqdm(items, what, total, leave=False, disable=None if is_main() else True)
+
+
+# ---- Processes ----------------------------------------------------------------------------------
+class Processes:
+    """This process among those of torchrun (rank, world, device), and the collectives."""
+
+    def __init__(self, device="auto", dtype="auto"):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.world = int(os.environ.get("WORLD_SIZE", 1))
+        found = [kind for kind in ("cuda", "mps", "cpu") if getattr(torch, kind).is_available()]
+        device = found[0] if device == "auto" else device
+        if device not in found:
+            raise UserError(f"--device={device}: this machine has none")
+        self.device = torch.device(device)
+        if device == "cuda":
+            if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > torch.cuda.device_count():
+                raise UserError("--nproc_per_node is more than the GPUs of this machine")
+            self.device = torch.device(device, int(os.environ.get("LOCAL_RANK", 0)))
+            torch.cuda.set_device(self.device)
+        self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
+        self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        if self.world > 1 and not dist.is_initialized():
+            # torchrun's store outlives a restart and keeps the addresses of the last processes
+            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
+                                    rank=self.rank, world_size=self.world)
+        # stop flags travel on the CPU: asking for them every step does not stall the GPU
+        apart = self.world > 1 and device == "cuda"
+        self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD
+
+    def rows(self, batch_size):
+        """This process's slice of a batch. Raises UserError if it does not divide among them."""
+        if batch_size % self.world:
+            raise UserError(f"--batch_size={batch_size} is not divisible by {self.world} processes")
+        share = batch_size // self.world
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def sum(self, tensor):
+        """The tensor summed over all processes, in place."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def largest(self, number):
+        """The largest of the processes' integers."""
+        if self.world == 1:
+            return number
+        number = torch.tensor(number)
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.control)
+        return int(number)
+
+    def main_only(self, function):
+        """function() on rank 0; its result, or its error as a UserError, on every process."""
+        outcome = [None]
+        if self.rank == 0:
+            try:
+                outcome = [function()]
+            except (UserError, OSError) as error:
+                outcome = [UserError(str(error))]
+        if self.world > 1:
+            dist.broadcast_object_list(outcome, 0, group=self.control)
+        if isinstance(outcome[0], UserError):
+            outcome[0].shared = True
+            raise outcome.pop()     # a variable would keep its traceback, and a run's lock
+        return outcome[0]
+
+    def wrap(self, model):
+        """The model, in DistributedDataParallel if there are several processes. Compile after."""
+        if self.world == 1:
+            return model
+        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
+        # resumed run would not repeat the numbers of one left alone. So here is one of zeros
+        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
+        ddp(torch.zeros((), device=self.device)).backward()
+        del model.forward                       # the class's own is back
+        ddp.zero_grad(set_to_none=True)
+        return ddp
+
+
+# ---- How a command ends -------------------------------------------------------------------------
+class RunEnded(Exception):
+    """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
+    SIGINT or SIGTERM 128 + the signal's number, as in shells."""
+    shared = True
+
+    def __init__(self, exit_status, message):
+        super().__init__(message)
+        self.exit_status = exit_status
+
+
+# How the RuntimeErrors of PyTorch's allocators on a CPU and on mps begin; cuda's have a type
+NO_MEMORY = ("[enforce fail at alloc_cpu.cpp", "Storage size calculation overflowed",
+             "MPS backend out of memory", "Invalid buffer size")
+
+
+def is_out_of_memory(error):
+    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and str(error).startswith(NO_MEMORY)
+            or isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def ending(error):
+    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if isinstance(error, BrokenPipeError) and not flush_or_mute():
+        return 0, ""                # `... | head`: the reader has what it wanted
+    if is_out_of_memory(error):
+        smaller = [f"--{name}" for name in ("micro_batch", "batch_size", "samples", "context")
+                   if name in COMMAND]
+        return 2, f"this does not fit in memory: try a smaller {', '.join(smaller) or 'model'}"
+    if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
+        return 2, str(error)
+
+
+def cli(main):
+    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
+    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
+    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
+    status, returned = 0, False
+    try:
+        main(sys.argv[1:])
+        returned = True
+        sys.stdout.flush()                              # a full disk shows here at the latest
+    except (KeyboardInterrupt, Exception) as error:
+        if ending(error) is None:
+            raise
+        status, line = ending(error)
+        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
+        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
+        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
+    flush_or_mute()
+    if dist.is_initialized():
+        if returned:
+            dist.barrier()          # gloo aborts a process whose peers have left before it
+        dist.destroy_process_group()
+        os._exit(status)            # skips gloo's destructors, which crash now and then
+    sys.exit(status)
+
+
+def flush_or_mute():
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
+    Returns whether it was written."""
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
