@@ -22,7 +22,8 @@ in the last of pydoc-crate ReLU(X) has 29,010 +- 190, the step 25,760 +- 140, 0 
 optimum 14,450 +- 46. Untrained, all 16 do. In 15 of 16 layers the step has as many zeros as ReLU(X
 - eta lambda), within 4 points (the last of cifar10-crate: 74 %, not 64). Yet D is of use: without
 it accuracy falls by 2.0 +- 0.4 points in shapes-crate and 4.1 +- 0.7 in cifar10-crate (2,000
-pictures each), and pydoc-crate loses 0.054 +- 0.002 nats a character.
+pictures each), and pydoc-crate loses 0.054 +- 0.002 nats a character. CRATE-alpha's two steps from
+0 do lower the LASSO: pydoc-crate-alpha's code (12 samples) is 2, 25, 32 and 39 % below no code.
 """
 from dataclasses import dataclass, MISSING, replace
 
