@@ -17,7 +17,7 @@ import figures
 from checkpoint import CheckpointFlags, load_model
 from data import augment
 from flags import CACHE, option, parse_command, ROOT, UserError
-from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
+from model import CBSA, coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from processes import cli, with_bar
 from run import read_metrics
 from web import page
@@ -71,7 +71,9 @@ class Layers(OneModel):
     Rc_unit_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
     caption has R^c(Z^{l+1/2} | U). --shift and --rotary are left out. Rc_change is what attention
     adds: R^c(Z^{l+1/2} | U) - R^c(Z^l | U), derived to be negative. Longer tokens alone raise R^c:
-    for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. R and the objective are of Z^{l+1}."""
+    for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. Its control, Rc_change_alone: the same,
+    where the layer has each token alone and the step has the same length. R and the objective are
+    of Z^{l+1}."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -81,18 +83,27 @@ class Layers(OneModel):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-def layer_numbers(layer, Z, trace, c):
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def layer_numbers(layer, tokens, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
     U, X, Z, half, out = (T.cpu().double() for T in (
-        layer.attention.bases(), layer.norm1(Z), Z, trace.half, trace.out))
+        layer.attention.bases(), layer.norm1(tokens), tokens, trace.half, trace.out))
     if c.unit_bases:
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    resized = half * (Z.norm(dim=(1, 2)) / half.norm(dim=(1, 2)))[:, None, None]
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps) for T in (Z, half, resized))
+    before, after, scaled = (subspace_coding_rate(T, U, c.eps)
+                             for T in (Z, half, at_norm(half, Z)))
     numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
                    Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
                    nonzeros=(out != 0).double().mean((-2, -1)))
+    if not isinstance(layer.attention, CBSA):           # which needs a grid of tokens
+        alone = layer.compress(tokens.flatten(0, 1)[:, None]).view_as(tokens)
+        step = at_norm((alone - tokens).cpu().double(), half - Z)
+        numbers["Rc_change_alone"] = subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
     if layer.sparsification is not None:
         code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
         if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}

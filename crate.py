@@ -136,10 +136,16 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
             print(f"step {step + 1} of {steps}: loss {loss:.3f}", flush=True)
 
 
+def at_norm(Z, other):
+    """Z (B, n, d), each picture's tokens scaled to the norm of those of `other`."""
+    return Z * (other.norm(dim=(1, 2)) / Z.norm(dim=(1, 2)))[:, None, None]
+
+
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """For each layer: R^c of LN(Z^l), without gain and bias; the change of R^c by attention,
-    R^c(Z^{l+1/2}) - R^c(Z^l); and the objective, nonzeros and accuracy of the layer's output.
+    """For each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c, that is
+    R^c(Z^{l+1/2}) - R^c(Z^l) with Z^{l+1/2} at the norm of Z^l; what a step of equal length adds
+    if each token attends to itself alone; and the objective, nonzeros and accuracy of the output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
     of the nearest class mean, because the head is trained on the last layer only."""
@@ -147,12 +153,15 @@ def look(model, x, y, val_x, val_y):
     for layer, Z, train_out, out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        half = Z + layer.attention(layer.norm1(Z))
-        Rc, before, after = (subspace_coding_rate(T, U).mean()
-                             for T in (F.layer_norm(Z, Z.shape[-1:]), Z, half))
+        X = layer.norm1(Z)
+        step = layer.attention(X)
+        alone = at_norm(layer.attention(X.flatten(0, 1)[:, None]).view_as(Z), step)
+        Rc, before, after, control = (
+            subspace_coding_rate(T, U).mean() for T in (
+                F.layer_norm(Z, Z.shape[-1:]), Z, at_norm(Z + step, Z), at_norm(Z + alone, Z)))
         means = torch.stack([train_out[y == c][:, 1:].mean((0, 1)) for c in range(10)])
         near = torch.cdist(out[:, 1:].mean(1), means).argmin(1)
-        rows.append((Rc, after - before, sparse_rate_reduction(out, U).mean(),
+        rows.append((Rc, after - before, control - before, sparse_rate_reduction(out, U).mean(),
                      100 * (out != 0).float().mean(), 100 * (near == val_y).float().mean()))
     return rows
 
@@ -172,9 +181,9 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained   R^c, nats        R^c added        objective        nonzeros, %"
-          "      accuracy, %")
+    print("untrained -> trained\n         R^c, nats       R^c added   by each alone"
+          "       objective     nonzeros, %     accuracy, %")
     for l, (old, new) in enumerate(zip(before, after)):
-        print(f"layer {l + 1}          ", *(f"{a:6.1f} ->{b:6.1f} " for a, b in zip(old, new)))
+        print(f"layer {l + 1}", *(f"{a:6.1f} ->{b:6.1f}" for a, b in zip(old, new)))
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

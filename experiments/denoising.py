@@ -87,7 +87,7 @@ def main(argv):
     """[{"sigma", "method", "error", "off"}, ...]."""
     c, _ = parse(Denoising, {}, argv, __doc__)
     generator = torch.Generator().manual_seed(c.seed)
-    U = random_subspaces(c, generator)
+    U = random_subspaces(c.width, c.heads, generator)
     rows = compare(mixture(U, c.tokens, generator), U, c, generator)
     print_table(rows)
     return rows

@@ -100,15 +100,19 @@ def test_layers(save, call, cache, arch, eps=0.3):
             U, out = layer.attention.bases().double(), step.out.double()
             n, p = out.shape[1], U.shape[2]
             same = step.half * (Z.norm(dim=(1, 2)) / step.half.norm(dim=(1, 2)))[:, None, None]
-            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same)]
+            single = layer.attention(layer.norm1(Z).flatten(0, 1)[:, None]).view_as(Z)
+            lengths = [T.norm(dim=(1, 2), keepdim=True) for T in (step.half - Z, single)]
+            alone = Z + single * lengths[0] / lengths[1]
+            alone = alone * (Z.norm(dim=(1, 2)) / alone.norm(dim=(1, 2)))[:, None, None]
+            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same, alone)]
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
-            Rc, before, after, scaled = (
+            Rc, before, after, scaled, alone = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
             objective = models.sparse_rate_reduction(out, U, eps, 0.2)
             for key, values in dict(Rc_unit_tokens=Rc, R=models.coding_rate(out, eps),
                                     Rc_change=after - before, Rc_change_equal_norm=scaled - before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
-                                    objective=objective).items():
+                                    Rc_change_alone=alone - before, objective=objective).items():
                 wanted = [values.mean().item(), values.std(correction=0).item()]
                 found = [row[key], row[f"{key}_std"]]
                 assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), key

@@ -21,7 +21,7 @@ def test_posterior_mean(sigma):
 
 def test_reverse_diffusion():
     generator = torch.Generator().manual_seed(0)
-    U = random_subspaces(denoising.Denoising(width=12, heads=3), generator)
+    U = random_subspaces(12, 3, generator)
     clean = denoising.mixture(U, 2000, generator)
     z = clean + 0.5 * torch.randn(clean.shape, generator=generator, dtype=clean.dtype)
     sde = denoising.reverse_diffusion(z, U, 0.5, 60, generator)
