@@ -3,7 +3,6 @@
     layers --ckpt=A.pt,B.pt --untrained    rates and sparsity by layer  [N] Fig. 3-5, [S] Fig. 2
     saliency --ckpt=A.pt                   what is attended to          [B] Eq. (7.2.41), Fig. 7.11
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
-    neighbours --ckpt=A.pt                 validation pictures beside the nearest training pictures
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
 from dataclasses import dataclass, MISSING, replace
@@ -163,7 +162,7 @@ def draw_layers(runs, c):
     figure.savefig(c.out, dpi=120)
 
 
-# ---- saliency, predict, neighbours --------------------------------------------------------------
+# ---- saliency, predict --------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class Pictures(OneModel):
     files: tuple = option((), "your own pictures in place of the data set's")
@@ -243,33 +242,6 @@ def predict(c):
     return answers
 
 
-@dataclass(kw_only=True)
-class Neighbours(evaluate.Probe):
-    """The first validation picture of each of eight classes, beside the training pictures whose
-    features are the nearest by cosine, framed in red where of another class."""
-    k: int = option(8, "how many are shown", low=1)
-    out: str | None = option(None, "the PNG")
-
-
-def neighbours(c):
-    """The numbers of the training pictures shown (rows, k)."""
-    _, (x, _, x_test, _), _, data = evaluate.probe(c)
-    classes, first = (part[:8] for part in np.unique(data.val_labels, return_index=True))
-    cosine = F.normalize(x_test[first], dim=1) @ F.normalize(x, dim=1).mT
-    nearest = cosine.topk(min(c.k, len(x))).indices.cpu().numpy()
-    found = data.train_images[nearest]                          # (rows, k, H, H, 3), a copy
-    edge = found.shape[2] // 16 + 1
-    for i, j in np.argwhere(data.train_labels[nearest] != classes[:, None]):
-        framed = np.full_like(found[i, j], (255, 0, 0))
-        framed[edge:-edge, edge:-edge] = found[i, j, edge:-edge, edge:-edge]
-        found[i, j] = framed
-    pictures = np.concatenate([data.val_images[first][:, None], found], 1)
-    shown = torch.stack([augment.to_float(torch.from_numpy(row)) for row in pictures])
-    columns = ["image", *(f"{i}." for i in range(1, pictures.shape[1]))]
-    figures.write_sheet(c.out, shown, columns, [data.classes[k] for k in classes])
-    return nearest
-
-
 # ---- curves, page -------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class Curves:
@@ -325,8 +297,7 @@ def write_page(c):
 
 
 COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),
-                predict=(Predict, predict), neighbours=(Neighbours, neighbours),
-                curves=(Curves, curves), page=(Page, write_page))
+                predict=(Predict, predict), curves=(Curves, curves), page=(Page, write_page))
 
 
 def main(argv):

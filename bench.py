@@ -1,9 +1,8 @@
-"""Speed: the fast paths beside the literal form of the same function, and a transformer.
+"""Speed: the fast paths beside the literal form, a transformer, and what the machine can do.
 
     python bench.py vit             training steps of image models
     python bench.py gpt             training steps of text models
     python bench.py length          growth of attention with the number of tokens
-    python bench.py generate        the next token, with and without the cache
 
 A literal model computes the same function of the same parameters without our fast paths.
 The variants of a table take turns, so that other load slows all of them. Times are medians."""
@@ -25,12 +24,12 @@ from model import (
     ImageConfig,
     ISTA,
     ista,
-    LanguageModel,
     MHSA,
     MSSA,
     TextConfig,
     TSSA,
 )
+from optim import train_flops
 from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
 
@@ -39,7 +38,7 @@ class Flags(PrecisionFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
-    longest: int = option(4096, "most tokens of `length` and `generate`", low=64)
+    longest: int = option(4096, "most tokens of `length`", low=64)
 
 
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
@@ -54,17 +53,9 @@ def literal_ista(self, Z):
     return ista(Z, self.D, self.eta, self.lambd)
 
 
-def literal_language_model(self, ids, targets):
-    """A language model that forms all its logits before their cross-entropy, as nanoGPT does."""
-    Z = self.norm(self.layers(self.tokens(ids)))
-    logits = (Z @ self.embed.weight.mT).flatten(0, -2)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=-1)
-
-
 # part -> the class, its method, the literal form of that
 LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista),
-           "head": (LanguageModel, "forward", literal_language_model)}
+           "ISTA": (ISTA, "forward", literal_ista)}
 
 
 def literal(model, *parts):
@@ -125,19 +116,27 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
+def product(processes, rows, d):
+    """One product of matrices (rows, d) and (d, d), in the type that the steps are in."""
+    dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
+    A, B = (torch.randn(n, d, device=processes.device, dtype=dtype) for n in (rows, d))
+    return partial(torch.mm, A, B)
+
+
 def bench_steps(table, c, processes):
     """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
-    the width, with about as many parameters: times, and their shares of the time of "literal"."""
+    the width, with about as many parameters: times, and their shares of the time of "literal".
+    "of the machine" is the rate of `train_flops` in units of that of a product of 2,048 x 2,048
+    matrices, measured in the same turns; the last row is a product of the model's own shapes."""
     device, (model_class, config_class) = processes.device, TASKS[table]
     unit = "tokens" if table == "gpt" else "images"
-    parts = [part for part in LITERAL if part != "head" or table == "gpt"]
     for title, batch, fields in MODELS[table]:
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         fast, steps = model_class(config_class(**fields)).to(device), {}
-        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in parts}
-        variants["literal"] = literal(fast, *parts)
+        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
+        variants["literal"] = literal(fast, *LITERAL)
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
         variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
         for name, model in variants.items():
@@ -145,14 +144,21 @@ def bench_steps(table, c, processes):
             if wants_compile(c, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
+        tokens, d = batch * fast.config.context, fields["width"]
+        flops = {name: batch * train_flops(model) for name, model in variants.items()}
+        flops |= {"largest": 2 * 2048 ** 3, "product": 2 * tokens * d * d}
+        steps |= dict(largest=product(processes, 2048, 2048), product=product(processes, tokens, d))
         times = alternate(steps, device, c.repeats)
+        machine = flops["largest"] / times.pop("largest")
+        print(f"a product of 2,048 x 2,048 matrices: {machine / 1e9:,.0f} GFLOP/s", flush=True)
         for name, seconds in times.items():
             row(f"{title}, batch {batch}", name, {
                 "ms": 1e3 * seconds, "of literal": seconds / times["literal"],
-                f"{unit}/s": batch * fields.get("context", 1) / seconds})
+                f"{unit}/s": batch * fields.get("context", 1) / seconds,
+                "of the machine": flops[name] / seconds / machine})
 
 
-# ---- Growth with the number of tokens, and generation -------------------------------------------
+# ---- Growth with the number of tokens -----------------------------------------------------------
 def bench_length(c, processes):
     """Forward and backward of four operators on four grids, each with four times the patches."""
     device = processes.device
@@ -168,33 +174,8 @@ def bench_length(c, processes):
             row(f"{n} patches", name, {"ms": 1e3 * seconds})
 
 
-@torch.no_grad()
-def advance(processes, model, ids, caches):
-    """The caches after the tokens `ids`; the given ones stay as they are."""
-    caches = [copy.copy(cache) for cache in caches]
-    with processes.autocast():
-        model.advance(ids, caches)
-    return caches
-
-
-def bench_generate(c, processes):
-    """The time of one more token after a short and a long prefix, with the cache and without."""
-    device = processes.device
-    ids = torch.randint(512, (1, c.longest + 1), device=device)
-    fields = dict(width=256, heads=4, layers=4, vocab_size=512, context=c.longest + 1)
-    for n in (c.longest // 32, c.longest):
-        calls = {}
-        for arch in ("crate", "tost", "transformer"):
-            model = LanguageModel(TextConfig(arch=arch, **fields)).to(device).eval()
-            read = partial(advance, processes, model)
-            calls[f"{arch}, cached"] = partial(read, ids[:, n:n + 1], read(ids[:, :n], []))
-            calls[f"{arch}, uncached"] = partial(read, ids[:, :n + 1], [])
-        for name, seconds in alternate(calls, device, c.repeats).items():
-            row(f"one token after {n}", name, {"ms": 1e3 * seconds})
-
-
 COMMANDS = {table: partial(bench_steps, table) for table in MODELS}
-COMMANDS |= dict(length=bench_length, generate=bench_generate)
+COMMANDS["length"] = bench_length
 
 
 def main(argv):

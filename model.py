@@ -1071,7 +1071,8 @@ class LanguageModel(Backbone):
     """Token embeddings plus learned positions (none if rotary: it then reads any length), layers, a
     last LN, and the embedding as head.  [B] 7.4.
 
-    model(ids): (B, n) -> logits (B, n, V). model(ids, targets): mean loss over targets >= 0."""
+    model(ids): (B, n) -> logits (B, n, V). model(ids, targets): the mean loss, [B]
+    Eq. (7.4.1), over targets that are not -1."""
 
     def __init__(self, config):
         super().__init__()
@@ -1105,10 +1106,12 @@ class LanguageModel(Backbone):
         return F.dropout(Z, self.config.dropout, self.training)
 
     def forward(self, ids, targets=None):
-        Z = self.norm(self.layers(self.tokens(ids)))
+        logits = self.norm(self.layers(self.tokens(ids))) @ self.embed.weight.mT
         if targets is None:
-            return Z @ self.embed.weight.mT
-        return linear_cross_entropy(Z, self.embed.weight, targets)
+            return logits
+        total = F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(),
+                                ignore_index=-1, reduction="sum")
+        return total / (targets >= 0).sum().clamp_min(1)        # without a target 0, not NaN
 
     def advance(self, ids, caches):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
@@ -1161,68 +1164,3 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-# ---- Cross-entropy in blocks --------------------------------------------------------------------
-def block_cross_entropy(Z, W, targets, needs_grad):
-    """Sum over targets (m, 1) >= 0 of -log softmax(Z W^*)_target, and its gradients in Z and W. As
-    a function of its own it frees the logits of one block before those of the next are made."""
-    valid, index = targets >= 0, targets.clamp_min(0)
-    p = at_least_float32(Z @ W.mT)
-    p -= p.amax(-1, keepdim=True)                       # no exponential overflows
-    logit = p.gather(-1, index)
-    norm = p.exp_().sum(-1, keepdim=True)
-    losses = torch.where(valid, norm.log() - logit, 0.0)
-    if not needs_grad:
-        return losses.sum(), None, None
-    # d loss / d logits = softmax - one-hot; 0 without a target. p is rounded before its
-    # entry p - 1 is written: the other way round a compiler would store all of it in float32
-    p = p.div_(norm.masked_fill(~valid, math.inf)).to(Z.dtype)
-    p.scatter_(-1, index, torch.expm1(-losses).to(Z.dtype))
-    return losses.sum(), p @ W, p.mT @ Z
-
-
-class _CrossEntropy(torch.autograd.Function):
-    """The summed loss of Z (N, d), W (V, d), targets (N,), and its gradients, if needed."""
-
-    @staticmethod
-    def forward(ctx, Z, W, targets, block, needs_grad):
-        total, dZ, dW = 0.0, None, None
-        if needs_grad:
-            dZ, dW = torch.empty_like(Z), at_least_float32(torch.zeros_like(W))
-        for start in range(0, len(Z), block):
-            part = slice(start, start + block)
-            loss, dz, dw = block_cross_entropy(Z[part], W, targets[part, None], needs_grad)
-            total = total + loss
-            if needs_grad:
-                dZ[part] = dz
-                dW += dw
-        ctx.save_for_backward(dZ, dW)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        # the saved gradients have no history; a compiler refuses a second derivative by itself
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
-        dZ, dW = ctx.saved_tensors
-        dZ_scaled = (grad * dZ.to(grad.dtype)).to(dZ.dtype)     # bfloat16 would round grad
-        return dZ_scaled, (grad * dW).to(dZ.dtype), None, None, None
-
-
-def linear_cross_entropy(Z, W, targets, block=4096):
-    """Mean over targets >= 0 of -log softmax(Z W^*)_target.  [B] Eq. (7.4.1), (7.4.9).
-
-    Tokens Z (..., d), tied head W (V, d), targets (...). The logits of GPT-2's vocabulary would
-    outweigh all else in memory. As the loss is a scalar, the forward pass knows its gradient up to
-    a factor: logits live for `block` tokens at a time. torch.utils.checkpoint would take ten lines,
-    but forms the logits twice: on a CPU core it takes 1.35 to 1.7 times as long."""
-    if torch.is_autocast_enabled(Z.device.type):
-        dtype = torch.get_autocast_dtype(Z.device.type)
-        Z, W = Z.to(dtype), W.to(dtype)
-    needs_grad = torch.is_grad_enabled() and (Z.requires_grad or W.requires_grad)
-    with torch.autocast(Z.device.type, enabled=False):
-        total = _CrossEntropy.apply(Z.flatten(0, -2), W, targets.flatten(), block, needs_grad)
-        # divided here: inside, a compiler would fuse the gradients into one kernel, which keeps
-        # the logits of all blocks at once
-        return total / (targets >= 0).sum().clamp_min(1)

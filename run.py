@@ -110,6 +110,10 @@ class Run:
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
+        version = content["data_meta"].get("version")               # older ones have none
+        if version and version != data_meta.get("version"):
+            raise UserError(f"cannot resume {self.dir}: {data_meta['name']} was prepared anew: it "
+                            f"had {version}, it has {data_meta.get('version')}")
         load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]

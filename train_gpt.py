@@ -48,7 +48,7 @@ class Config(RunFlags, ModelFlags):
 
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
 PRESETS = {
-    "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 sequences take 8 GB
+    "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 have logits of 3.3 GB in float32
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
@@ -129,8 +129,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    meta = dict(name=c.data, tokenizer=tokenizer.meta())
-    run.resume(model, optimizers, meta)
+    run.resume(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c, device):
         model.compile()

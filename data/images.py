@@ -25,11 +25,12 @@ class ImageData:
     val_images: np.ndarray | None = None
     val_labels: np.ndarray | None = None
     val_masks: np.ndarray | None = None
+    version: str | None = None      # of the files: a set prepared anew may have another
 
     def meta(self):
         """What a checkpoint keeps of the set its model was trained on."""
         return dict(name=self.name, classes=self.classes, mean=self.mean, std=self.std,
-                    image_size=self.image_size)
+                    image_size=self.image_size, version=self.version)
 
     def on_device(self, split, device):
         """Its "train" or "val" part, as Images."""
@@ -39,12 +40,23 @@ class ImageData:
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "images", cache) as (folder, meta):
-        files = {folder / f"{split}_{kind}.npy"         # must be there; masks may be
-                 for split in ("train", "val") for kind in ("images", "labels")}
-        arrays = {path.stem: np.load(path, mmap_mode=None if "labels" in path.stem else "r")
-                  for path in files.union(folder.glob("*.npy"))}
-        return ImageData(name, meta["classes"], meta["mean"], meta["std"], meta["image_size"],
-                         **arrays)
+        arrays, size = {}, meta["image_size"]
+        for split in ("train", "val"):
+            n = meta["images"][split]
+            shapes = dict(images=(n, size, size, 3), labels=(n,), masks=(n, size, size))
+            for kind, shape in shapes.items():
+                path = folder / f"{split}_{kind}.npy"
+                if kind == "masks" and not path.exists():       # drawn sets alone have them
+                    continue
+                array = np.load(path, mmap_mode=None if kind == "labels" else "r")
+                dtype = np.int64 if kind == "labels" else np.uint8
+                if (array.dtype, array.shape) != (dtype, shape):
+                    raise ValueError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
+                arrays[path.stem] = array
+            if not {*np.unique(arrays[f"{split}_labels"])} <= {*range(len(meta["classes"]))}:
+                raise ValueError(f"{split}_labels.npy has other labels than its classes")
+        return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **arrays,
+                         version=f"{meta['images']}, checksum {meta.get('checksum')}")
 
 
 # ---- Batches ------------------------------------------------------------------------------------

@@ -6,27 +6,28 @@
     python data/prepare.py mine --source DIR --tokenizer=gpt2   your text (char: by characters), in
                                 Parquet or .jsonl files (rows with `text`) or .txt (a document each)
 
-Files that all lie in DIR/train, DIR/val, DIR/test, or are named so, keep these splits; pictures
-without a val are validated on test. Otherwise a tenth of the pictures is held out, or a hundredth
-of the documents, or the last tenth of a single one. The set is data/cache/NAME: meta.json and
+DIR/train beside DIR/val or DIR/test, or texts named so, are kept as your split; pictures without a
+val are validated on test. Otherwise a tenth of the pictures is held out, or a hundredth of the
+documents, or the last tenth of a single one. The set is data/cache/NAME: meta.json and
 
     {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
     {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
-    {train,val,test}.bin, NAME.jsonl        uint16 tokens; passages that are scored one by one
+    {train,val,test}.bin                    uint16 tokens
 
 GPT-2's end-of-text token follows each document. Disk, about: imagenet 262 GB, streamed from the Hub
 or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written."""
 import contextlib
 import fcntl
-import glob
 import io
 import json
 import os
 import re
 import shutil
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -38,8 +39,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm import tqdm
 
-from data import shapes
-from data.tokenizer import CharTokenizer, GPT2Tokenizer
+from data import folders, shapes
+from data.tokenizer import CharTokenizer, make_tokenizer
 from flags import CACHE, not_one_of, option, parse, UserError
 from processes import cli
 
@@ -51,13 +52,13 @@ class ImageSet(NamedTuple):
     val: str = "test"               # the split that validates
     large: bool = False             # not prepared unasked
     drawn: dict | None = None       # split -> options of draw_shapes
+    by_class: bool = False          # the rows lie so: they are stored in an order that is drawn
 
 
 class TextSet(NamedTuple):
     hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
     documents: object = itemgetter("text")     # of a split's rows
-    passages: bool = False          # whether evaluation scores the rows of test one by one
     one_text: bool = False          # all rows are one text, whose last tenth validates
     held_out: float = 0.01          # of the documents, where none are for validation
     large: bool = False
@@ -73,8 +74,8 @@ IMAGES = {
     "shapes": ImageSet(32, drawn={}), "camouflage": ImageSet(32, drawn=shapes.CAMOUFLAGE),
     "cifar10": ImageSet(32, dict(path="uoft-cs/cifar10")),
     "cifar100": ImageSet(32, dict(path="uoft-cs/cifar100")),
-    "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102")),
-    "pets": ImageSet(256, dict(path="timm/oxford-iiit-pet")),
+    "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102"), by_class=True),
+    "pets": ImageSet(256, dict(path="timm/oxford-iiit-pet"), by_class=True),
     # the labels of its test split are not public; its terms ask for `hf auth login`
     "imagenet": ImageSet(256, dict(path="ILSVRC/imagenet-1k"), "validation", large=True),
 }
@@ -92,58 +93,49 @@ TEXTS = {
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
                         documents=wikitext_articles),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
-                            data_files={"test": "default/test/*.parquet"}), passages=True),
+                            data_files={"test": "default/test/*.parquet"})),
 }
-SPLITS = dict(train="train", validation="val", valid="val", val="val", test="test")  # theirs: ours
+SEED = 2357         # of every order and part that is drawn
 
 
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
-def read_rows(hub, source, draft, streaming=False):
-    """The rows of a set on the Hub, or of the files in a folder: the Hub's or a user's own text."""
-    from datasets import load_dataset
+def read_pictures(hub, source, draft, streaming):
+    """The pictures of a set on the Hub, of its files in a folder, or of a user's own folder."""
+    from datasets import ClassLabel, Dataset, load_dataset
 
     if source is None:
         return load_dataset(**hub, streaming=streaming)
+    if hub:
+        folders.refuse_missing_shards(folders.files_in(source))
+        return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
+                            streaming=streaming)
+    parts = folders.pictures(source)
+    label = ClassLabel(names=sorted({name for part in parts.values() for name in part["label"]}))
+    return hold_out({split: Dataset.from_dict(part).cast_column("label", label)
+                     for split, part in parts.items()}, 0.1)
+
+
+def read_texts(hub, source, draft):
+    """The texts of a set on the Hub, or of the files in a folder: the Hub's or a user's own."""
+    from datasets import Dataset, Features, load_dataset, Value
+
+    if source is None:
+        return load_dataset(**hub)
     if hub:             # a repository may have several sets, each in a folder
         folder = source / hub.get("name", "default")
         source = folder if folder.is_dir() else source
-    for path in source.rglob("*-[0-9]*-of-[0-9]*.parquet"):     # train-00000-of-00002.parquet
-        part, count = re.match(r"(.+-)\d+-of-(\d+)", path.name).groups()
-        present = len(list(path.parent.glob(f"{part}*-of-{count}*")))
-        if present != int(count):
-            raise UserError(f"incomplete: there are {present} of {count} files such as {path.name}")
-    kinds = {".parquet": "parquet", ".jsonl": "json", ".txt": "text"}
-    suffix = next((suffix for suffix in kinds if any(source.rglob("*" + suffix))), ".parquet")
-    whole = dict(sample_by="document") if suffix == ".txt" else {}     # else each line is a row
-    return load_dataset(
-        kinds[suffix], data_dir=str(source), cache_dir=str(draft / "scratch"), streaming=streaming,
-        data_files=None if hub else own_files(source, f"**/*{suffix}"), **whole)
-
-
-def own_files(source, pattern):
-    """{split: files} of a user's own set: by the names of the files, or of the folders in DIR that
-    hold them, if each is one of SPLITS; else all are for training."""
-    files = [str(path) for path in sorted(source.glob(pattern)) if path.is_file()]
-    if not files:
-        raise UserError(f"no file matches {source}/{pattern}: pictures lie in DIR/CLASS/FILE, text "
-                        "(it needs --tokenizer) in .parquet, .jsonl or .txt files in DIR")
-    names = [re.split(r"[/.]|-\d+-of-", os.path.relpath(file, source))[0] for file in files]
-    if not {*names} <= SPLITS.keys():
-        names = ["train"] * len(files)
-    if others := sum(map(Path.is_file, source.rglob("*"))) - len(files):
-        print(f"left out: {others} files that are not DIR/{pattern}", file=sys.stderr)
-    parts = {}
-    for file, name in zip(files, names):
-        parts.setdefault(SPLITS[name], []).append(glob.escape(file))     # `datasets` takes patterns
-    return parts
+    return {split: Dataset.from_generator(      # 64 at once: they may be books
+                partial(folders.documents, files), Features(text=Value("large_string")),
+                cache_dir=str(draft / "scratch"), writer_batch_size=64)
+            for split, files in folders.texts(source).items()}
 
 
 def hold_out(sets, share):
-    """This share of the rows validates, if all are for training."""
-    if [*sets] != ["train"] or len(sets["train"]) == 1:
+    """This share of the rows for training validates, if no others do."""
+    if "train" not in sets or {"val", "validation"} & {*sets} or len(sets["train"]) < 2:
         return sets
-    halves = sets["train"].train_test_split(share, seed=2357)
-    return dict(train=halves["train"], val=halves["test"])
+    halves = sets["train"].train_test_split(share, seed=SEED)
+    return {**sets, "train": halves["train"], "val": halves["test"]}
 
 
 # ---- Images: decoded by threads, in order -------------------------------------------------------
@@ -151,12 +143,18 @@ def read_picture(file, size):
     """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
     is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
     try:
-        image = ImageOps.exif_transpose(Image.open(file))       # upright
+        image = Image.open(file)
+        image.load()
+        with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
+            image = ImageOps.exif_transpose(image)              # upright
         if image.mode[0] in "IF":               # convert() would clip them at 255
             raise ValueError("16 or 32 bits a pixel")
         if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
             image = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        # a strip's ends are not kept, and would make it millions of pixels long
+        spare = tuple(max(0, side // 2 - 8 * min(image.size)) for side in image.size)
+        image = ImageOps.crop(image, 2 * spare)
         width, height = (side * size // min(image.size) for side in image.size)
         left, top = round((width - size) / 2), round((height - size) / 2)
         image = image.convert("RGB").resize((width, height), Image.BICUBIC)
@@ -177,7 +175,7 @@ def write_pictures(path, rows, column, label, size):
             decoded = threads.map(read, batch[column])
             for cell, number, (pixels, problem) in zip(batch[column], batch[label], decoded):
                 if problem:
-                    problems.append(f"{cell['path']} ({problem})")
+                    problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
                 else:
                     out.write(pixels.tobytes())
                     labels.append(number)
@@ -189,34 +187,30 @@ def write_pictures(path, rows, column, label, size):
 
 def write_images(name, size, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn, load_dataset
+    from datasets import Image as ImageColumn
 
-    row = IMAGES.get(name, ImageSet(size))
-    if row.hub:
-        sets = read_rows(row.hub, source, draft, streaming=True)
-    else:
-        files, scratch = own_files(source, "*/**/*"), str(draft / "scratch")
-        sets = load_dataset("imagefolder", data_files=files, drop_labels=False, cache_dir=scratch)
-        if lost := sum(map(len, files.values())) - sum(map(len, sets.values())):
-            print(f"left out: {lost} files that are no pictures by their names", file=sys.stderr)
-        sets = hold_out(sets, 0.1)
-        if "train" not in sets or len(sets) < 2:
-            raise UserError(f"{source} has too few pictures to train and to validate on")
-        sets["train"] = sets["train"].shuffle(seed=2357)    # they lie by class; a run may take some
+    row, seen = IMAGES.get(name, ImageSet(size, by_class=True)), {}
+    sets = read_pictures(row.hub, source, draft, streaming=not row.by_class)
     features = sets["train"].features
     column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
     for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
-        rows = sets[part].cast_column(column, ImageColumn(decode=False))
+        rows = sets[part].shuffle(seed=SEED) if row.by_class else sets[part]
+        rows = rows.cast_column(column, ImageColumn(decode=False)) if row.hub else rows
         labels, problems = write_pictures(draft / f"{split}_images.npy", rows, column, label,
                                           row.size)
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
         classes = classes or [str(i) for i in range(max(labels, default=0) + 1)]
         if len(classes) < 2 or not labels:
-            raise ValueError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
+            raise UserError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
         if problems:
             print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
+        seen[part] = {*labels}
+    for part, other in (seen, [*seen][::-1]):
+        if only := [classes[i] for i in sorted(seen[part] - seen[other])]:
+            print(f"note: only {part} has {only[0]}, one of {len(only)} such classes",
+                  file=sys.stderr)
     return image_meta(classes, draft)
 
 
@@ -232,13 +226,16 @@ def write_shapes(name, counts, draft):
 def image_meta(classes, draft):
     """Mean and deviation are per channel, of train_images / 255, from exact integer sums."""
     pixels, sums = np.load(draft / "train_images.npy", "r"), np.zeros((2, 3), np.uint64)
+    labels = [np.load(draft / f"{split}_labels.npy") for split in ("train", "val")]
+    checksum = zlib.crc32(np.concatenate(labels))
     for start in range(0, len(pixels), 1000):
         part = pixels[start:start + 1000].reshape(-1, 3)
+        checksum = zlib.crc32(part, checksum)
         sums += [part.sum(0, np.uint64), np.square(part, dtype=np.uint32).sum(0, np.uint64)]
     mean, mean_square = sums / pixels[..., 0].size
     std = np.sqrt(np.maximum(mean_square - mean ** 2, 1))       # 1: a channel may be constant
-    counts = {split: len(np.load(draft / f"{split}_labels.npy")) for split in ("train", "val")}
-    return dict(kind="images", classes=classes, image_size=pixels.shape[1], images=counts,
+    return dict(kind="images", classes=classes, image_size=pixels.shape[1], checksum=checksum,
+                images=dict(train=len(labels[0]), val=len(labels[1])),
                 mean=(mean / 255).tolist(), std=(std / 255).tolist())
 
 
@@ -251,39 +248,35 @@ def pydoc():
 
 
 def write_text(name, tokenizer, source, draft):
-    """Writes the tokens of all splits, and passages; returns what meta.json says of them."""
+    """Writes the tokens of all splits; returns what meta.json says of them."""
     row = TEXTS.get(name, TextSet())
-    sets = pydoc() if name == "pydoc" else read_rows(row.hub, source, draft)
-    if row.passages:
-        sets["test"].to_json(draft / f"{name}.jsonl")
+    sets = pydoc() if name == "pydoc" else read_texts(row.hub, source, draft)
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
-    parts = {SPLITS[split]: row.documents(sets[split]) for split in sets}
-    one_text = row.one_text or [*parts] == ["train"]        # a single document
+    parts = {folders.SPLITS[split]: row.documents(sets[split]) for split in sets}
+    if row.one_text:
+        parts = dict(train=[document for part in parts.values() for document in part])
+    one_text = "train" in parts and "val" not in parts      # or a single document
     if one_text:
-        whole = "".join(document for part in parts.values() for document in part)
+        whole = "".join(parts["train"])
         cut = int(0.9 * len(whole))
-        parts = dict(train=[whole[:cut]], val=[whole[cut:]])
+        parts |= dict(train=[whole[:cut]], val=[whole[cut:]])
 
-    tokenizer = tokenizer or row.tokenizer
-    if tokenizer == "char":
-        if "train" not in parts:
-            raise UserError(f"{source} has no part to train on: its characters are the vocabulary")
-        tokenizer = CharTokenizer("".join(sorted(set().union(*parts["train"]))))
-    elif tokenizer == "gpt2":
-        tokenizer = GPT2Tokenizer()
+    tokenizer = make_tokenizer(tokenizer or row.tokenizer, parts.get("train", []))
     end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
-    tokens = {}
+    tokens, checksum = {}, 0
     for split, documents in parts.items():
         with open(draft / f"{split}.bin", "wb") as out:
             # 64 at once: they may be books, and memory holds their tokens
             for start in tqdm(range(0, len(documents), 64), f"{name} {split}", disable=None):
                 for ids in tokenizer.encode_batch(documents[start:start + 64]):
-                    out.write(np.concatenate([ids, end], dtype=np.uint16, casting="unsafe"))
+                    ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+                    checksum = zlib.crc32(ids, checksum)
+                    out.write(ids)
             tokens[split] = out.tell() // 2
         if tokens[split] < 2:
             raise UserError(f"its part {split} has {tokens[split]} tokens: the text is too short")
-    return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens)
+    return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------
@@ -300,10 +293,10 @@ def one_line(name, advice):
     """What goes wrong inside is one line for the user, whatever a reader or the Hub raises."""
     try:
         yield
-    except UserError as error:
-        raise UserError(f"{name}: {error}") from None
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
+        if isinstance(cause, UserError):
+            raise UserError(f"{name}: {cause}") from None
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         # numpy says "9 requested and 5 written", `datasets` "Not enough disk space"
         if re.search("No space left|Not enough .* space|requested and", reason):

@@ -1,6 +1,5 @@
 """Text sets as training reads them: load(NAME) -> TextData -> batch, eval_batches; BERT's masks.
 prepare.py makes the files; a small set is prepared at its first use."""
-import json
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,17 +19,25 @@ class TextData:
     train: np.ndarray | None = None
     val: np.ndarray | None = None
     test: np.ndarray | None = None
-    passages: list[dict] | None = None      # as prepare.py has them
+    version: str | None = None      # of the files: a set prepared anew may have another
+
+    def meta(self):
+        """What a checkpoint keeps of the set its model was trained on."""
+        return dict(name=self.name, tokenizer=self.tokenizer.meta(), version=self.version)
 
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "text", cache) as (folder, meta):
-        data = TextData(name, tokenizer_from_meta(meta))
+        data = TextData(name, tokenizer_from_meta(meta),
+                        version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
         for split, n in meta["tokens"].items():
-            setattr(data, split, np.memmap(folder / f"{split}.bin", np.uint16, "r", shape=(n,)))
-        if (passages := folder / f"{name}.jsonl").exists():
-            data.passages = [json.loads(line) for line in passages.read_text().splitlines()]
+            tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
+            if len(tokens) != n:
+                raise ValueError(f"{split}.bin has {len(tokens)} tokens, not {n}")
+            if max(tokens[:1000].max(), tokens[-1000:].max()) >= data.tokenizer.n_vocab:
+                raise ValueError(f"{split}.bin has tokens beyond its vocabulary")
+            setattr(data, split, tokens)
     return data
 
 
@@ -56,7 +63,8 @@ def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False)
 
 
 def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
-    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is a target once.
+    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is in y once.
+    A causal model predicts y; a masked one predicts x where y is not -1: each of tokens[:-1] once.
     n is `context`, or less if the text is. y is -1 beyond the end and in rows that fill the last
     batch. A causal model does not see the padding after a last window; any other would, so its last
     window ends with the text and overlaps the one before. All ranks get equally many batches of one

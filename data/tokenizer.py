@@ -12,6 +12,9 @@ class CharTokenizer:
     eot = None
 
     def __init__(self, characters):
+        if not 0 < len(characters) < 2 ** 16:           # ids are uint16, and one is of the others
+            raise UserError(f"its training text has {len(characters)} different characters; a "
+                            "vocabulary has 1 to 65,535: --tokenizer=gpt2 takes any text")
         self.characters = characters
         self.known = len(characters)            # the ids below it mean text
         self.n_vocab = len(characters) + 1
@@ -63,6 +66,13 @@ class GPT2Tokenizer:
 
     def meta(self):
         return {"kind": "gpt2"}
+
+
+def make_tokenizer(kind, documents):
+    """"char", whose vocabulary is the characters of the documents, "gpt2", or one as it is."""
+    if kind == "char":
+        return CharTokenizer("".join(sorted(set().union(*documents))))
+    return GPT2Tokenizer() if kind == "gpt2" else kind
 
 
 def tokenizer_from_meta(meta):

@@ -1,6 +1,5 @@
 """What analyze.py reports and draws, against the definitions."""
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from PIL import Image
 from torch.nn import functional as F
 
 import analyze
-import evaluate
 import figures
 import model as models
 from checkpoint import TASKS
@@ -146,25 +144,6 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
     blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)
     assert blue.sum() / (blue | black).sum() == pytest.approx(1 / 6, abs=0.02)
     assert np.nonzero(blue)[1].min() > sheet.shape[1] / 2 and sheet.shape[1] < 1100
-
-
-def test_neighbours_are_shown_in_order(sheets, monkeypatch):
-    """One validation picture a class, the nearest by angle first, wrong ones in a red frame."""
-    train, val = (np.tile(np.arange(n, dtype=np.uint8)[:, None, None, None], (1, 4, 4, 3))
-                  for n in (20, 4))
-    data = SimpleNamespace(train_images=train, val_images=val, classes=["ant", "cat", "dog"],
-                           train_labels=np.arange(20) % 3,
-                           val_labels=np.array([2, 2, 1, 1]))          # no ant
-    x, x_test = torch.randn(20, 3), torch.randn(4, 3)
-    monkeypatch.setattr(evaluate, "probe", lambda c: ({}, [x, None, x_test, None], None, data))
-    analyze.neighbours(analyze.Neighbours(ckpt="", k=5))
-    (shown, columns, rows), = sheets
-    for row, i, label in zip((255 * shown).round(), (2, 0), (1, 2), strict=True):
-        nearest = F.cosine_similarity(x_test[i], x).argsort(descending=True)[:5].tolist()
-        assert row[:, 1, 1, 1].tolist() == [i, *nearest]                 # picture i is of grey i
-        red = [255 if j % 3 != label else j for j in nearest]
-        assert row[:, 0, 0, 1].tolist() == [i, *red]
-    assert columns == ["image", "1.", "2.", "3.", "4.", "5."] and rows == ["cat", "dog"]
 
 
 @torch.no_grad()

@@ -1,4 +1,6 @@
-"""data/prepare.py: what is written, and that it appears whole or not at all."""
+"""data/prepare.py: what is written, whole or not at all; data/folders.py: what is read."""
+import json
+import os
 import resource
 
 import datasets
@@ -7,7 +9,7 @@ import pytest
 from PIL import Image
 from test_text import sentences
 
-from data import images, prepare, text
+from data import folders, images, prepare, text
 from data.shapes import CAMOUFLAGE, draw_shapes
 from flags import UserError
 
@@ -33,7 +35,8 @@ def assert_fails(message, function, *arguments, **more):
 
 
 def test_pictures_stand_upright(tmp_path):
-    """By the camera's tag (6: a quarter turn clockwise). 16 bits, which would clip, are refused."""
+    """By the camera's tag (6: a quarter turn clockwise), unless it is malformed. 16 bits, which
+    would clip, are refused."""
     left = np.zeros((32, 32, 3), np.uint8)
     left[:, :16] = 255
     tag = Image.Exif()
@@ -41,6 +44,9 @@ def test_pictures_stand_upright(tmp_path):
     Image.fromarray(left).save(tmp_path / "turned.jpg", exif=tag, quality=95)
     top, bottom = np.split(prepare.read_picture(tmp_path / "turned.jpg", 32)[0], 2)
     assert top.min() > 240 and bottom.max() < 15
+    for kind in ("png", "webp"):
+        Image.fromarray(left).save(tmp_path / f"as_is.{kind}", exif=b"Exif\0\0none", lossless=True)
+        assert np.array_equal(prepare.read_picture(tmp_path / f"as_is.{kind}", 32)[0], left)
     Image.fromarray(left[..., 0].astype(np.uint16)).save(tmp_path / "deep.png")
     found = prepare.read_picture(tmp_path / "deep.png", 32)
     assert found == (None, "16 or 32 bits a pixel")
@@ -90,6 +96,98 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
         assert np.array_equal(stored, np.asarray(expected))
 
 
+def test_the_ends_of_a_strip_are_not_resized(tmp_path):
+    """What is kept is the same. Of 3 x 60,000 pixels, 51 million would be made to keep 65,536."""
+    for size in ((66, 3), (3, 6000)):
+        strip = noise(*size, 0)
+        strip.save(tmp_path / "strip.png")
+        width, height = (side * 32 // 3 for side in size)
+        left, top = (width - 32) // 2, (height - 32) // 2
+        whole = strip.resize((width, height), Image.BICUBIC)
+        assert np.array_equal(prepare.read_picture(tmp_path / "strip.png", 32)[0],
+                              whole.crop((left, top, left + 32, top + 32)))
+
+
+@pytest.mark.parametrize("read, names, expected", [     # {split: classes or texts}, or the message
+    ("pictures", "cat/a.png dog/b.JPG dog/in/deep/c.png cow.png", dict(train="cat dog dog")),
+    ("pictures", "Train/cat/a.png TESTING/cat/b.png more/d.png", dict(train="cat", val="cat")),
+    ("pictures", "train/cat/a.png val/dog/b.png val/cat/c.png test/d.png",
+     dict(train="cat", val="cat dog")),
+    ("pictures", "train/cat/a.png train/dog/a.png train/b.png README.md", dict(train="cat dog")),
+    ("pictures", "in/set/train/cat/a.png in/set/valid/cat/b.png", dict(train="cat", val="cat")),
+    ("pictures", "bus/a.png car/a.png train/a.png", dict(train="bus car train")),
+    ("pictures", ".git/a.png @eaDir/a.png __MACOSX/b/a.png cat/._a.png cat/.thumbnails/a.png "
+     "cat/a.png dog/a.png dog/metadata.csv cow.zip", dict(train="cat dog")),
+    ("pictures", "train/a.png val/b.png", "no picture of train lies in SPLIT/CLASS/FILE"),
+    ("pictures", "train/cat/a.png val/images/b.png", "no picture of val lies in"),
+    ("pictures", "seg_train/a/a.png seg_test/a/b.png more/c.png", "seg_train and seg_test would"),
+    ("pictures", "nut/train/a.png nut/test/b.png oak/c.png", "nut/train and nut/test would be"),
+    ("pictures", "train/cat.0.jpg train/dog.0.jpg test1/1.jpg", "train and test1 would be"),
+    ("pictures", "a.png b.png", "pictures lie in DIR/CLASS/FILE"),
+    ("texts", "ptb.train.txt ptb.valid.txt README.txt",
+     dict(train="ptb.train.txt", val="ptb.valid.txt")),
+    ("texts", "Training/a/b.txt VAL.TXT", dict(train="b.txt", val="VAL.TXT")),
+    ("texts", "data/train-00000-of-00001.parquet data/test-00000-of-00001.parquet a.txt",
+     dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
+    ("texts", "1.txt 2.txt test.txt", dict(train="1.txt 2.txt test.txt")),
+    ("texts", "en/train.txt en/test.txt de/a.txt", "en/train.txt and en/test.txt would"),
+    ("texts", "a_train.txt a_val.txt", "a_train.txt and a_val.txt would be mixed"),
+    ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
+def test_splits_and_classes_by_names(read, names, expected, tmp_path):
+    for name in names.split():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    if isinstance(expected, str):
+        assert_fails(expected, getattr(folders, read), tmp_path)
+    else:
+        found = getattr(folders, read)(tmp_path)
+        assert {split: " ".join(part["label"] if read == "pictures" else [p.name for p in part])
+                for split, part in found.items()} == expected
+
+
+def test_links_and_odd_names(tmp_path, capsys):
+    """A linked folder is read, one around the link is not; a name may have any bytes."""
+    names = [b"a::b.png", b"we[i]rd.png", b"caf\xe9.png", b"new\nline.png", b"https:x.png"]
+    (tmp_path / "real").mkdir()
+    for i in range(5):
+        noise(8, 8, i).save(tmp_path / "real" / os.fsdecode(names[i]), "png")
+    for name in ("cat", "dog"):
+        (tmp_path / "mine" / name).mkdir(parents=True)
+        (tmp_path / "mine" / name / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "mine/cat/around").symlink_to(tmp_path / "mine")
+    (tmp_path / "mine/cat/gone.png").symlink_to(tmp_path / "nothing")
+    (tmp_path / "mine/cat/link" / os.fsdecode(b"\xe9\n.png")).write_bytes(b"no picture")
+    prepare.prepare("mine", tmp_path / "mine", tmp_path / "cache", size=8)
+    data, told = images.load("mine", tmp_path / "cache"), capsys.readouterr().err
+    assert data.classes == ["cat", "dog"] and len(data.train_labels) + len(data.val_labels) == 10
+    assert "left out: 1 files" in told and "gone.png" in told and "link/\ufffd .png (" in told
+
+
+def test_rows_of_text(tmp_path, capsys):
+    """Of rows only `text` is read; one without is left out. The file and row of damage are told."""
+    rows = [dict(text="2024-01-01 10:00:00"), dict(text=None), dict(text="a", meta=dict(u=1)),
+            dict(text="half \ud83d"), dict(words="b"), dict(text="\ufeffc\r\n")]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    parquet(tmp_path / "b.parquet", text=["d", None], other=[1, 2])
+    (tmp_path / "c.TXT").write_bytes("\ufeffé\r\n".encode())
+    files = [tmp_path / name for name in ("a.jsonl", "b.parquet", "c.TXT")]
+    assert [row["text"] for row in folders.documents(files)] == [
+        "2024-01-01 10:00:00", "a", "c\r\n", "d", "é\n"]
+    assert "left out: 4 rows" in (told := capsys.readouterr().err) and "row 2 of" in told
+    for name, content, message in (
+            ("a.txt", b"caf\xe9", "a.txt, row 1: 'utf-8' codec"), ("a.txt", b"a\0b\0", "NUL"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": the"}', "a.jsonl, row 2: Expecting value"),
+            ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl, row 2: 'utf-8' codec"),
+            ("a.parquet", b"none", "a.parquet, row 1: "), ("a.txt", b"", "0 different"),
+            ("a.jsonl", b'{"words": "a"}', "a.jsonl: no row has a `text`"),
+            ("a.txt", "".join(map(chr, range(65_536, 145_536))).encode(), "72000 different")):
+        folder = tmp_path / message[:25]
+        folder.mkdir()
+        (folder / name).write_bytes(content)
+        assert_fails(message, prepare.prepare, "mine", folder, tmp_path, "char")
+
+
 def test_own_pictures(tmp_path, capsys):
     """DIR/test validates, or a tenth. What is no picture is left out; a name may be a pattern."""
     for i, suffix in enumerate((".png", ".gif", ".bmp", ".tiff", ".webp") * 4):
@@ -112,7 +210,7 @@ def test_own_pictures(tmp_path, capsys):
     assert "1 pictures left out: " in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
     for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"fewer than two classes of test .*test \[\d+\]\.\w+ \(", prepare.prepare, "none",
+    assert_fails(r"fewer than two classes of val .*test \[\d+\]\.\w+ \(", prepare.prepare, "none",
                  tmp_path / "split", tmp_path / "cache")
 
 
@@ -160,7 +258,7 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
     assert sorted(train + val) == sorted(rows) and len(val) == 1
 
 
-def test_articles_sentences_and_passages(tmp_path, bpe):
+def test_articles_and_sentences(tmp_path, bpe):
     """Wikitext's rows are lines, empty ones without their ` \\n`. Another set lies beside it."""
     lines = ["", " = One = \n", "", " first \n", " = = part = = \n", "", " formula \n",
              " = 1 / s = \n", "", " = Two ( film ) = \n", "", " the second \n"]
@@ -174,7 +272,7 @@ def test_articles_sentences_and_passages(tmp_path, bpe):
     parquet(tmp_path / "c/test.parquet", text=rows)
     prepare.prepare("lambada", tmp_path / "c", tmp_path)
     data = text.load("lambada", tmp_path)
-    assert [passage["text"] for passage in data.passages] == rows == documents(data.test, bpe)
+    assert rows == documents(data.test, bpe)
 
 
 def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
@@ -207,6 +305,44 @@ def test_damage_is_one_line(tmp_path):
     assert_fails("shapes: .* prepare it again", images.load, "shapes", tmp_path)
 
 
+def test_files_fit_their_meta(tmp_path):
+    prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
+    data = images.load("shapes", tmp_path)
+    for name, wrong in (("train_labels", data.train_labels[:-1]), ("val_labels", np.full(10, 10)),
+                        ("train_images", np.zeros((20, 32, 32, 3))), ("val_masks", data.val_labels),
+                        ("val_labels", np.full(10, -1))):
+        path = tmp_path / "shapes" / f"{name}.npy"
+        whole = path.read_bytes()
+        np.save(path, wrong)
+        assert_fails(f"{name}.npy has .* prepare it again", images.load, "shapes", tmp_path)
+        path.write_bytes(whole)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.txt").write_text("abc" * 40)
+    prepare.prepare("text", tmp_path / "mine", tmp_path, "char")
+    for wrong in (np.zeros(9, np.uint16), np.full(108, 4, np.uint16)):
+        wrong.tofile(tmp_path / "text/train.bin")
+        assert_fails("train.bin has .* prepare it again", text.load, "text", tmp_path)
+
+
+def test_a_set_that_is_prepared_anew_has_another_version(tmp_path):
+    """If it is another one. Rows that lie by class are stored mixed."""
+    (tmp_path / "words").mkdir()
+    metas = []
+    for i in range(3):          # twice the same; then two pictures and two letters change places
+        order = [*range(60)] if i < 2 else [59, *range(1, 59), 0]
+        for split in ("train", "test"):
+            parquet(tmp_path / f"pets/{split}.parquet", [f"class {k}" for k in range(6)],
+                    image=[noise(8, 8, k) for k in order], label=[k // 10 for k in order])
+        (tmp_path / "words/a.txt").write_text("abc" * 30 + ["ab", "ab", "ba"][i] + "abc" * 30)
+        prepare.prepare("pets", tmp_path / "pets", tmp_path / str(i))
+        prepare.prepare("words", tmp_path / "words", tmp_path / str(i), "char")
+        data = images.load("pets", tmp_path / str(i))
+        metas.append((data.meta(), text.load("words", tmp_path / str(i)).meta()))
+    assert len({*data.train_labels[:12]}) > 3 < len({*data.val_labels[-12:]})
+    for first, same, other in zip(*metas):
+        assert first["version"] == same["version"] != other["version"]
+
+
 def test_a_full_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
@@ -223,9 +359,4 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
     assert_fails("makes your own", text.load, "books", tmp_path)
     prepare.prepare("pydoc", cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows/a.jsonl").write_text('{"words": the"}')
-    assert_fails("JSON", prepare.prepare, "mine", tmp_path / "rows", tmp_path, "char")
-    (tmp_path / "words").mkdir()
-    (tmp_path / "words/a.txt").write_bytes(b"caf\xe9")
-    assert_fails("'utf-8' codec", prepare.prepare, "mine", tmp_path / "words", tmp_path, "char")
+

@@ -1,4 +1,6 @@
 """What a run does with its folder, its metrics, its checkpoints and its signals."""
+import contextlib
+import gc
 import math
 import os
 import signal
@@ -22,12 +24,12 @@ def run_in(out, log_every=1, **more):
     return Run(config, "vit", "tiny", Processes("cpu"))
 
 
-def start(out, total=10, eval_every=100, **more):
+def start(out, total=10, eval_every=100, version=None, **more):
     """(run, steps, work): a run that has resumed what there is; work(loss) does what the scripts do
     in each of the steps, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.resume(model, optimizers, dict(classes=list("abc")))
+    run.resume(model, optimizers, dict(name="abc", version=version))
     steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
@@ -136,6 +138,19 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
     next(steps)
     run.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_a_set_that_was_prepared_anew_is_refused(tmp_path):
+    """A checkpoint without a version, an older one, resumes on any."""
+    for saved, given, fits in ((None, "2", True), ("1", "1", True), ("1", "2", False)):
+        run, steps, work = start(tmp_path, version=saved, overwrite=True)
+        next(steps)
+        work()
+        run.save()
+        run.close()
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match="prepared anew"):
+            start(tmp_path, version=given, resume=True)[0].close()
+        gc.collect()                            # the refused run's lock
 
 
 def test_best_pt_has_the_lowest_loss(tmp_path):
