@@ -46,7 +46,7 @@ class Config(RunFlags, ModelFlags):
     prototypes: int = option(65536, "DINO: how many", low=2)
     teacher_temp: float = option(0.07, "DINO: the teacher's, rising from 0.04", above=0)
     warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
-    freeze_epochs: float = option(1, "DINO: epochs in which the prototypes are not trained", low=0)
+    freeze_epochs: float = option(1, "DINO: epochs in which the prototypes stay fixed", low=0)
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2e-3, "peak learning rate", above=0)
@@ -63,8 +63,7 @@ class Config(RunFlags, ModelFlags):
 PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
-        local_views=10, batch_size=1024,
-        lr=2e-3,            # 5e-4 x batch_size / 256
+        local_views=10, batch_size=1024,        # its lr is 5e-4 x batch_size / 256
         # as released, like gamma. The gradient through the mean is about half of the student's own,
         # so gamma weighs about double in the presets below, which follow [B] Eq. (7.2.34)
         rate_of="mean",
@@ -80,12 +79,12 @@ PRESETS = {
         data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0,
         optimizer="muon", lr=1e-3,      # 20-NN 36.2 %; AdamW with lr=5e-4 33.9
         momentum=0.98, epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
-        drop_path=0.0, local_area=0.1,
-        prototypes=1024, teacher_temp=0.04),        # as warm as the paper's, DINO collapses
+        drop_path=0.0, local_area=0.1, prototypes=1024, teacher_temp=0.04),
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4, blur=0.0, lr=1.5625e-3,
         momentum=0.98, epochs=6, warmup_epochs=0.5, batch_size=100, hidden=256, output=64,
-        drop_path=0.0, local_area=0.1, prototypes=512, teacher_temp=0.04),
+        drop_path=0.0, local_area=0.1, prototypes=512,
+        teacher_temp=0.04),     # DINO collapses even so, but not with --freeze_epochs=6
 }
 
 
