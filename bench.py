@@ -16,19 +16,8 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from checkpoint import TASKS
 from flags import option, parse_command
-from model import (
-    attention_map,
-    CBSA,
-    ImageConfig,
-    ISTA,
-    ista,
-    MHSA,
-    MSSA,
-    TextConfig,
-    TSSA,
-)
+from model import ARCHS, attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
 from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
@@ -163,8 +152,8 @@ def bench_length(c, processes):
     """Forward and backward of four operators on four grids, each with four times the patches."""
     device = processes.device
     config = ImageConfig(arch="transformer", width=256, heads=4)
-    operators = {operator.__name__: operator(config).to(device)
-                 for operator in (TSSA, CBSA, MSSA, MHSA)}
+    operators = [ARCHS[arch].attention for arch in ("tost", "cbsa", "crate", "transformer")]
+    operators = {operator.__name__: operator(config).to(device) for operator in operators}
     for n in [(math.isqrt(c.longest) // 8 * i) ** 2 for i in (1, 2, 4, 8)]:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),

@@ -18,25 +18,11 @@ import torch
 from torch import nn
 
 from flags import not_one_of, option, ROOT, UserError
-from model import (
-    ImageClassifier,
-    ImageConfig,
-    ImageEncoder,
-    LanguageModel,
-    MAEConfig,
-    make_config,
-    MaskedAutoencoder,
-    sizes_of,
-    TextConfig,
-)
+from model import make_config, sizes_of, TASKS
 from processes import DeviceFlags, note
 
 FORMAT = "crate-3"
 PRETRAINED = ROOT / "data" / "pretrained"
-
-# task, named by its script -> (model, its config); of SimDINO the teacher's encoder alone
-TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
-             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))
 
 
 @dataclass(kw_only=True)

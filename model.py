@@ -1164,3 +1164,8 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+
+
+# A model and its config, by the training script. SimDINO's checkpoints keep the teacher's encoder
+TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
+             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 import analyze
 import figures
 import model as models
-from checkpoint import TASKS
 from data import augment, images
 from data.prepare import read_picture
 from evaluate import model_input
 from flags import UserError
+from model import TASKS
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

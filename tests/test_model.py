@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import model
-from checkpoint import TASKS
 from model import (
     ARCHS,
     CBSA,
@@ -23,6 +22,7 @@ from model import (
     MMProx,
     MSSA,
     ODL,
+    TASKS,
     TextConfig,
     TiedODL,
     TSSA,

@@ -6,8 +6,7 @@ import torch
 
 import optim
 import train_simdino
-from checkpoint import TASKS
-from model import ARCHS
+from model import ARCHS, TASKS
 
 LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
 

@@ -13,10 +13,11 @@ from helpers import write_model
 
 import analyze
 import sample
-from checkpoint import Loaded, TASKS
+from checkpoint import Loaded
 from data import images, text
 from evaluate import model_input
 from flags import UserError
+from model import TASKS
 from web import page
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10)
