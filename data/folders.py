@@ -109,8 +109,8 @@ def pictures(source):
         parts.setdefault("val", test)
     for split, part in parts.items():
         if "train" not in parts or not {*part["label"]} & {*parts["train"]["label"]}:
-            raise UserError(f"{shown(source)}: no picture of {split} lies in SPLIT/CLASS/FILE, "
-                            "CLASS being one of train")
+            raise UserError(f"{shown(source)}: its {split} has no class folders, or none of "
+                            "train's: pictures of a split lie in SPLIT/CLASS/FILE")
     return parts
 
 

@@ -209,8 +209,7 @@ def write_images(name, size, source, draft):
         seen[part] = {*labels}
     for part, other in (seen, [*seen][::-1]):
         if only := [classes[i] for i in sorted(seen[part] - seen[other])]:
-            print(f"note: only {part} has {only[0]}, one of {len(only)} such classes",
-                  file=sys.stderr)
+            print(f"note: classes in {part} alone: {len(only)}, such as {only[0]}", file=sys.stderr)
     return image_meta(classes, draft)
 
 

@@ -118,8 +118,8 @@ def test_the_ends_of_a_strip_are_not_resized(tmp_path):
     ("pictures", "bus/a.png car/a.png train/a.png", dict(train="bus car train")),
     ("pictures", ".git/a.png @eaDir/a.png __MACOSX/b/a.png cat/._a.png cat/.thumbnails/a.png "
      "cat/a.png dog/a.png dog/metadata.csv cow.zip", dict(train="cat dog")),
-    ("pictures", "train/a.png val/b.png", "no picture of train lies in SPLIT/CLASS/FILE"),
-    ("pictures", "train/cat/a.png val/images/b.png", "no picture of val lies in"),
+    ("pictures", "train/a.png val/b.png", "its train has no class folders"),
+    ("pictures", "train/cat/a.png val/images/b.png", "its val has no class folders, or none"),
     ("pictures", "seg_train/a/a.png seg_test/a/b.png more/c.png", "seg_train and seg_test would"),
     ("pictures", "nut/train/a.png nut/test/b.png oak/c.png", "nut/train and nut/test would be"),
     ("pictures", "train/cat.0.jpg train/dog.0.jpg test1/1.jpg", "train and test1 would be"),
