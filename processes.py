@@ -1,6 +1,7 @@
 """This process among those of torchrun: rank, device, precision, seeds, what it prints, its end."""
 import errno
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -48,6 +49,11 @@ def device_name(device):
     if device.type == "cpu":
         return f"cpu ({torch.get_num_threads()} threads)"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+        "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
 def wants_compile(config, device):
@@ -119,6 +125,16 @@ class Processes:
             raise UserError(f"--batch_size={batch_size} is not divisible by {self.world} processes")
         share = batch_size // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
+
+    def name(self):
+        """How many of which device, and the precision."""
+        precision = "bfloat16" if self.bfloat16 else "float32"
+        return f"{self.world} x {device_name(self.device)}, {precision}"
+
+    def peak_flops(self):
+        """The bfloat16 peak of all processes' GPUs; infinite if it is unknown, or in float32."""
+        words = device_name(self.device).replace("-", " ").split() if self.bfloat16 else []
+        return self.world * next((PEAK[word] for word in words if word in PEAK), math.inf)
 
     def sum(self, tensor):
         """The tensor summed over all processes, in place."""

@@ -18,11 +18,7 @@ from tqdm import tqdm
 from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
 from flags import CACHE, DataFlags, option, ROOT, UserError
 from optim import train_flops
-from processes import device_name, flush_or_mute, PrecisionFlags, RunEnded
-
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
+from processes import flush_or_mute, PrecisionFlags, RunEnded
 
 
 @dataclass(kw_only=True)
@@ -130,11 +126,8 @@ class Run:
         if self.task == "gpt":
             self.per_step *= self.model_config.context
         # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
-        name = device_name(self.processes.device)
-        words = name.replace("-", " ").split() if self.processes.bfloat16 else []
-        peak = next((PEAK[word] for word in words if word in PEAK), math.inf)
         flops = cost * train_flops(self.model) * self.config.batch_size / self.per_step
-        self.mfu_per_speed = flops / peak / self.processes.world
+        self.mfu_per_speed = flops / self.processes.peak_flops()
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -142,8 +135,7 @@ class Run:
                          for number in (signal.SIGINT, signal.SIGTERM)}
         self.began = time.perf_counter()
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
-        self.say(f"{resuming}{text}, {total} steps on {self.processes.world} x {name}, "
-                 f"{'bfloat16' if self.processes.bfloat16 else 'float32'}")
+        self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         while self.step < total:
             self.step_began = time.perf_counter()
             yield self.step
