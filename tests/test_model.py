@@ -24,6 +24,7 @@ from model import (
     ODL,
     TASKS,
     TextConfig,
+    Threshold,
     TiedODL,
     TSSA,
 )
@@ -344,6 +345,14 @@ def test_mmprox_and_mlp():
     gain, cut = 1 + 4 / (9 * (1 + alpha)), 4 * 0.3 / (9 * alpha)
     assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - cut).relu(), Z))
     assert_near(mlp(Z), mlp.down(F.gelu(Z @ mlp.up.weight.T + mlp.up.bias)))
+
+
+def test_threshold_is_ista_without_a_dictionary():
+    """D = 0 and D = I have no gradient."""
+    op, Z = build(Threshold, eta=0.2, lambd=0.3), torch.randn(2, 5, 12)
+    assert_near(op(Z), (Z - 0.06).relu())
+    assert_near(op(Z), model.ista(Z, torch.zeros(12, 12), 0.2, 0.3))
+    assert_near(op(Z), model.ista(Z, torch.eye(12), 0.2, 0.3))
 
 
 # ---- Layers
