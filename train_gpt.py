@@ -65,7 +65,7 @@ PRESETS = {
     "pydoc": dict(          # the README's quick start for text
         data="pydoc", width=256, heads=4, layers=4, context=128, batch_size=32,
         optimizer="muon", lr=1e-2,      # 1.30 nats after 600 steps; AdamW with lr=2e-3 1.905
-        # weight_decay=1 gains CRATE 0.03 nats, and with --rotary --shift --eta=0.5 CRATE-alpha too
+        # weight_decay=1 gains CRATE 0.03 nats
         min_lr=2e-4, beta2=0.99, steps=600, warmup=50, eval_every=150, eval_windows=0,
         log_every=50),
 }
@@ -169,7 +169,8 @@ def main(argv):
             torch.nn.utils.clip_grad_norm_(model.parameters(), c.clip)
         take_step(optimizers, schedule[step])
 
-        # evaluate on the first --eval_windows sequences, which choose best.pt; at the end on all
+        # log, and evaluate if that is due: on the first --eval_windows sequences, which choose
+        # best.pt, at the end on all
         if run.log(loss, schedule[step]):
             scores = validate(model, val)
             chosen_by = scores["loss"]

@@ -165,7 +165,7 @@ def main(argv):
 
         take_step(optimizers, schedule[step])
 
-        # evaluate
+        # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             if run.is_main:
                 write_reconstructions(model, val, data, c, run)

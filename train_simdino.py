@@ -298,7 +298,7 @@ def main(argv):
         with torch.no_grad():               # the teacher: momentum t + (1 - momentum) s
             torch._foreach_lerp_(averages, params, 1 - momentum[step])
 
-        # evaluate; the statistics of a line are of the step's first view
+        # log, with statistics of the first view, and evaluate if that is due
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         if run.log(loss, lr[step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))

@@ -248,7 +248,7 @@ def main(argv):
 
         take_step(optimizers, schedule[step])
 
-        # evaluate
+        # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
     return run.done("python analyze.py layers --ckpt={ckpt} --untrained{data}",

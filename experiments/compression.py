@@ -17,14 +17,14 @@ over samples, or over checkpoints of one config, such as seeds. Without --ckpt: 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-26, one core of Zen 3): its matrices compress, not its averages. Attention lowers
+Verdict (2026-11-26, one core of Zen 3): on images, but no more than simpler steps. Attention lowers
 R^c in all layers of shapes-crate (the last: -13.9 +- 0.1) and cifar10-crate (-74.0 +- 1.2), and
 raises it in all of pydoc-crate (17.9 +- 0.7). But in 39 of the 40 layers of data/pretrained one of
 two steps that compare no tokens lowers it more: alone (-23.2 +- 0.1, -47.1 +- 0.8, -22.5 +- 1.0),
 or mean (-11.9 +- 0.1, -117.3 +- 0.9, -45.5 +- 1.5). At their own length mean and alone lower it
-less than attention in layers 5 to 8 of cifar10-crate. Noise raises R - R^c more than attention in
-all layers of shapes-crate and cifar10-crate. Random tokens: Eq. (34) changes R^c by -3.157, its
-shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it, as [S] found, but only because
+less than attention in layers 5 to 8 of cifar10-crate. R - R^c is higher after noise than after
+attention in all layers of shapes-crate and cifar10-crate. Random tokens, beta ||U^* Z||^2 at 2: Eq.
+(34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it, as [S] found, but only because
 one lengthens the tokens and the other shortens them: at equal norm it is + MSSA that lowers R^c.
 """
 from dataclasses import dataclass, replace
