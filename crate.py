@@ -145,7 +145,8 @@ def at_norm(Z, other):
 def look(model, x, y, val_x, val_y):
     """For each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c, that is
     R^c(Z^{l+1/2}) - R^c(Z^l) with Z^{l+1/2} at the norm of Z^l; what a step of equal length
-    and norm adds if each token attends to itself alone; and the objective, nonzeros and accuracy of the output.
+    and norm adds if each token attends to itself alone; and the objective, nonzeros and accuracy of
+    the output.
 
     R^c depends on the size of U, so U is scaled to the norm of orthonormal bases. Accuracy is that
     of the nearest class mean, because the head is trained on the last layer only."""
