@@ -17,7 +17,7 @@ import figures
 from checkpoint import CheckpointFlags, load_model
 from data import augment
 from flags import CACHE, option, parse_command, ROOT, UserError
-from model import CBSA, coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
+from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
 from processes import cli, with_bar
 from run import read_metrics
 from web import page
@@ -100,7 +100,7 @@ def layer_numbers(layer, tokens, trace, c):
     numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
                    Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
                    nonzeros=(out != 0).double().mean((-2, -1)))
-    if not isinstance(layer.attention, CBSA):           # which needs a grid of tokens
+    if not layer.attention.needs_grid:
         alone = layer.compress(tokens.flatten(0, 1)[:, None]).view_as(tokens)
         step = at_norm((alone - tokens).cpu().double(), half - Z)
         numbers["Rc_change_alone"] = subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
@@ -114,7 +114,7 @@ def layer_numbers(layer, tokens, trace, c):
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
-    backbone = loaded.encoder or loaded.model
+    backbone = loaded.backbone
     by_layer = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x)

@@ -132,6 +132,11 @@ class Loaded(NamedTuple):
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
     content: dict                   # the whole file; published ones have no run_config, no step
 
+    @property
+    def backbone(self):
+        """What has `tokens` and `layers`."""
+        return self.encoder or self.model
+
 
 def load_model(path, heads=None, tasks=None, untrained_seed=None):
     """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
@@ -269,7 +274,7 @@ def translated(content, heads=None):
         source = "which the file does not hold"
         if (task, arch, d) == ("vit", "crate", 768):
             source += ": the authors' emergence demo has this width and needs --heads=6"
-        sizes = sizes_of(TASKS[task][1].task, arch).values()
+        sizes = sizes_of(TASKS[task][1].kind, arch).values()
         heads = {size["width"]: size["heads"] for size in sizes}.get(d)
         heads = d // 64 if task == "gpt" else heads
     if heads is None:

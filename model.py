@@ -68,20 +68,16 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
 
 
 class Attention(nn.Module, ABC):
-    """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`) and
-    `forward`; if its queries, keys and values differ, also `queries_keys_values`."""
+    """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
+    and `forward`, and says what it is for."""
+    for_text = False        # it has a causal form
+    needs_grid = False      # its tokens are a class token and a square grid of patches
 
     def __init__(self, config):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
-        self.dropout, self.rotary = config.dropout, config.rotary
+        self.dropout = config.dropout
         self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
-        self.mix = None
-        if config.shift:
-            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads start out
-            # different: the last takes mostly the previous token's key and the token's own value
-            spread = torch.linspace(-2, 2, self.heads)
-            self.mix = nn.Parameter(torch.cat([spread, -spread]))
 
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
@@ -91,34 +87,17 @@ class Attention(nn.Module, ABC):
         """U_k^* Z for every head, (B, K, n, p)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
-    def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
-        w = self.projections(Z)
-        seen = w if cache is None else cache.append(w)
-        return self.shifted_and_rotated(w, seen, seen)
+    def products(self, n):
+        """Multiply-adds for n tokens besides those with its matrices, 0 if they are few."""
+        return 0
 
+    @abstractmethod
     def map(self, Z):
-        """The attention map (B, K, n, n): row i holds the weights of token i's average."""
-        q, k, _ = self.queries_keys_values(Z)
-        return attention_map(q, k, self.scale, self.causal)
+        """What a picture of the attention to Z (B, n, d) shows, (B, K, n, n) or (B, K, n)."""
 
     @abstractmethod
     def forward(self, Z, cache=None):
         """Z (B, n, d) -> (B, n, d). A cache holds the tokens before Z, and keeps those of Z."""
-
-    def shifted_and_rotated(self, q, k, v):
-        """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
-
-        shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
-        rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
-        symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
-        if self.mix is not None:
-            a, b = self.mix.sigmoid().view(2, -1, 1, 1)
-            k, v = shift(k, a), shift(v, b)
-        if self.rotary:
-            phase = phases(k.shape[2], self.p, k)
-            q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
-        return q, k, v
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
@@ -135,7 +114,51 @@ class Attention(nn.Module, ABC):
         return out.transpose(1, 2).flatten(-2)
 
 
-class MSSA(Attention):
+class SoftmaxAttention(Attention):
+    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
+    not U^* Z all three, a subclass has its own `queries_keys_values`."""
+    for_text = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rotary, self.mix = getattr(config, "rotary", False), None          # of text alone
+        if getattr(config, "shift", False):
+            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads start out
+            # different: the last takes mostly the previous token's key and the token's own value
+            spread = torch.linspace(-2, 2, self.heads)
+            self.mix = nn.Parameter(torch.cat([spread, -spread]))
+
+    def queries_keys_values(self, Z, cache=None):
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
+        w = self.projections(Z)
+        seen = w if cache is None else cache.append(w)
+        return self.shifted_and_rotated(w, seen, seen)
+
+    def map(self, Z):
+        """The attention map (B, K, n, n): row i holds the weights of token i's average."""
+        q, k, _ = self.queries_keys_values(Z)
+        return attention_map(q, k, self.scale, self.causal)
+
+    def products(self, n):
+        """Scores and averages: 2 n^2 K p."""
+        return 2 * n * n * self.heads * self.p
+
+    def shifted_and_rotated(self, q, k, v):
+        """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
+
+        shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
+        rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
+        symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
+        if self.mix is not None:
+            a, b = self.mix.sigmoid().view(2, -1, 1, 1)
+            k, v = shift(k, a), shift(v, b)
+        if self.rotary:
+            phase = phases(k.shape[2], self.p, k)
+            q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
+        return q, k, v
+
+
+class MSSA(SoftmaxAttention):
     """Multi-head subspace self-attention, with one of four ways to map the heads back to R^d.
 
     output      the module computes              arch      source
@@ -418,7 +441,7 @@ class Cache:
 
 
 # ---- The other archs' operators -----------------------------------------------------------------
-class MHSA(Attention):
+class MHSA(SoftmaxAttention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
     and values. The biases are those of its family."""
 
@@ -450,6 +473,7 @@ class TSSA(Attention):
         out_ik  = - Pi_ik w_i / (1 + s_k)                      entries with a small s change most
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
+    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -503,6 +527,7 @@ class CBSA(Attention):
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
     then W. s1, s2: a number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
+    needs_grid = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -694,7 +719,7 @@ CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
-# task -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
+# kind -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
 # Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
 # sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
@@ -718,16 +743,16 @@ SIZES = {
         "vit": dict(small=_size(512, 8, 12), base=BASE)}}
 
 
-def sizes_of(task, arch):
+def sizes_of(kind, arch):
     """The named sizes of an arch: {name: fields}."""
     check_word("arch", arch, ARCHS)
-    table = SIZES[task]
+    table = SIZES[kind]
     return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
 
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. Every config also has `task`, `causal`, and `context`,
+    """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
     how many tokens."""
     arch: str = "crate"
     width: int = 384                    # d
@@ -737,8 +762,6 @@ class BackboneConfig:
     eta: float = 0.1                    # step of ISTA and ODL
     lambd: float = 0.1                  # sparsity weight of ISTA, MMProx and ODL
     step_size: float = 1.0              # of MSSA where it has no W (crate-c, -n, -t)
-    rotary: ClassVar = False            # TextConfig makes a field of it, and of shift
-    shift: ClassVar = False
     mm_eps: float = 0.5                 # distortion in MMProx's alpha
     expansion: int = 4                  # width of MLP, atoms of ODL, in units of d
     ista_steps: int = 2                 # of ODL
@@ -749,7 +772,7 @@ class BackboneConfig:
     @property
     def family(self):
         arch = ARCHS[self.arch]
-        return FAMILIES[arch.text_family if self.task == "text" else arch.family]
+        return FAMILIES[arch.text_family if self.kind == "text" else arch.family]
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -768,7 +791,7 @@ class BackboneConfig:
 @dataclass(kw_only=True)
 class ImageConfig(BackboneConfig):
     """An image encoder and its classifier."""
-    task: ClassVar = "image"            # of SIZES
+    kind: ClassVar = "image"            # of SIZES
     causal: ClassVar = False
     image_size: int = 224               # pixels per side, square
     patch_size: int = 16                # P
@@ -797,7 +820,7 @@ class ImageConfig(BackboneConfig):
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
-    task: ClassVar = "mae"
+    kind: ClassVar = "mae"
     lambd: float = 0.5                      # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
     decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
@@ -817,7 +840,7 @@ class MAEConfig(ImageConfig):
         n, masked, d = self.patches, self.masked_patches(), self.decoder_width
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
-        if self.mask_tokens == "after" and ARCHS[self.arch].attention is CBSA:
+        if self.mask_tokens == "after" and ARCHS[self.arch].attention.needs_grid:
             raise ConfigError(f"{self.arch} pools all patches: it needs mask_tokens=before")
         if self.mask_tokens == "before" and d != self.width:
             raise ConfigError(f"decoder_width={d}, not the encoder's, needs mask_tokens=after")
@@ -836,7 +859,7 @@ class MAEConfig(ImageConfig):
 @dataclass(kw_only=True)
 class TextConfig(BackboneConfig):
     """A language model."""
-    task: ClassVar = "text"
+    kind: ClassVar = "text"
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
@@ -846,9 +869,9 @@ class TextConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         attention = ARCHS[self.arch].attention
-        if attention is CBSA:
-            raise ConfigError(f"{self.arch} pools a grid of patches: it is not for text")
-        if (self.rotary or self.shift) and attention is TSSA:
+        if not attention.for_text:
+            raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
+        if (self.rotary or self.shift) and not issubclass(attention, SoftmaxAttention):
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -857,7 +880,7 @@ class TextConfig(BackboneConfig):
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
-        sizes = sizes_of(cls.task, arch)
+        sizes = sizes_of(cls.kind, arch)
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)
@@ -952,7 +975,7 @@ class ImageEncoder(Backbone):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        if H != W and ARCHS[self.config.arch].attention is CBSA:
+        if H != W and ARCHS[self.config.arch].attention.needs_grid:
             raise ConfigError(f"{self.config.arch} pools a square grid, not {H} x {W} pixels")
         Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)

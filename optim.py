@@ -5,7 +5,7 @@ import math
 import torch
 
 from flags import UserError
-from model import MAEConfig, MHSA, MSSA
+from model import MAEConfig, MHSA
 from processes import is_fast_in_bfloat16
 
 
@@ -40,13 +40,12 @@ def train_flops(model):
     c, seen = model.config, model.config.context
     if isinstance(c, MAEConfig) and c.mask_tokens == "after":
         seen -= c.masked_patches()
-    multiply_adds = c.context * model.embed.weight.numel() if c.task == "text" else 0
+    multiply_adds = c.context * model.embed.weight.numel() if c.kind == "text" else 0
     for n, layers in ((seen, getattr(model, "encoder", model).layers),
                       (c.context, getattr(model, "decoder", []))):
         for layer in layers:
             multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-            if isinstance(layer.attention, (MSSA, MHSA)):
-                multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
+            multiply_adds += layer.attention.products(n)
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 

@@ -24,8 +24,9 @@ two steps that compare no tokens lowers it more: alone (-23.2 +- 0.1, -47.1 +- 0
 or mean (-11.9 +- 0.1, -117.3 +- 0.9, -45.5 +- 1.5). At their own length mean and alone lower it
 less than attention in layers 5 to 8 of cifar10-crate. R - R^c is higher after noise than after
 attention in all layers of shapes-crate and cifar10-crate. Random tokens, beta ||U^* Z||^2 at 2: Eq.
-(34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it, as [S] found, but only because
-one lengthens the tokens and the other shortens them: at equal norm it is + MSSA that lowers R^c.
+(34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it,
+as [S] found, but only because one lengthens the tokens and the other shortens them: at equal norm
+it is + MSSA that lowers R^c.
 """
 from dataclasses import dataclass, replace
 
@@ -95,7 +96,7 @@ def changes(layer, Z, generator, c):
 @torch.no_grad()
 def by_layer(loaded, c):
     """The means and standard errors over samples, a dict for each layer. In float64."""
-    backbone = (loaded.encoder or loaded.model).cpu().double()
+    backbone = loaded.backbone.cpu().double()
     samples = [[] for _ in backbone.layers]
     generator = torch.Generator().manual_seed(c.seed)
     for _, x in batches(loaded, c):

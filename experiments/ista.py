@@ -95,7 +95,7 @@ def codes(X, operator):
 @torch.no_grad()
 def tables(loaded, c):
     """(Rows of the first table, rows of the second)."""
-    backbone = (loaded.encoder or loaded.model).cpu().double()
+    backbone = loaded.backbone.cpu().double()
     if not all(hasattr(layer.sparsification, "D") for layer in backbone.layers):
         raise UserError(f"{backbone.config.arch} has no dictionary D")
     samples, of_D = {}, []
@@ -140,7 +140,7 @@ def scores(loaded, c):
 def without_dictionary(c):
     """{"score", "score with D = 0", "difference", their standard errors}, or None."""
     loaded, _ = open_model(c)
-    layers = (loaded.encoder or loaded.model).layers
+    layers = loaded.backbone.layers
     if loaded.task == "simdino" or not isinstance(layers[0].sparsification, ISTA):
         return None
     before = scores(loaded, c)

@@ -69,7 +69,7 @@ class Codes(NamedTuple):
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    backbone = loaded.encoder or loaded.model
+    backbone = loaded.backbone
     layers = backbone.layers
     number = c.layer or len(layers)
     if number > len(layers) or layers[number - 1].sparsification is None:
