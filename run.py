@@ -118,6 +118,19 @@ class Run:
     def steps(self, total, text, eval_every, cost=1.0):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
         checkpoint. `text` says what is trained. For MFU, a sample costs `cost` training passes."""
+        self._begin(total, text, eval_every, cost)
+        while self.step < total:
+            self.step_began = time.perf_counter()
+            yield self.step
+            stopping = self.processes.largest(self.received) if self.step < total else 0
+            if stopping:
+                self.save()
+                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
+                self.close()
+                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
+
+    def _begin(self, total, text, eval_every, cost):
+        """Opens the files, takes the signals, starts the clock and the bar."""
         self.total, self.start = total, self.step
         self.eval_every = self.config.eval_every or eval_every
         self.unit = "tokens" if self.task == "gpt" else "images"
@@ -136,15 +149,6 @@ class Run:
         self.began = time.perf_counter()
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
-        while self.step < total:
-            self.step_began = time.perf_counter()
-            yield self.step
-            stopping = self.processes.largest(self.received) if self.step < total else 0
-            if stopping:
-                self.save()
-                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
-                self.close()
-                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
