@@ -228,9 +228,10 @@ def cli(main):
         returned = True
         sys.stdout.flush()                              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
-        if ending(error) is None:
+        end = ending(error)
+        if end is None:
             raise
-        status, line = ending(error)
+        status, line = end
         # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
         alone = dist.is_initialized() and not getattr(error, "shared", False)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")

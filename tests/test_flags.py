@@ -1,9 +1,13 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
+from conftest import ROOT
 
 import flags
 import processes
@@ -98,6 +102,16 @@ def test_ctrl_c_has_no_traceback(monkeypatch, main):
     monkeypatch.setattr(processes.os, "_exit", processes.sys.exit)
     with pytest.raises(SystemExit, match="130"):
         processes.cli(start)
+
+
+def test_a_closed_stdout_is_no_error():
+    """`... | head` has what it wanted; the other end of the pipe is closed before a word comes."""
+    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import processes; " \
+             "processes.cli(lambda argv: print('word'))"
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run([sys.executable, "-c", script], stdout=write, stderr=subprocess.PIPE)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def allocate():
