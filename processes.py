@@ -3,6 +3,7 @@ import errno
 import hashlib
 import math
 import os
+import select
 import shutil
 import signal
 import sys
@@ -201,13 +202,20 @@ def is_out_of_memory(error):
             or isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
+def nobody_reads_stdout():
+    """Whether stdout is a pipe whose other end is closed; poll reports that unasked."""
+    stdout = select.poll()
+    stdout.register(sys.stdout.fileno(), 0)
+    return bool(stdout.poll(0))
+
+
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
     if hasattr(error, "exit_status"):
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
-    if isinstance(error, BrokenPipeError) and not flush_or_mute():
+    if isinstance(error, BrokenPipeError) and nobody_reads_stdout():
         return 0, ""                # `... | head`: the reader has what it wanted
     if is_out_of_memory(error):
         smaller = [f"--{name}" for name in ("micro_batch", "batch_size", "samples", "context")
@@ -228,10 +236,9 @@ def cli(main):
         returned = True
         sys.stdout.flush()                              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
-        end = ending(error)
-        if end is None:
+        if ending(error) is None:
             raise
-        status, line = end
+        status, line = ending(error)
         # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
         alone = dist.is_initialized() and not getattr(error, "shared", False)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
@@ -248,11 +255,8 @@ def cli(main):
 
 
 def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
-    Returns whether it was written."""
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
     try:
         sys.stdout.flush()
-        return True
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
