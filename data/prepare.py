@@ -111,13 +111,12 @@ def read_pictures(row, source, draft):
     """The pictures of a set on the Hub, of its files in a folder, or of a user's own folder."""
     from datasets import ClassLabel, Dataset, load_dataset
 
-    streaming = not row.by_class
     if source is None:
-        return load_dataset(**row.hub, streaming=streaming)
+        return load_dataset(**row.hub, streaming=not row.by_class)
     if row.hub:
         folders.refuse_missing_shards(folders.files_in(source))
         return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
-                            streaming=streaming)
+                            streaming=not row.by_class)
     parts = folders.pictures(source)
     label = ClassLabel(names=sorted({name for part in parts.values() for name in part["label"]}))
     return hold_out({split: Dataset.from_dict(part).cast_column("label", label)
@@ -143,7 +142,7 @@ def read_texts(row, source, draft):
 
 def hold_out(sets, share):
     """This share of the rows for training validates, if no others do."""
-    if "train" not in sets or {"val", "validation"} & {*sets} or len(sets["train"]) < 2:
+    if {"val", "validation"}.intersection(sets) or len(sets.get("train", [])) < 2:
         return sets
     halves = sets["train"].train_test_split(share, seed=SEED)
     return {**sets, "train": halves["train"], "val": halves["test"]}
@@ -164,21 +163,18 @@ def upright(file):
     return image.convert("RGB")
 
 
-def central_square(image, size):
-    """The shorter side is resized (bicubic), the longer one rounded down; sides and crop are
-    torchvision's. Of a strip, the ends go first: they would be millions of pixels, not kept."""
-    spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
-    image = ImageOps.crop(image, (*spare, *spare))
-    width, height = (side * size // min(image.size) for side in image.size)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    image = image.resize((width, height), Image.BICUBIC)
-    return image.crop((left, top, left + size, top + size))
-
-
 def read_picture(file, size):
-    """(RGB array (size, size, 3), None), or (None, what is wrong with the file)."""
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
+    is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
     try:
-        return np.asarray(central_square(upright(file), size)), None
+        image = upright(file)
+        # a strip's ends are not kept, and would make it millions of pixels long
+        spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
+        image = ImageOps.crop(image, (*spare, *spare))
+        width, height = (side * size // min(image.size) for side in image.size)
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        image = image.resize((width, height), Image.BICUBIC)
+        return np.asarray(image.crop((left, top, left + size, top + size))), None
     except Exception as error:      # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__
 
@@ -215,8 +211,10 @@ def write_pictures(path, row, rows, label):
 def write_images(row, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
     sets = read_pictures(row, source, draft)
-    label, classes = label_column(sets["train"].features)
-    used = {}
+    features = sets["train"].features
+    label = next(key for key in ("label", "labels", "fine_label") if key in features)
+    classes = getattr(features[label], "names", None)
+    used = []
     for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
         labels, problems = write_pictures(draft / f"{split}_images.npy", row, sets[part], label)
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
@@ -225,24 +223,12 @@ def write_images(row, source, draft):
             raise UserError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
         if problems:
             print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
-        used[part] = set(labels)
-    tell_lone_classes(used, classes)
+        used.append(set(labels))
+    lone = used[0] ^ used[1]
+    if lone:
+        print(f"note: classes in one part alone: {len(lone)}, such as {classes[min(lone)]}",
+              file=sys.stderr)
     return image_meta(classes, draft)
-
-
-def label_column(features):
-    """(its name, the names of the classes or None)."""
-    name = next(key for key in ("label", "labels", "fine_label") if key in features)
-    return name, getattr(features[name], "names", None)
-
-
-def tell_lone_classes(used, classes):
-    """`used` is {split: the numbers of its classes}, of two splits."""
-    for part, other in itertools.permutations(used):
-        only = sorted(used[part] - used[other])
-        if only:
-            print(f"note: classes in {part} alone: {len(only)}, such as {classes[only[0]]}",
-                  file=sys.stderr)
 
 
 def write_shapes(row, source, draft):
@@ -289,20 +275,9 @@ def split_texts(row, source, draft):
         parts = dict(train=["".join(itertools.chain(*parts.values()))])
     if "train" not in parts or "val" in parts:
         return parts, False
-    whole = parts["train"][0]
+    [whole] = parts["train"]
     end = int(0.9 * len(whole))
     return {**parts, "train": [whole[:end]], "val": [whole[end:]]}, True
-
-
-def write_tokens(path, documents, tokenizer, end):
-    """Yields the tokens of each document as they are written, `end` behind each."""
-    with open(path, "wb") as out:
-        # 64 at once: they may be books, and memory holds their tokens
-        for start in tqdm(range(0, len(documents), 64), path.stem, disable=None):
-            for ids in tokenizer.encode_batch(documents[start:start + 64]):
-                ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
-                out.write(ids)
-                yield ids
 
 
 def write_text(row, source, draft):
@@ -312,10 +287,14 @@ def write_text(row, source, draft):
     end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
     tokens, checksum = {}, 0
     for split, documents in parts.items():
-        tokens[split] = 0
-        for ids in write_tokens(draft / f"{split}.bin", documents, tokenizer, end):
-            tokens[split] += len(ids)
-            checksum = zlib.crc32(ids, checksum)
+        with open(draft / f"{split}.bin", "wb") as out:
+            # 64 at once: they may be books, and memory holds their tokens
+            for start in tqdm(range(0, len(documents), 64), split, disable=None):
+                for ids in tokenizer.encode_batch(documents[start:start + 64]):
+                    ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+                    checksum = zlib.crc32(ids, checksum)
+                    out.write(ids)
+            tokens[split] = out.tell() // 2
         if tokens[split] < 2:
             raise UserError(f"its part {split} has {tokens[split]} tokens: the text is too short")
     return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
@@ -325,16 +304,11 @@ def write_text(row, source, draft):
 WRITERS = {DrawnSet: write_shapes, ImageSet: write_images, TextSet: write_text}
 
 
-def is_name(name):
-    return Path(name).name == name and name not in ("", "..")
-
-
 def how_to(name, cache):
     """How to get a set of the Hub, for messages; None for any other."""
-    if name not in SETS or not SETS[name].hub:
-        return None
-    return (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source DIR "
-            f"with the files of huggingface.co/datasets/{SETS[name].hub['path']}")
+    hub = SETS[name].hub if name in SETS else None
+    return hub and (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source "
+                    f"DIR with the files of huggingface.co/datasets/{hub['path']}")
 
 
 @contextlib.contextmanager
@@ -358,8 +332,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None)
     ("gpt2", "char" or an object); `drawn` are other numbers of pictures of a drawn set."""
     own = TextSet(tokenizer=tokenizer) if tokenizer else ImageSet(size, by_class=True)
     row = SETS.get(name, own)
-    if drawn:
-        row = row._replace(counts=drawn)
+    row = row._replace(counts=drawn) if drawn else row
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with one_line(name, how_to(name, cache)), open(draft.with_suffix(".lock"), "w") as lock:
@@ -384,11 +357,11 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None)
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if not is_name(name) or not folder.exists():
-        if name not in sets:
-            own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
-            raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
-                            "python data/prepare.py NAME --source DIR makes your own")
+    own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
+    if name not in own.union(sets):
+        raise UserError(f"--data={not_one_of(name, sorted(own.union(sets)))}; "
+                        "python data/prepare.py NAME --source DIR makes your own")
+    if not folder.exists():
         if sets[name].large:
             raise UserError(f"{name} is not prepared: {how_to(name, cache)}; --help lists presets")
         prepare(name, cache=cache)
@@ -409,7 +382,6 @@ class Flags:
 
 
 def main(argv):
-    """Prepares one set, for the command line."""
     c = parse(Flags, {}, argv, __doc__)[0]
     name = " ".join(c.name)
     row = SETS.get(name)
@@ -417,11 +389,10 @@ def main(argv):
         raise UserError(f"{not_one_of(name or 'NAME', SETS)} (your own needs --source)")
     if row and any([c.tokenizer, c.size, c.source and not row.hub]):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
-    if not is_name(name):
+    if Path(name).name != name or name in ("", ".."):
         raise UserError(f"{name or 'NAME'} is no name of a set; its files are in --source=DIR")
-    folder = Path(c.data_dir) / name
-    if folder.exists():
-        raise UserError(f"{folder} is there already: delete it to prepare it again")
+    if Path(c.data_dir, name).exists():
+        raise UserError(f"{c.data_dir}/{name} is there already: delete it to prepare it again")
     prepare(name, c.source, c.data_dir, c.tokenizer, c.size or 32)
 
 
