@@ -19,6 +19,7 @@ or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written
 import contextlib
 import fcntl
 import io
+import itertools
 import json
 import os
 import re
@@ -46,12 +47,17 @@ from processes import cli
 
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
+class DrawnSet(NamedTuple):
+    options: dict                   # split -> options of draw_shapes
+    counts: tuple = (10_000, 2_000)     # of pictures: train, val
+    hub, large = None, False
+
+
 class ImageSet(NamedTuple):
     size: int                       # pixels per side, as stored
-    hub: dict | None = None         # None: drawn, or the user's own
+    hub: dict | None = None         # None: the user's own
     val: str = "test"               # the split that validates
     large: bool = False             # not prepared unasked
-    drawn: dict | None = None       # split -> options of draw_shapes
     by_class: bool = False          # the rows lie so: they are stored in an order that is drawn
 
 
@@ -59,9 +65,10 @@ class TextSet(NamedTuple):
     hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
     documents: object = itemgetter("text")     # of a split's rows
-    one_text: bool = False          # all rows are one text, whose last tenth validates
-    held_out: float = 0.01          # of the documents, where none are for validation
+    one_text: bool = False          # all rows are one text
+    held_out: float = 0.01          # of the rows, where none are for validation
     large: bool = False
+    topics: bool = False            # Python's own help
 
 
 def wikitext_articles(rows):
@@ -71,7 +78,7 @@ def wikitext_articles(rows):
 
 
 IMAGES = {
-    "shapes": ImageSet(32, drawn={}), "camouflage": ImageSet(32, drawn=shapes.CAMOUFLAGE),
+    "shapes": DrawnSet({}), "camouflage": DrawnSet(shapes.CAMOUFLAGE),
     "cifar10": ImageSet(32, dict(path="uoft-cs/cifar10")),
     "cifar100": ImageSet(32, dict(path="uoft-cs/cifar100")),
     "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102"), by_class=True),
@@ -88,41 +95,44 @@ TEXTS = {
                            held_out=0.0005, large=True),
     "shakespeare": TextSet(SHAKESPEARE, one_text=True),
     "shakespeare_char": TextSet(SHAKESPEARE, tokenizer="char", one_text=True),
-    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True),
+    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True, topics=True),
     # for zero-shot evaluation
     "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
                         documents=wikitext_articles),
     "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
                             data_files={"test": "default/test/*.parquet"})),
 }
+SETS = {**IMAGES, **TEXTS}
 SEED = 2357         # of every order and part that is drawn
 
 
 # ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
-def read_pictures(hub, source, draft, streaming):
+def read_pictures(row, source, draft):
     """The pictures of a set on the Hub, of its files in a folder, or of a user's own folder."""
     from datasets import ClassLabel, Dataset, load_dataset
 
     if source is None:
-        return load_dataset(**hub, streaming=streaming)
-    if hub:
+        return load_dataset(**row.hub, streaming=not row.by_class)
+    if row.hub:
         folders.refuse_missing_shards(folders.files_in(source))
         return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
-                            streaming=streaming)
+                            streaming=not row.by_class)
     parts = folders.pictures(source)
     label = ClassLabel(names=sorted({name for part in parts.values() for name in part["label"]}))
     return hold_out({split: Dataset.from_dict(part).cast_column("label", label)
                      for split, part in parts.items()}, 0.1)
 
 
-def read_texts(hub, source, draft):
+def read_texts(row, source, draft):
     """The texts of a set on the Hub, or of the files in a folder: the Hub's or a user's own."""
     from datasets import Dataset, Features, load_dataset, Value
 
+    if row.topics:
+        return pydoc()
     if source is None:
-        return load_dataset(**hub)
-    if hub:             # a repository may have several sets, each in a folder
-        folder = source / hub.get("name", "default")
+        return load_dataset(**row.hub)
+    if row.hub:         # a repository may have several sets, each in a folder
+        folder = source / row.hub.get("name", "default")
         source = folder if folder.is_dir() else source
     return {split: Dataset.from_generator(      # 64 at once: they may be books
                 partial(folders.documents, files), Features(text=Value("large_string")),
@@ -132,42 +142,55 @@ def read_texts(hub, source, draft):
 
 def hold_out(sets, share):
     """This share of the rows for training validates, if no others do."""
-    if "train" not in sets or {"val", "validation"} & {*sets} or len(sets["train"]) < 2:
+    if {"val", "validation"}.intersection(sets) or len(sets.get("train", [])) < 2:
         return sets
     halves = sets["train"].train_test_split(share, seed=SEED)
     return {**sets, "train": halves["train"], "val": halves["test"]}
 
 
 # ---- Images: decoded by threads, in order -------------------------------------------------------
+def upright(file):
+    """The picture of a file as it is meant to be seen: turned by its tag, and on white."""
+    image = Image.open(file)
+    image.load()
+    with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
+        image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":               # convert() would clip them at 255
+        raise ValueError("16 or 32 bits a pixel")
+    if image.has_transparency_data:         # hidden colours are not meant to be seen
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 def read_picture(file, size):
     """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
     is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
     try:
-        image = Image.open(file)
-        image.load()
-        with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
-            image = ImageOps.exif_transpose(image)              # upright
-        if image.mode[0] in "IF":               # convert() would clip them at 255
-            raise ValueError("16 or 32 bits a pixel")
-        if image.has_transparency_data:         # on white: hidden colours are not meant to be seen
-            image = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        image = upright(file)
         # a strip's ends are not kept, and would make it millions of pixels long
-        spare = tuple(max(0, side // 2 - 8 * min(image.size)) for side in image.size)
-        image = ImageOps.crop(image, 2 * spare)
+        spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
+        image = ImageOps.crop(image, (*spare, *spare))
         width, height = (side * size // min(image.size) for side in image.size)
         left, top = round((width - size) / 2), round((height - size) / 2)
-        image = image.convert("RGB").resize((width, height), Image.BICUBIC)
+        image = image.resize((width, height), Image.BICUBIC)
         return np.asarray(image.crop((left, top, left + size, top + size))), None
     except Exception as error:      # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__
 
 
-def write_pictures(path, rows, column, label, size):
+def write_pictures(path, row, rows, label):
     """Writes those that can be read; returns their labels, and what is wrong with the others."""
-    def read(cell):
-        return read_picture(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"], size)
+    from datasets import Image as ImageColumn
 
+    def read(cell):
+        return read_picture(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"], row.size)
+
+    column = "img" if "img" in rows.features else "image"
+    if row.by_class:
+        rows = rows.shuffle(seed=SEED)
+    if row.hub:         # the cells of a user's own are files already
+        rows = rows.cast_column(column, ImageColumn(decode=False))
     labels, problems = [], []
     with open(path, "wb") as out, ThreadPoolExecutor() as threads:
         out.seek(128)               # the header comes last: not every picture can be read
@@ -181,42 +204,37 @@ def write_pictures(path, rows, column, label, size):
                     labels.append(number)
         out.seek(0)
         np.lib.format.write_array_header_1_0(out, dict(
-            descr="|u1", fortran_order=False, shape=(len(labels), size, size, 3)))
+            descr="|u1", fortran_order=False, shape=(len(labels), row.size, row.size, 3)))
     return labels, problems
 
 
-def write_images(name, size, source, draft):
+def write_images(row, source, draft):
     """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    from datasets import Image as ImageColumn
-
-    row, seen = IMAGES.get(name, ImageSet(size, by_class=True)), {}
-    sets = read_pictures(row.hub, source, draft, streaming=not row.by_class)
+    sets = read_pictures(row, source, draft)
     features = sets["train"].features
-    column = "img" if "img" in features else "image"
     label = next(key for key in ("label", "labels", "fine_label") if key in features)
     classes = getattr(features[label], "names", None)
+    used = []
     for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
-        rows = sets[part].shuffle(seed=SEED) if row.by_class else sets[part]
-        rows = rows.cast_column(column, ImageColumn(decode=False)) if row.hub else rows
-        labels, problems = write_pictures(draft / f"{split}_images.npy", rows, column, label,
-                                          row.size)
+        labels, problems = write_pictures(draft / f"{split}_images.npy", row, sets[part], label)
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
         classes = classes or [str(i) for i in range(max(labels, default=0) + 1)]
         if len(classes) < 2 or not labels:
             raise UserError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
         if problems:
             print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
-        seen[part] = {*labels}
-    for part, other in (seen, [*seen][::-1]):
-        if only := [classes[i] for i in sorted(seen[part] - seen[other])]:
-            print(f"note: classes in {part} alone: {len(only)}, such as {only[0]}", file=sys.stderr)
+        used.append(set(labels))
+    lone = used[0] ^ used[1]
+    if lone:
+        print(f"note: classes in one part alone: {len(lone)}, such as {classes[min(lone)]}",
+              file=sys.stderr)
     return image_meta(classes, draft)
 
 
-def write_shapes(name, counts, draft):
-    """Draws `shapes` or `camouflage`; returns what meta.json says of them."""
-    for seed, (split, n) in enumerate(zip(("train", "val"), counts)):
-        arrays = shapes.draw_shapes(n, seed, **IMAGES[name].drawn.get(split, {}))
+def write_shapes(row, source, draft):
+    """Draws the pictures; returns what meta.json says of them."""
+    for seed, (split, n) in enumerate(zip(("train", "val"), row.counts)):
+        arrays = shapes.draw_shapes(n, seed, **row.options.get(split, {}))
         for kind, array in zip(("images", "labels", "masks"), arrays):
             np.save(draft / f"{split}_{kind}.npy", array)
     return image_meta(list(shapes.SHAPES), draft)
@@ -246,28 +264,32 @@ def pydoc():
     return dict(train=dict(text=["\n".join(topics[name] for name in sorted(topics))]))
 
 
-def write_text(name, tokenizer, source, draft):
-    """Writes the tokens of all splits; returns what meta.json says of them."""
-    row = TEXTS.get(name, TextSet())
-    sets = pydoc() if name == "pydoc" else read_texts(row.hub, source, draft)
+def split_texts(row, source, draft):
+    """{split: documents}, and whether train and val are one text: the last tenth of a single
+    document validates, where there is no other."""
+    sets = read_texts(row, source, draft)
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
-    parts = {folders.SPLITS[split]: row.documents(sets[split]) for split in sets}
+    parts = {folders.SPLITS[split]: row.documents(rows) for split, rows in sets.items()}
     if row.one_text:
-        parts = dict(train=[document for part in parts.values() for document in part])
-    one_text = "train" in parts and "val" not in parts      # or a single document
-    if one_text:
-        whole = "".join(parts["train"])
-        cut = int(0.9 * len(whole))
-        parts |= dict(train=[whole[:cut]], val=[whole[cut:]])
+        parts = dict(train=["".join(itertools.chain(*parts.values()))])
+    if "train" not in parts or "val" in parts:
+        return parts, False
+    [whole] = parts["train"]
+    end = int(0.9 * len(whole))
+    return {**parts, "train": [whole[:end]], "val": [whole[end:]]}, True
 
-    tokenizer = make_tokenizer(tokenizer or row.tokenizer, parts.get("train", []))
+
+def write_text(row, source, draft):
+    """Writes the tokens of all splits; returns what meta.json says of them."""
+    parts, one_text = split_texts(row, source, draft)
+    tokenizer = make_tokenizer(row.tokenizer, parts.get("train", []))
     end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
     tokens, checksum = {}, 0
     for split, documents in parts.items():
         with open(draft / f"{split}.bin", "wb") as out:
             # 64 at once: they may be books, and memory holds their tokens
-            for start in tqdm(range(0, len(documents), 64), f"{name} {split}", disable=None):
+            for start in tqdm(range(0, len(documents), 64), split, disable=None):
                 for ids in tokenizer.encode_batch(documents[start:start + 64]):
                     ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
                     checksum = zlib.crc32(ids, checksum)
@@ -279,12 +301,14 @@ def write_text(name, tokenizer, source, draft):
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------
+WRITERS = {DrawnSet: write_shapes, ImageSet: write_images, TextSet: write_text}
+
+
 def how_to(name, cache):
     """How to get a set of the Hub, for messages; None for any other."""
-    hub = getattr(IMAGES.get(name) or TEXTS.get(name), "hub", None)
-    return hub and (
-        f"python data/prepare.py {name} --data_dir={cache} with a network, or --source DIR "
-        f"with the files of huggingface.co/datasets/{hub['path']}")
+    hub = SETS[name].hub if name in SETS else None
+    return hub and (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source "
+                    f"DIR with the files of huggingface.co/datasets/{hub['path']}")
 
 
 @contextlib.contextmanager
@@ -303,9 +327,12 @@ def one_line(name, advice):
         raise UserError(f"{name}: {reason}{f'; {advice}' if advice else ''}") from error
 
 
-def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_000, 2_000)):
+def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None):
     """Writes cache/NAME, if it is not there. A set of the user's own is text if it has a tokenizer
-    ("gpt2", "char" or an object); `drawn` are the numbers of pictures of a drawn set."""
+    ("gpt2", "char" or an object); `drawn` are other numbers of pictures of a drawn set."""
+    own = TextSet(tokenizer=tokenizer) if tokenizer else ImageSet(size, by_class=True)
+    row = SETS.get(name, own)
+    row = row._replace(counts=drawn) if drawn else row
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with one_line(name, how_to(name, cache)), open(draft.with_suffix(".lock"), "w") as lock:
@@ -317,12 +344,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
         draft.mkdir()
         try:
             source = Path(source).resolve() if source else None
-            if name in TEXTS or tokenizer:
-                meta = write_text(name, tokenizer, source, draft)
-            elif name in IMAGES and IMAGES[name].drawn is not None:
-                meta = write_shapes(name, drawn, draft)
-            else:
-                meta = write_images(name, size, source, draft)
+            meta = WRITERS[type(row)](row, source, draft)
             (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
             shutil.rmtree(draft / "scratch", ignore_errors=True)        # of `datasets`
             draft.rename(folder)
@@ -335,11 +357,11 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=(10_0
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    if name in ("", "..") or Path(name).name != name or not folder.exists():
-        if name not in sets:
-            own = (path.parent.name for path in Path(cache).glob("[!.]*/meta.json"))
-            raise UserError(f"--data={not_one_of(name, sorted({*own, *sets}))}; "
-                            "python data/prepare.py NAME --source DIR makes your own")
+    own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
+    if name not in own.union(sets):
+        raise UserError(f"--data={not_one_of(name, sorted(own.union(sets)))}; "
+                        "python data/prepare.py NAME --source DIR makes your own")
+    if not folder.exists():
         if sets[name].large:
             raise UserError(f"{name} is not prepared: {how_to(name, cache)}; --help lists presets")
         prepare(name, cache=cache)
@@ -352,7 +374,7 @@ def opened(name, kind, cache):
 
 @dataclass(kw_only=True)
 class Flags:
-    name: tuple = option((), f"{', '.join([*IMAGES, *TEXTS])}, or your own")
+    name: tuple = option((), f"{', '.join(SETS)}, or your own")
     source: str | None = option(None, "where the files are; auto is the Hub")
     data_dir: str = option(str(CACHE), "where sets go")
     tokenizer: str | None = option(None, "of your own text", choices=("gpt2", "char"))
@@ -360,17 +382,17 @@ class Flags:
 
 
 def main(argv):
-    """Prepares one set, for the command line."""
-    c, known = parse(Flags, {}, argv, __doc__)[0], {**IMAGES, **TEXTS}
+    c = parse(Flags, {}, argv, __doc__)[0]
     name = " ".join(c.name)
-    if name not in known and not c.source:
-        raise UserError(f"{not_one_of(name or 'NAME', known)} (your own needs --source)")
-    if name in known and (c.tokenizer or c.size or c.source and known[name].hub is None):
+    row = SETS.get(name)
+    if not row and not c.source:
+        raise UserError(f"{not_one_of(name or 'NAME', SETS)} (your own needs --source)")
+    if row and any([c.tokenizer, c.size, c.source and not row.hub]):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
     if Path(name).name != name or name in ("", ".."):
         raise UserError(f"{name or 'NAME'} is no name of a set; its files are in --source=DIR")
-    if (folder := Path(c.data_dir) / name).exists():
-        raise UserError(f"{folder} is there already: delete it to prepare it again")
+    if Path(c.data_dir, name).exists():
+        raise UserError(f"{c.data_dir}/{name} is there already: delete it to prepare it again")
     prepare(name, c.source, c.data_dir, c.tokenizer, c.size or 32)
 
 
