@@ -212,9 +212,12 @@ box => {
 },
 box => classify(box, {out: knobs.out}, models[0]),
 box => {
-  const {L, X, code} = trace(), DA = multiply(code, L.D), rates = [X, DA, code].map(M => codingRate(M, .5));
+  const {L, X, code} = trace(), DA = multiply(code, L.D);
+  const rates = [X, DA, code].map(M => codingRate(M, .5));
   const miss = sizeOf(plus(X, DA, -1)) / sizeOf(X);
-  heat($("figure canvas", box), multiply(L.Dt, L.Dt), 1);
+  const [left, right] = $$("figure canvas", box);
+  heat(left, multiply(L.Dt, L.Dt), 1);
+  heat(right, made(L.D.rows, L.D.rows, t => t % (L.D.rows + 1) ? 0 : 1), 1);
   bars($(".bars", box), ["R(X)", "R(DA)", "R(A)"].map((name, k) => [name, rates[k], k ? "hot" : ""]));
   $(".read", box).innerHTML = `‖X − DA‖ is <b>${percent(miss)}</b> of ‖X‖.`;
   return {X: rates[0], DA: rates[1], A: rates[2], miss};

@@ -16,20 +16,20 @@ from data.images import ImageData
 from flags import ROOT
 from web import facts, page
 
-WORDS = ("frac|sqrt|sum|stack|clean|logdet|log|lowers|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min|max"
-         "|such|that")
+WORDS = ("frac|sqrt|sum|stack|clean|lowers|with|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min"
+         "|max")
 TOKEN = re.compile(rf"{WORDS}|\d+(?:\.\d+)?|\S")
 CLOSING = {"(": ")", "[": "]", "‖": "‖"}
 
 # Inputs by name: (label, values) of a choice, (label, on) of a box, (label, low, high, step, value)
 KNOBS = dict(
-    eps1=("error ε", 0.1, 2, 0.05, 0.5), far1=("times as far out", 0.1, 2, 0.05, 1),
-    shift1=("moved from 0 by", 0, 2, 0.05, 0),
-    turn2=("turn the frame", 0, 90, 1, 35), tilt2=("tilt the frame", 0, 90, 1, 0),
+    eps1=("error ε", 0.1, 2, 0.05, 0.5), far1=("far out by", 0.1, 2, 0.05, 1),
+    shift1=("moved by", 0, 2, 0.05, 0),
+    turn2=("turn", 0, 90, 1, 35), tilt2=("tilt", 0, 90, 1, 0),
     noise2=("noise σ", 0, 0.4, 0.02, 0.06),
-    turn3=("turn everything", 0, 360, 5, 0), lambda3=("λ", 0, 0.1, 0.005, 0.05),
+    turn3=("turn all", 0, 360, 5, 0), lambda3=("λ", 0, 0.1, 0.005, 0.05),
     steps4=("steps", 0, 100, 1, 0), eps4=("error ε", 0.1, 1.5, 0.05, 0.5),
-    eps5=("error ε", 0.1, 3, 0.05, 1.5), length5=("tokens’ length", 1, 8, 0.1, 1),
+    eps5=("error ε", 0.1, 3, 0.05, 1.5), length5=("length", 1, 8, 0.1, 1),
     layer=("layer", 1, 4, 1, 4), head=("head", 1, 4, 1, 1), token=("token", 0, 64, 1, 28),
     eta=("η", 0, 1, 0.02, 0.1), lambd=("λ", 0, 10, 0.1, 0.1), lambda11=("λ", 0, 0.2, 0.01, 0.1),
     equal7=("rescale all to the length of <i>Z</i>", False), root=("divide by √p", True),
@@ -71,7 +71,7 @@ def mathml(words, display="inline"):
                 cells.append(f"<mtr><mtd>{atom()}</mtd></mtr>")
             tokens.pop()
             return f"<mrow><mo>[</mo><mtable>{''.join(cells)}</mtable><mo>]</mo></mrow>"
-        if token in ("lowers", "such", "that"):
+        if token in ("lowers", "with"):
             return f"<mtext>&nbsp;{token}&nbsp;</mtext>"
         if token == "sum":
             return "<mo>∑</mo>"
@@ -159,7 +159,7 @@ def figure(beside):
         word(left, 14, name + rate)
         word(left, 184, "layer 1")
         word(left + 118, 184, len(layers), "end")
-        for value in (low, 0, high):
+        for value in (low, 0, high) if panel % 2 == 0 else ():      # two panels have one scale
             word(left - 8, y(value) + 4, f"{value:.0f}".replace("-", "−"), "end")
         parts.append(f'<path class="faint" d="M{left} {y(0):.1f}h120"/>')
         for l, values in enumerate(layers):
