@@ -237,7 +237,17 @@ function numbers({T, p, heads, U}, n, eps = 0.1) {
     nonzeros: sumOf(T.code.at.subarray(0, n * m), y => y !== 0) / (n * m)};
 }
 
-// ---- The objective and its slopes, for the lesson. Rows are tokens; U is a layer's, [U_1 .. U_K]^*
+// ---- For the lesson: matrices; the objective and its slopes. U is a layer's, [U_1 .. U_K]^*
+const matrixOf = rows => made(rows.length, rows[0].length, t =>
+  rows[t / rows[0].length | 0][t % rows[0].length]);
+const flat = M => M.at.subarray(0, M.rows * M.cols);
+const rowsIn = M => Array.from({length: M.rows}, (_, i) =>
+  [...M.at.subarray(i * M.cols, (i + 1) * M.cols)]);
+const plus = (M, N, share = 1) => made(M.rows, M.cols, t => M.at[t] + share * N.at[t]);
+const times = (s, M) => made(M.rows, M.cols, t => s * M.at[t]);
+const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
+const nonzeros = M => sumOf(flat(M), y => y !== 0);
+
 const codingRate = (Z, eps) => halfLogdet(Z, 0, Z.cols, Z.rows, Z.cols / (Z.rows * eps ** 2));
 function subspaceRate(Z, U, p, eps) {                           // R^c(Z | U), Eq. (13)
   const w = multiply(Z, U), firsts = Array.from({length: U.rows / p}, (_, k) => k * p);

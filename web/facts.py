@@ -126,14 +126,20 @@ def facts(model, untrained, other, x, larger):
     note("sums", [100 * apart(a.U.weight.T @ a.U.weight, eye) for a in attentions], ".0f", " %")
     note("cos", [F.cosine_similarity(a.W.weight.flatten(), a.U.weight.T.flatten(), 0).item()
                  for a in attentions])
+    for name, net, inputs in (("", model, x), ("other_", other, larger)):
+        codes = [(layer.norm2(trace.half), trace.out, layer) for layer, _, trace, _
+                 in traced(net, inputs)]
+        costs = [[lasso(X, A, layer).item() for A in (X.relu(), code, 0 * X)]
+                 for X, code, layer in codes]
+        note(f"{name}relu", [100 * (X > 0).float().mean().item() for X, *_ in codes], ".0f")
+        note(f"{name}code", [100 * (A > 0).float().mean().item() for _, A, _ in codes], ".0f")
+        known[f"{name}lasso_down"] = sum(code < relu for relu, code, _ in costs)
+        known[f"{name}zero_better"] = sum(zero < code for _, code, zero in costs)
     codes = [(layer, layer.norm2(trace.half), trace.out) for layer, _, trace, _ in layers]
     Ds = [layer.sparsification.D for layer, *_ in codes]
     note("miss", [100 * apart(A @ D.mT, X) for (_, X, A), D in zip(codes, Ds)], ".0f", " %")
     note("gram", [100 * apart(D.T @ D, eye) for D in Ds], ".0f", " %")
     note("size", [X.square().mean().item() ** 0.5 for _, X, _ in codes], ".1f")
-    note("relu", [100 * (X > 0).float().mean().item() for _, X, _ in codes], ".0f")
-    note("code", [100 * (A > 0).float().mean().item() for *_, A in codes], ".0f")
-    costs = [[lasso(X, A, layer).item() for A in (X.relu(), A, 0 * A)] for layer, X, A in codes]
     moved = [changes(layer, Z, U) for layer, Z, _, U in layers]
     known |= dict(
         count=len(x), weights=f"{sum(p.numel() for p in model.parameters()):,}",
@@ -141,8 +147,6 @@ def facts(model, untrained, other, x, larger):
         att_down=sum(attention[0] < 0 for attention, *_ in moved),
         alone_more=sum(alone[0] < attention[0] for attention, alone, _ in moved),
         r_down=sum((coding_rate(A).mean() < coding_rate(X).mean()).item() for _, X, A in codes),
-        lasso_down=sum(code < relu for relu, code, _ in costs),
-        zero_better=sum(zero < code for _, code, zero in costs),
         rise_trained=rises(model, x), rise_untrained=rises(untrained, x),
         rise_other=rises(other, larger))
     for name, arch in dict(acc_w="crate", acc_u="crate-c", acc_n="crate-n").items():

@@ -6,22 +6,14 @@ const $$ = (words, within = document) => [...within.querySelectorAll(words)];
 const data = JSON.parse($("#data").textContent), {config: c, classes} = data;
 const H = c.image_size, P = c.patch_size, side = H / P;
 const models = ["trained", "untrained"].map(kind => build(data, kind));
-const drawn = bytes(data.pictures), pictureAt = i => drawn.slice(3 * H * H * i, 3 * H * H * (i + 1));
+const drawn = bytes(data.pictures), area = 3 * H * H;
+const pictureAt = i => drawn.slice(area * i, area * (i + 1));
 const knobs = {}, shown = {}, took = {};                    // the latter by step; in milliseconds
 let pixels, known;                                          // the picture in sight, and its traces
 let turn = 0, held, worst;
 
 const show = y => String(+y.toPrecision(3)).replace("-", "−");
 const percent = y => `${Math.round(100 * y)} %`;
-const matrixOf = rows => made(rows.length, rows[0].length, t =>
-  rows[t / rows[0].length | 0][t % rows[0].length]);
-const flat = M => M.at.subarray(0, M.rows * M.cols);
-const rowsIn = M => Array.from({length: M.rows}, (_, i) =>
-  [...M.at.subarray(i * M.cols, (i + 1) * M.cols)]);
-const plus = (M, N, share = 1) => made(M.rows, M.cols, t => M.at[t] + share * N.at[t]);
-const times = (s, M) => made(M.rows, M.cols, t => s * M.at[t]);
-const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
-const nonzeros = M => sumOf(flat(M), y => y !== 0);
 const plane = matrixOf([[1, 0], [0, 1]]);                   // U of a head that is all of R^2
 
 // ---- The trained model, with switches
@@ -44,9 +36,9 @@ function run(model, picture, {att = "softmax", out = "W", root = 1, noLN, ...res
   return model.layers.map(L => {
     const w = multiply(noLN ? Z : normalize(Z, L.norm1), L.U);
     const half = lifted(L, Z, averaged(L, w, att, root), out);
-    const X = noLN ? half : normalize(half, L.norm2), T = {L, Z, w, half, X, code: sparse(L, X, rest)};
-    Z = T.code;
-    return T;
+    const X = noLN ? half : normalize(half, L.norm2), before = Z;
+    Z = sparse(L, X, rest);
+    return {L, Z: before, w, half, X, code: Z};
   });
 }
 function chancesOf(model, picture, switches) {
@@ -95,7 +87,8 @@ function axesOf(Z) {                                        // of Z Z^*, for tok
 }
 const inSpace = ([x, y, z]) => [.95 * y - .5 * x, .4 * x + .12 * y - z];
 function drawSpace(svg, Z, U) {                             // tokens and two lines
-  const axes = [[2, 0, 0], [0, 2, 0], [0, 0, 1.6]].map(end => line([[0, 0], inSpace(end)], "faint"));
+  const axes = [[2, 0, 0], [0, 2, 0], [0, 0, 1.6]].map(end =>
+    line([[0, 0], inSpace(end)], "faint"));
   const ends = u => [-1.9, 1.9].map(s => inSpace(u.map(y => s * y)));
   svg.innerHTML = axes.concat(U.map(u => line(ends(u), "hot")),
     rowsIn(Z).map(z => dot(inSpace(z), .06)),
@@ -118,11 +111,13 @@ box => {
   return {R};
 },
 box => {
-  const [a, b] = [knobs.turn2, knobs.tilt2].map(y => y * Math.PI / 180), [ca, cb] = [a, b].map(Math.cos);
+  const [a, b] = [knobs.turn2, knobs.tilt2].map(y => y * Math.PI / 180);
+  const [ca, cb] = [Math.cos(a), Math.cos(b)];
   const U = [[ca * cb, Math.sin(a) * cb, Math.sin(b)], [-Math.sin(a), ca, 0]], frame = matrixOf(U);
   const Z = matrixOf(data.coefficients.map((y, i) => data.noise[i].map((w, k) =>
     knobs.noise2 * w + (i % 2 === k ? y : 0))));
-  const Rc = subspaceRate(Z, frame, 1, .5), missed = 1 - (sizeOf(multiply(Z, frame)) / sizeOf(Z)) ** 2;
+  const Rc = subspaceRate(Z, frame, 1, .5);
+  const missed = 1 - (sizeOf(multiply(Z, frame)) / sizeOf(Z)) ** 2;
   drawSpace($("svg", box), Z, U);
   bars($(".bars", box), [["R<sup>c</sup>", Rc / 2, "hot", show(Rc)],
     ["energy missed", missed, "", percent(missed)]], 1);
@@ -174,7 +169,7 @@ box => {
   const {token, root} = knobs, {L: {p}, w} = trace(), n = w.rows, first = (knobs.head - 1) * p;
   const own = made(n, p, t => w.at[(t / p | 0) * w.cols + first + t % p]), G = multiply(own, own);
   const rowOf = M => M.at.subarray(token * n, token * n + n), scale = root ? p ** -.5 : 1;
-  const weights = s => rowsIn(G).map(row => softmax(row, s)), A = matrixOf(weights(scale));
+  const A = matrixOf(rowsIn(G).map(row => softmax(row, scale)));
   const high = Math.max(...flat(G)), low = Math.min(...flat(G)), most = Math.max(...rowOf(A));
   const [left, middle, right] = $$("figure canvas", box), [page, hot, ink] =
     ["--page", "--accent", "--ink"].map(colour);
@@ -185,7 +180,8 @@ box => {
   $(".read", box).innerHTML = `Similarities: ${show(scale * low)} to ${show(scale * high)}; the
     token’s row has the sum ${show(scale * sumOf(rowOf(G)))}. Weights: 0 to ${show(most)}, sum 1.`;
   return {most: high / Math.sqrt(p), least: low / Math.sqrt(p),
-    largest: Math.max(...weights(p ** -.5)[token]), root: Math.max(...weights(1)[token])};
+    largest: Math.max(...softmax([...rowOf(G)], p ** -.5)),
+    root: Math.max(...softmax([...rowOf(G)]))};
 },
 box => {
   const Z = matrixOf(data.tokens), U = matrixOf(data.U), p = 4, beta = p / (Z.rows * .25);
@@ -218,14 +214,16 @@ box => {
   const [left, right] = $$("figure canvas", box);
   heat(left, multiply(L.Dt, L.Dt), 1);
   heat(right, made(L.D.rows, L.D.rows, t => t % (L.D.rows + 1) ? 0 : 1), 1);
-  bars($(".bars", box), ["R(X)", "R(DA)", "R(A)"].map((name, k) => [name, rates[k], k ? "hot" : ""]));
+  bars($(".bars", box), ["R(X)", "R(DA)", "R(A)"].map((name, k) =>
+    [name, rates[k], k ? "hot" : ""]));
   $(".read", box).innerHTML = `‖X − DA‖ is <b>${percent(miss)}</b> of ‖X‖.`;
   return {X: rates[0], DA: rates[1], A: rates[2], miss};
 },
 box => {
   const {L, X} = trace(), {token, lambd, eta, noD} = knobs, A = sparse(L, X, knobs);
   const [relu, none] = [made(X.rows, X.cols, t => Math.max(0, X.at[t])), times(0, X)];
-  const [cost, costRelu, costNone] = [A, relu, none].map(M => lasso(X, M, times(noD ? 0 : 1, L.D), lambd));
+  const [cost, costRelu, costNone] = [A, relu, none].map(M =>
+    lasso(X, M, times(noD ? 0 : 1, L.D), lambd));
   const y = v => 55 - 50 * Math.max(-1, Math.min(1, v / 3)), threshold = eta * lambd;
   const stick = (v, i, wide, kind) => `<rect class="${kind}" x="${5 * i + (5 - wide) / 2}"
     y="${Math.min(y(v), 55)}" width="${wide}" height="${Math.abs(y(v) - 55)}"/>`;
@@ -233,7 +231,7 @@ box => {
     rowsIn(A)[token].map((v, i) => stick(v, i, 2, "hot")).join("") +
     [threshold, -threshold].map(v => line([[0, y(v)], [320, y(v)]], "dark")).join("");
   const share = nonzeros(A) / flat(A).length;
-  $(".read", box).innerHTML = `Bars: a token of X. Colour: its code. Lines: ± ηλ = ${show(threshold)}.
+  $(".read", box).innerHTML = `Bars: a token of X. Colour: its code. Lines: ± ηλ.
     <b>${percent(share)}</b> of the code’s entries are not 0. LASSO of the code ${show(cost)}, of
     ReLU(X) ${show(costRelu)}, of 0 ${show(costNone)}.`;
   return {lasso: cost, relu: costRelu, nonzeros: share};
@@ -243,7 +241,8 @@ box => {
     const R = codingRate(M, .5), Rc = subspaceRate(M, L.U, L.p, .5 / unit(L));
     return {R, Rc, all: Rc + knobs.lambda11 * nonzeros(M)};
   }));
-  const high = Math.max(...layers.flat().map(({R}) => R)), low = Math.max(...layers.flat().map(({all}) => all));
+  const high = Math.max(...layers.flat().map(({R}) => R));
+  const low = Math.max(...layers.flat().map(({all}) => all));
   const y = v => 10 + 160 * (high - v) / (high + low), x = (l, i) => 12 + 78 * l + 22 * i;
   const bar = (l, i, from, to, kind = "") => `<rect class="${kind}" x="${x(l, i)}" width="17"
     y="${y(from)}" height="${y(to) - y(from)}"/>`;
@@ -256,8 +255,9 @@ box => {
   }).join("");
   const values = layers.map(states => states.map(({R, all}) => R - all));
   const [before, half, after] = values[knobs.layer - 1];
-  $(".read", box).innerHTML = `Up: R. Down: R<sup>c</sup>, then λ‖Z‖₀ (pale). Dots: the objective. From
-    Z<sup>l</sup> to Z<sup>l+1</sup> it changes by <b>${values.map(v => show(v[2] - v[0])).join(", ")}</b>.`;
+  $(".read", box).innerHTML = `Up: R. Down: R<sup>c</sup>, then λ‖Z‖₀. Dots: the objective. From
+    Z<sup>l</sup> to Z<sup>l+1</sup> it changes by
+    <b>${values.map(v => show(v[2] - v[0])).join(", ")}</b>.`;
   return {before, half, after};
 },
 box => classify(box, knobs, model())];
@@ -349,9 +349,9 @@ $$(".sight").forEach(canvas => canvas.onpointerdown = canvas.onpointermove = e =
 $$("[type=file]").forEach(input => input.onchange = async () => {
   const image = await createImageBitmap(input.files[0]).catch(() => null);
   if (!image) return;
-  const size = Math.min(image.width, image.height), [x, y] = [image.width - size, image.height - size];
+  const {width, height} = image, size = Math.min(width, height);
   const brush = new OffscreenCanvas(H, H).getContext("2d");
-  brush.drawImage(image, x / 2, y / 2, size, size, 0, 0, H, H);
+  brush.drawImage(image, (width - size) / 2, (height - size) / 2, size, size, 0, 0, H, H);
   look(brush.getImageData(0, 0, H, H).data.filter((_, i) => i % 4 < 3));
   redraw();
 });
@@ -371,7 +371,8 @@ function* faults(tests) {
     for (const [key, y] of Object.entries(numbers)) {
       const off = Math.abs(shown[n][key] - y) / Math.max(1, Math.abs(y));
       worst = Math.max(worst, off);
-      if (!(off < 1e-3)) yield `step ${n}, ${JSON.stringify(changes)}: ${key} ${shown[n][key]}, not ${y}`;
+      if (!(off < 1e-3))
+        yield `step ${n}, ${JSON.stringify(changes)}: ${key} ${shown[n][key]}, not ${y}`;
     }
   }
 }
@@ -383,7 +384,8 @@ function* stuck() {                                         // inputs with which
     for (const value of [...all, initial[name]])
       for (const n of assign({[name]: value})) {
         drawNow(n);
-        if (!Object.values(shown[n]).every(Number.isFinite)) yield `step ${n}, ${name} ${value}`;
+        if (!Object.values(shown[n]).every(Number.isFinite))
+          yield `step ${n}, ${name} ${value}`;
       }
   }
   $$("[data-right]").forEach(button => button.click());
@@ -394,6 +396,7 @@ const testing = location.hash === "#test", tests = testing ? data.tests : data.t
 const [fault] = [...faults(tests), ...testing ? stuck() : []];
 const milliseconds = steps.map((_, n) => (took[n] ?? 0).toFixed()).join(", ");
 $("#alarm").hidden = !fault && worst < 1e-3;
-$("#agree").textContent = (testing ? fault ? `FAIL: ${fault}. ` : `PASS in ${milliseconds} ms. ` : "") +
+const verdict = fault ? `FAIL: ${fault}. ` : `PASS in ${milliseconds} ms. `;
+$("#agree").textContent = (testing ? verdict : "") +
   `PyTorch computed numbers of this page, too: they are at most ${worst.toExponential(1)} apart.`;
 set(initial);
