@@ -278,7 +278,7 @@ function rateGrad(Z, eps, terms = false) {
   return made(Z.rows, d, t => a * out.at[t]);
 }
 
-function subspaceRateGrad(Z, U, p, eps, terms) {                // each head's, lifted: Eq. (31), (33)
+function subspaceRateGrad(Z, U, p, eps, terms) {                // Eq. (31), (33): heads', lifted
   const w = multiply(Z, U), lifted = matrix(Z.rows, U.rows);
   for (let first = 0; first < U.rows; first += p) {
     const place = t => (t / p | 0) * U.rows + first + t % p;

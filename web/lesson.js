@@ -325,7 +325,6 @@ const valueOf = input => input.type === "checkbox" ? +input.checked :
   input.type === "range" ? +input.value : input.value;
 const initial = Object.fromEntries($$(".live [name]").map(input => [input.name, valueOf(input)]));
 const redraw = () => draw([...steps.keys()]);
-
 oninput = ({target}) => target.name && set({[target.name]: valueOf(target)});
 onscroll = onresize = () => draw([]);
 onbeforeprint = () => [...dirty].forEach(drawNow);
@@ -384,8 +383,7 @@ function* stuck() {                                         // inputs with which
     for (const value of [...all, initial[name]])
       for (const n of assign({[name]: value})) {
         drawNow(n);
-        if (!Object.values(shown[n]).every(Number.isFinite))
-          yield `step ${n}, ${name} ${value}`;
+        if (!Object.values(shown[n]).every(Number.isFinite)) yield `step ${n}, ${name} ${value}`;
       }
   }
   $$("[data-right]").forEach(button => button.click());
