@@ -254,20 +254,11 @@ function subspaceRate(Z, U, p, eps) {                           // R^c(Z | U), E
   return sumOf(firsts, first => halfLogdet(w, first, p, w.rows, p / (w.rows * eps ** 2)));
 }
 
-function inverse(M) {                                           // of a positive matrix, in place
-  const d = M.rows, A = M.at;
-  for (let s = 0; s < d; s++) {
-    const pivot = 1 / A[s * d + s];
-    for (let r = 0; r < d; r++)
-      for (let t = 0; t < d; t++)
-        if (r !== s && t !== s) A[r * d + t] -= A[r * d + s] * A[s * d + t] * pivot;
-    for (let t = 0; t < d; t++) {
-      A[t * d + s] *= -pivot;
-      A[s * d + t] *= pivot;
-    }
-    A[s * d + s] = pivot;
-  }
-  return M;
+function inverse(M) {                                           // of a symmetric positive matrix
+  let X = times(sizeOf(M) ** -2, M);
+  for (let s = 0; s < 40; s++)                                  // Newton: X becomes 2 X - X M X
+    X = plus(times(2, X), multiply(multiply(X, M), transposed(X)), -1);
+  return X;
 }
 
 // grad R(Z) = a Z (I + a Z^* Z)^-1, a = d / (n eps^2). With `terms` I - a Z^* Z is the inverse

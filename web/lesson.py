@@ -2,46 +2,55 @@
 
 Put together are lesson.html, .css, .js and crate.js; the lines of crate.py and model.py that the
 text names ({code crate.ISTA.forward}); its formulas ($...$) as MathML; its inputs ({knobs eps1});
-shapes-crate, trained and untrained; and the numbers of facts.py."""
-import ast
+shapes-crate, trained and untrained; what was measured on it; and PyTorch's values of numbers that
+the page computes."""
+import base64
 import html
+import inspect
 import json
 import re
 import textwrap
+from collections import Counter, defaultdict
+from operator import attrgetter
 
 import torch
+from torch.nn import functional as F
 
+import crate
+import model
+from analyze import layer_numbers, Layers
 from checkpoint import load_model
+from data import augment
 from data.images import ImageData
+from data.shapes import draw_shapes
 from flags import ROOT
-from web import facts, page
+from run import read_metrics
+from web import page
 
-WORDS = ("frac|sqrt|sum|stack|clean|lowers|with|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min"
-         "|max")
+WORDS = "frac|sqrt|sum|clean|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min|max"
 TOKEN = re.compile(rf"{WORDS}|\d+(?:\.\d+)?|\S")
 CLOSING = {"(": ")", "[": "]", "‖": "‖"}
 
 # Inputs by name: (label, values) of a choice, (label, on) of a box, (label, low, high, step, value)
 KNOBS = dict(
     eps1=("error ε", 0.1, 2, 0.05, 0.5), far1=("far out by", 0.1, 2, 0.05, 1),
-    shift1=("moved by", 0, 2, 0.05, 0),
-    turn2=("turn", 0, 90, 1, 35), tilt2=("tilt", 0, 90, 1, 0),
-    noise2=("noise σ", 0, 0.4, 0.02, 0.06),
+    shift1=("moved by", 0, 2, 0.05, 0), turn2=("turn", 0, 90, 1, 0), tilt2=("tilt", 0, 90, 1, 0),
     turn3=("turn all", 0, 360, 5, 0), lambda3=("λ", 0, 0.1, 0.005, 0.05),
-    steps4=("steps", 0, 100, 1, 0), eps4=("error ε", 0.1, 1.5, 0.05, 0.5),
-    eps5=("error ε", 0.1, 3, 0.05, 1.5), length5=("length", 1, 8, 0.1, 1),
+    steps4=("steps", 0, 100, 1, 0), eps5=("error ε", 0.1, 3, 0.05, 1.5),
+    length5=("length", 1, 8, 0.1, 1),
     layer=("layer", 1, 4, 1, 4), head=("head", 1, 4, 1, 1), token=("token", 0, 64, 1, 28),
     eta=("η", 0, 1, 0.02, 0.1), lambd=("λ", 0, 10, 0.1, 0.1), lambda11=("λ", 0, 0.2, 0.01, 0.1),
     equal7=("rescale all to the length of <i>Z</i>", False), root=("divide by √p", True),
     noD=("D = 0", False), noLN=("no LayerNorm", False), untrained=("untrained", False),
-    picture=("picture", 1, 10, 1, 9), att=("attention", facts.KINDS),
-    out=("way back", ("W", "U", "−U")), prox=("threshold", ("ReLU", "soft")))
+    picture=("picture", 1, 8, 1, 8), out=("way back", ("W", "U", "−U")),
+    att=("attention", ("softmax", "each token alone", "mean token")),
+    prox=("threshold", ("ReLU", "soft")))
 
 
 # ---- Formulas, code, inputs ---------------------------------------------------------------------
 def mathml(words, display="inline"):
     """MathML of `R(Z) = frac{1}{2} logdet(I + α Z Z^*)`: one letter or number a sign, WORDS whole;
-    _ and ^ for below and above, braces for groups, stack{{a}{b}} for a column in brackets."""
+    _ and ^ for below and above, braces for groups."""
     tokens = TOKEN.findall(words)[::-1]
 
     def row(end=None):
@@ -58,21 +67,12 @@ def mathml(words, display="inline"):
             return row("}")
         if token in CLOSING:
             inner = row(CLOSING[token])
-            tall = "" if "<mfrac>" in inner or "mtable" in inner else ' stretchy="false"'
+            tall = "" if "<mfrac>" in inner else ' stretchy="false"'
             space = ' lspace="0" rspace="0"' if token == "‖" else ""
             return (f"<mrow><mo{tall}{space}>{token}</mo>{inner}"
                     f"<mo{tall}{space}>{CLOSING[token]}</mo></mrow>")
         if token in ("frac", "sqrt"):
             return f"<m{token}>{atom()}{atom() if token == 'frac' else ''}</m{token}>"
-        if token == "stack":
-            tokens.pop()
-            cells = []
-            while tokens[-1] != "}":
-                cells.append(f"<mtr><mtd>{atom()}</mtd></mtr>")
-            tokens.pop()
-            return f"<mrow><mo>[</mo><mtable>{''.join(cells)}</mtable><mo>]</mo></mrow>"
-        if token in ("lowers", "with"):
-            return f"<mtext>&nbsp;{token}&nbsp;</mtext>"
         if token == "sum":
             return "<mo>∑</mo>"
         if token.isalpha():
@@ -94,85 +94,118 @@ def mathml(words, display="inline"):
     return f'<math display="{display}">{row()}</math>'
 
 
-def code(name, first="", last=""):
-    """The lines of `crate.ISTA.forward` without its docstring; or those from the one that begins
-    with `first` to the one that begins with `last`."""
-    module, *path = name.split(".")
-    source = (ROOT / f"{module}.py").read_text("utf-8")
-    node = ast.parse(source)
-    for part in path:
-        node = next(child for child in node.body if getattr(child, "name", None) == part)
-    rows, body = source.splitlines(), node.body
-    if isinstance(body[0], ast.Expr):                           # a docstring
-        rows[body[0].lineno - 1:body[0].end_lineno] = []
-        node.end_lineno -= body[0].end_lineno - body[0].lineno + 1
-    rows = textwrap.dedent("\n".join(rows[node.lineno - 1:node.end_lineno])).splitlines()
-    begins = [row.strip() for row in rows]
-    if first:
-        start, end = (next(i for i, row in enumerate(begins) if row.startswith(words))
-                      for words in (first, last))
-        rows = textwrap.dedent("\n".join(rows[start:end + 1])).splitlines()
-    rows = [re.sub(r" +(#.*)", r"  <i>\1</i>", html.escape(row, quote=False)) for row in rows]
-    return f"<pre><small>{module}.py, {'.'.join(path)}</small>\n{chr(10).join(rows)}</pre>"
+def code(name):
+    """The lines of `crate.ISTA.forward` without its docstring."""
+    module, _, path = name.partition(".")
+    source = inspect.getsource(attrgetter(path)({"crate": crate, "model": model}[module]))
+    source = re.sub(r'\n *""".*?"""', "", textwrap.dedent(source), count=1, flags=re.DOTALL)
+    lines = re.sub(" +(#.*)", r"  <i>\1</i>", html.escape(source.rstrip(), quote=False))
+    return f"<pre><small>{module}.py, {path}</small>\n{lines}</pre>"
 
 
 def knobs(names):
     """The inputs of these names, as <label>s in one paragraph."""
     found = []
     for name in names.split():
-        label, *range_ = KNOBS[name]
-        if len(range_) > 1:
-            low, high, step, value = range_
-            found.append(f'<label><span>{label}</span><input type="range" name="{name}" min="{low}"'
-                         f' max="{high}" step="{step}" value="{value}"><output></output></label>')
-        elif isinstance(range_[0], bool):
-            found.append(f'<label><input type="checkbox" name="{name}"{" checked" * range_[0]}>'
-                         f"{label}</label>")
+        label, *kind = KNOBS[name]
+        if len(kind) > 1:
+            low, high, step, value = kind
+            box = (f'<input type="range" name="{name}" min="{low}" max="{high}" step="{step}" '
+                   f'value="{value}"><output></output>')
+        elif isinstance(kind[0], bool):
+            box = f'<input type="checkbox" name="{name}"{" checked" * kind[0]}>'
         else:
-            options = "".join(f"<option>{value}" for value in range_[0])
-            found.append(f'<label><span>{label}</span>'
-                         f'<select name="{name}">{options}</select></label>')
+            options = "".join(f"<option>{word}" for word in kind[0])
+            box = f'<select name="{name}">{options}</select>'
+        found.append(f"<label><span>{label}</span>{box}</label>")
     return f'<p class="knobs">{"".join(found)}</p>'
 
 
-def picture():
-    """The picture in sight, on which one can paint, and what chooses another."""
-    return (f'<div class="choose"><canvas class="sight"></canvas><div>{knobs("picture")}'
-            '<p class="knobs"><label><span>paint on it</span><input type="color" name="colour" '
-            'value="#ffd400"></label><label><span>or open one</span><input type="file" '
-            'accept="image/*"></label></p></div></div>')
+# ---- Numbers ------------------------------------------------------------------------------------
+def apart(A, B):
+    return (A - B).norm() / B.norm()
 
 
-def figure(beside):
-    """The changes of R^c and of R - R^c in the layers of two models, as SVG."""
-    parts = []
-
-    def word(x, y, words, kind=""):
-        parts.append(f'<text x="{x}" y="{y:.0f}" class="{kind}">{words}</text>')
-
-    for panel in range(4):
-        name, rate = ("shapes-crate: ", "cifar10-crate: ")[panel // 2], ("Rᶜ", "R − Rᶜ")[panel % 2]
-        layers = [[change[panel % 2] for change in layer] for layer in beside[panel // 2]]
-        low, high = (choose(value for layer in beside[panel // 2] for change in layer
-                            for value in change) for choose in (min, max))
-        left, y = 34 + 156 * panel, lambda value: 30 + 130 * (high - value) / (high - low)
-        word(left, 14, name + rate)
-        word(left, 184, "layer 1")
-        word(left + 118, 184, len(layers), "end")
-        for value in (low, 0, high) if panel % 2 == 0 else ():      # two panels have one scale
-            word(left - 8, y(value) + 4, f"{value:.0f}".replace("-", "−"), "end")
-        parts.append(f'<path class="faint" d="M{left} {y(0):.1f}h120"/>')
-        for l, values in enumerate(layers):
-            x, (attention, alone, mean) = left + 120 * (l + 0.5) / len(layers), map(y, values)
-            parts.append(f'<circle class="hot" cx="{x:.1f}" cy="{attention:.1f}" r="4.5"/>'
-                         f'<path class="dark" d="M{x - 4:.1f} {alone - 4:.1f}l8 8m0-8l-8 8"/>'
-                         f'<circle class="ring" cx="{x:.1f}" cy="{mean:.1f}" r="4"/>')
-    return (f'<svg viewBox="0 0 640 190" role="img" aria-label="change of the rates by layer">'
-            f'{"".join(parts)}</svg>')
+def traced(net, x):
+    """[(layer, Z^l, its trace, X = LN(Z^{l+1/2}), R - R^c at Z^l, Z^{l+1/2} and Z^{l+1})]."""
+    Z, found = net.encoder.tokens(x), []
+    for layer, trace in zip(net.encoder.layers, net.encoder.trace(x)):
+        U = layer.attention.bases()
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()     # of the size of orthonormal bases
+        rates = [crate.sparse_rate_reduction(T, U, lambd=0) for T in (Z, trace.half, trace.out)]
+        found.append((layer, Z, trace, layer.norm2(trace.half), rates))
+        Z = trace.out
+    return found
 
 
-def table(rows):
-    return "<table>" + "".join("<tr><th>" + "<td>".join(row) for row in rows) + "</table>"
+def changes(layer, Z, trace):
+    """What attention adds to R^c at equal norm, and a step as long in which tokens are alone."""
+    numbers = layer_numbers(layer, Z, trace, Layers(ckpt="", eps=0.1, unit_bases=True))
+    return [numbers[f"Rc_change_{name}"].mean() for name in ("equal_norm", "alone")]
+
+
+def lasso(layer, X, A):
+    s = layer.sparsification
+    return (0.5 * (X - A @ s.D.mT).square().sum() + s.lambd * A.abs().sum()) / len(X)
+
+
+def facts(net, untrained, x):
+    """{name in the text: what was measured on the pictures x}."""
+    spans, counts, eye = defaultdict(list), Counter(), torch.eye(net.config.width)
+    for layer, Z, trace, X, rates in traced(net, x):
+        a, A, D, tokens = layer.attention, trace.out, layer.sparsification.D, layer.norm1(Z)
+        w, Q = a.projections(tokens), torch.linalg.qr(a.bases())[0]
+        energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
+        cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[..., 0]           # of each two heads
+        spans["s"].append(p / (n * 0.25) * (torch.linalg.matrix_norm(w, 2) ** 2).mean())
+        spans["length"].append(tokens.norm(dim=-1).mean())
+        spans["near"].append((energy.amax(1) / energy.sum(1)).mean())
+        spans["u"] += torch.linalg.svdvals(a.bases()).flatten()
+        spans["angles"] += cosines[~torch.eye(K, dtype=torch.bool)]
+        spans["sums"].append(100 * apart(a.U.weight.T @ a.U.weight, eye))
+        spans["cos"].append(F.cosine_similarity(a.W.weight.flatten(), a.U.weight.T.flatten(), 0))
+        spans["miss"].append(100 * apart(A @ D.mT, X))
+        spans["gram"].append(100 * apart(D.T @ D, eye))
+        (attention, alone), cost = changes(layer, Z, trace), lasso(layer, X, A)
+        counts["att_down"] += attention < 0
+        counts["alone_more"] += alone < attention
+        counts["above_relu"] += cost > lasso(layer, X, X.relu())
+        counts["above_zero"] += cost > lasso(layer, X, 0 * X)
+        counts["rise_trained"] += rates[2].mean() > rates[0].mean()
+    counts["rise_untrained"] = sum(rates[2].mean() > rates[0].mean()
+                                   for *_, rates in traced(untrained, x))
+    known = {name: int(count) for name, count in counts.items()}
+    for name, values in spans.items():
+        low, high = (f"{float(choose(values)):.3g}" for choose in (min, max))
+        known[name] = f"{low} to {high}".replace("-", "−")
+    for name, arch in dict(acc_w="crate", acc_u="crate-c", acc_n="crate-n").items():
+        lines = read_metrics(ROOT / "records" / f"cifar10-cpu-30-{arch}-0")
+        known[name] = f"{100 * [line['acc'] for line in lines if 'acc' in line][-1]:.1f}"
+    return known
+
+
+def expected(net, points, x):
+    """[(step, {what it shows of the points, or of picture x in the last layer: its value})]."""
+    P, eye = torch.tensor(points).double(), torch.eye(3).double()
+    cloud, head = P[:12, :2] * torch.tensor([1, 0.4]), (P[:24, 2:4] * torch.tensor([1, 0.3]))[None]
+    line = 1.2 * P[:24, 4:5] * eye[torch.arange(24) % 2]
+    axes, plane = eye[:2, :, None], eye[None, :2, :2]
+    first, second = crate.neumann_terms(head, plane, 1.5)
+    layer, Z, trace, X, rates = traced(net, x)[-1]
+    (attention, alone), DA = changes(layer, Z, trace), trace.out @ layer.sparsification.D.mT
+    return [
+        (1, dict(R=crate.coding_rate(cloud))),
+        (2, dict(Rc=crate.subspace_coding_rate((line + 0.06 * P[:24, 5:8])[None], axes))),
+        (3, dict(R=crate.coding_rate(line), Rc=crate.subspace_coding_rate(line[None], axes))),
+        (4, dict(Rc=crate.subspace_coding_rate(head, plane))),
+        (5, dict(two=(first - second).norm(),
+                 exact=crate.subspace_coding_rate_grad(head, plane, 1.5).norm())),
+        (6, dict(largest=layer.attention.map(layer.norm1(Z))[0, 0, 28].max())),
+        (7, dict(attention=attention, alone=alone)),
+        (9, dict(X=crate.coding_rate(X), DA=crate.coding_rate(DA), miss=apart(DA, X))),
+        (10, dict(lasso=lasso(layer, X, trace.out), relu=lasso(layer, X, X.relu()))),
+        (11, dict(attention=rates[1] - rates[0], ISTA=rates[2] - rates[1])),
+        (12, dict(chance=net(x).softmax(1)[0, 0]))]
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -181,47 +214,31 @@ def content():
     """(what the page has for its scripts, {name in the text: what stands for it})."""
     loaded = load_model("pretrained:shapes-crate")
     untrained = load_model("pretrained:shapes-crate", untrained_seed=0)
-    other = load_model("pretrained:cifar10-crate")
-    x, images, labels = facts.pictures(loaded.meta, 32, 200)
-    larger, *_ = facts.pictures(other.meta, other.model.config.image_size, 10)
-    drawn = ImageData(**loaded.meta, val_images=images, val_labels=labels)
-    written = page.html("shapes-crate", loaded, untrained, drawn)       # rounds the model, too
-    data = json.loads(re.search('json">(.*?)</script>', written)[1])
-
-    known, beside = facts.facts(loaded.model, untrained.model, other.model, x[:100], larger)
-    premises = (("", "[N]", "here"), ("length of a token, LN(<i>Z</i>)", "1", known["length"]),
-                ("share of its energy in its best head", "near 1", known["near"]),
-                ("singular values of <i>U<sub>k</sub></i>", "1", known["u"]),
-                ("largest cosine between two heads", "near 0", known["angles"]),
-                ("distance of ∑ <i>U<sub>k</sub>U<sub>k</sub></i><sup>∗</sup> from <i>I</i>",
-                 "near 0", known["sums"]))
-    switches = facts.scores(loaded.model, x, labels)
-    known |= dict(scored=len(x), premises=table(premises), beside=figure(beside), switches=table(
-        (name, f"{score:.0f} %") for name, score in switches.items()))
-    points = facts.toys()
-    data |= points | dict(tests=facts.expected(loaded.model, points, x[:1], labels),
-                          labels=labels[:40].tolist(),
-                          pictures=page.base64_of(torch.from_numpy(images[:40].copy())))
-    return data, known
+    images, labels, _ = draw_shapes(100, seed=1)
+    data = page.content("shapes-crate", loaded, untrained, ImageData(
+        **loaded.meta, val_images=images, val_labels=labels))           # rounds the model, too
+    x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
+    points = torch.randn(32, 8, generator=torch.Generator().manual_seed(3)).tolist()
+    data |= dict(points=points, tests=expected(loaded.model, points, x[labels == 0][:1]),
+                 many=page.base64_of(torch.from_numpy(images[:40].copy())),
+                 many_labels=labels[:40].tolist())
+    figure = base64.b64encode((ROOT / "docs" / "figures" / "compression.png").read_bytes())
+    return data, facts(loaded.model, untrained.model, x) | dict(
+        weights=data["weights"], compression=figure.decode())
 
 
 def written():
     """The page's text."""
     (data, known), out = content(), (ROOT / "web" / "lesson.html").read_text("utf-8")
-    out = re.sub(r"\$\$(.*?)\$\$(\([^<\n]*\))", lambda found: (
-        f'<p class="equation">{mathml(found[1], "block")}<span>{found[2]}</span></p>'), out,
-        flags=re.DOTALL)
-    out = re.sub(r"\$(.*?)\$", lambda found: mathml(found[1]), out, flags=re.DOTALL)
-    out = re.sub(r"\{code ([\w.]+) ?(.*?)(?: \.\. (.*?))?\}", lambda found: code(
-        found[1], found[2], found[3] or found[2]), out)
-    titles = re.findall(r'<section id="(s\d+)">\s*<div class="says"><h2>(.*?)</h2>', out)
-    known |= dict(picture=picture(), contents="".join(
-        f'<a href="#{step}">{title}</a>' for step, title in titles))
+    out = re.sub(r"\$\$([^$]*)\$\$(\(.*\))", lambda found: (
+        f'<p class="equation">{mathml(found[1], "block")}<span>{found[2]}</span></p>'), out)
+    out = re.sub(r"\$([^$]*)\$", lambda found: mathml(found[1]), out)
+    out = re.sub(r"\{code (.*?)\}", lambda found: code(found[1]), out)
     out = re.sub(r"\{knobs (.*?)\}", lambda found: knobs(found[1]), out)
     out = re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), out)
     for part in ("lesson.css", "crate.js", "lesson.js"):
         out = out.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
-    return out.replace("{data}", json.dumps(data).replace("<", "\\u003c"))
+    return out.replace("{data}", json.dumps(data, default=float).replace("<", "\\u003c"))
 
 
 if __name__ == "__main__":
