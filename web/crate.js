@@ -279,10 +279,5 @@ function subspaceRateGrad(Z, U, p, eps, terms) {                // Eq. (31), (33
   return multiply(lifted, transposed(U));
 }
 
-function lasso(X, A, D, lambda) {                               // Eq. (41)
-  const fit = multiply(A, D).at;
-  let sum = 0;
-  for (let t = 0; t < X.rows * X.cols; t++)
-    sum += (X.at[t] - fit[t]) ** 2 / 2 + lambda * Math.abs(A.at[t]);
-  return sum;
-}
+const lasso = (X, A, D, lambda) =>                               // Eq. (41)
+  sizeOf(plus(X, multiply(A, D), -1)) ** 2 / 2 + lambda * sumOf(flat(A), Math.abs);

@@ -40,7 +40,7 @@ KNOBS = dict(
     length5=("length", 1, 8, 0.1, 1),
     layer=("layer", 1, 4, 1, 4), head=("head", 1, 4, 1, 1), token=("token", 0, 64, 1, 28),
     eta=("η", 0, 1, 0.02, 0.1), lambd=("λ", 0, 10, 0.1, 0.1), lambda11=("λ", 0, 0.2, 0.01, 0.1),
-    equal7=("rescale all to the length of <i>Z</i>", False), root=("divide by √p", True),
+    equal7=("at the norm of <i>Z</i>", True), root=("divide by √p", True),
     noD=("D = 0", False), noLN=("no LayerNorm", False), untrained=("untrained", False),
     picture=("picture", 1, 8, 1, 8), out=("way back", ("W", "U", "−U")),
     att=("attention", ("softmax", "each token alone", "mean token")),
