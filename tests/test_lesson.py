@@ -25,7 +25,7 @@ def test_mathml():
     flat, tall = lesson.mathml("(x + 10)"), lesson.mathml("(frac{a}{b})")
     assert '<mo stretchy="false">(</mo>' in flat and "<mn>10</mn>" in flat
     assert "<mo>(</mo><mrow><mfrac><mrow><mi>a</mi>" in tall
-    assert lesson.mathml("sum_k^K k").count("<munderover><mo>∑</mo>") == 1
+    assert lesson.mathml("∑_k^K k").count("<munderover><mo>∑</mo>") == 1
 
 
 def test_code_is_cut_out_of_the_files():

@@ -9,7 +9,7 @@ const models = ["trained", "untrained"].map(kind => build(data, kind));
 const [shelf, many] = [data.pictures, data.many].map(bytes), P = matrixOf(data.points);
 const pictureAt = (i, from = shelf) => from.slice(3 * H * H * i, 3 * H * H * (i + 1));
 const point = (t, k) => P.at[t * P.cols + k];
-const cloud = made(12, 2, t => point(t >> 1, t % 2) * (t % 2 ? .4 : 1));         // of step 1
+const cloud = made(12, 2, t => point(t >> 1, t % 2) * (t % 2 ? .4 : 1.5));       // of step 1
 const head = made(24, 2, t => point(t >> 1, 2 + t % 2) * (t % 2 ? .3 : 1));      // of 4 and 5
 const lines = made(24, 3, t => (t / 3 | 0) % 2 === t % 3 ? 1.2 * point(t / 3 | 0, 4) : 0);
 const knobs = {};
@@ -88,7 +88,7 @@ function drawSpace(svg, Z, U) {                             // tokens and two li
   const ends = u => [-1.9, 1.9].map(s => inSpace(u.map(y => s * y)));
   svg.innerHTML = axes.concat(U.map(u => line(ends(u), "hot")),
     rowsIn(Z).map(z => dot(inSpace(z), .06)),
-    U.map((u, k) => word(...inSpace(u.map(y => 2.15 * y)), `U${k + 1}`))).join("");
+    U.map((u, k) => word(...inSpace(u.map(y => -2.25 * y)), `U${k + 1}`))).join("");
 }
 
 // ---- The steps: each draws its section and returns the numbers that it shows

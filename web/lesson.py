@@ -2,8 +2,7 @@
 
 Put together are lesson.html, .css, .js and crate.js; the lines of crate.py and model.py that the
 text names ({code crate.ISTA.forward}); its formulas ($...$) as MathML; its inputs ({knobs eps1});
-shapes-crate, trained and untrained; what was measured on it; and PyTorch's values of numbers that
-the page computes."""
+shapes-crate, trained and untrained; what was measured on it; and numbers to compare the page's."""
 import base64
 import html
 import inspect
@@ -27,7 +26,7 @@ from flags import ROOT
 from run import read_metrics
 from web import page
 
-WORDS = "frac|sqrt|sum|clean|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min|max"
+WORDS = "frac|sqrt|clean|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min|max"
 TOKEN = re.compile(rf"{WORDS}|\d+(?:\.\d+)?|\S")
 CLOSING = {"(": ")", "[": "]", "‖": "‖"}
 
@@ -73,8 +72,6 @@ def mathml(words, display="inline"):
                     f"<mo{tall}{space}>{CLOSING[token]}</mo></mrow>")
         if token in ("frac", "sqrt"):
             return f"<m{token}>{atom()}{atom() if token == 'frac' else ''}</m{token}>"
-        if token == "sum":
-            return "<mo>∑</mo>"
         if token.isalpha():
             return f"<mi>{token}</mi>"
         if token[0].isdigit():
@@ -82,7 +79,7 @@ def mathml(words, display="inline"):
         return f"<mo>{token.replace('*', '∗')}</mo>"
 
     def with_scripts():
-        names = ("under", "over") if tokens[-1] == "sum" else ("sub", "sup")
+        names = ("under", "over") if tokens[-1] == "∑" else ("sub", "sup")
         base, parts = atom(), {}
         while tokens and tokens[-1] in "_^":
             place = tokens.pop()
@@ -152,7 +149,7 @@ def lasso(layer, X, A):
 def facts(net, untrained, x):
     """{name in the text: what was measured on the pictures x}."""
     spans, counts, eye = defaultdict(list), Counter(), torch.eye(net.config.width)
-    for layer, Z, trace, X, rates in traced(net, x):
+    for (layer, Z, trace, X, rates), (*_, drawn) in zip(traced(net, x), traced(untrained, x)):
         a, A, D, tokens = layer.attention, trace.out, layer.sparsification.D, layer.norm1(Z)
         w, Q = a.projections(tokens), torch.linalg.qr(a.bases())[0]
         energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
@@ -172,8 +169,7 @@ def facts(net, untrained, x):
         counts["above_relu"] += cost > lasso(layer, X, X.relu())
         counts["above_zero"] += cost > lasso(layer, X, 0 * X)
         counts["rise_trained"] += rates[2].mean() > rates[0].mean()
-    counts["rise_untrained"] = sum(rates[2].mean() > rates[0].mean()
-                                   for *_, rates in traced(untrained, x))
+        counts["rise_untrained"] += drawn[2].mean() > drawn[0].mean()
     known = {name: int(count) for name, count in counts.items()}
     for name, values in spans.items():
         low, high = (f"{float(choose(values)):.3g}" for choose in (min, max))
@@ -187,10 +183,9 @@ def facts(net, untrained, x):
 def expected(net, points, x):
     """[(step, {what it shows of the points, or of picture x in the last layer: its value})]."""
     P, eye = torch.tensor(points).double(), torch.eye(3).double()
-    cloud, head = P[:12, :2] * torch.tensor([1, 0.4]), (P[:24, 2:4] * torch.tensor([1, 0.3]))[None]
+    cloud, head = P[:12, :2] * torch.tensor([1.5, 0.4]), P[None, :24, 2:4] * torch.tensor([1, 0.3])
     line = 1.2 * P[:24, 4:5] * eye[torch.arange(24) % 2]
     axes, plane = eye[:2, :, None], eye[None, :2, :2]
-    first, second = crate.neumann_terms(head, plane, 1.5)
     layer, Z, trace, X, rates = traced(net, x)[-1]
     (attention, alone), DA = changes(layer, Z, trace), trace.out @ layer.sparsification.D.mT
     return [
@@ -198,7 +193,7 @@ def expected(net, points, x):
         (2, dict(Rc=crate.subspace_coding_rate((line + 0.06 * P[:24, 5:8])[None], axes))),
         (3, dict(R=crate.coding_rate(line), Rc=crate.subspace_coding_rate(line[None], axes))),
         (4, dict(Rc=crate.subspace_coding_rate(head, plane))),
-        (5, dict(two=(first - second).norm(),
+        (5, dict(two=torch.sub(*crate.neumann_terms(head, plane, 1.5)).norm(),
                  exact=crate.subspace_coding_rate_grad(head, plane, 1.5).norm())),
         (6, dict(largest=layer.attention.map(layer.norm1(Z))[0, 0, 28].max())),
         (7, dict(attention=attention, alone=alone)),
