@@ -166,7 +166,7 @@ def facts(net, untrained, x):
         (attention, alone), cost = changes(layer, Z, trace), lasso(layer, X, A)
         counts["att_down"] += attention < 0
         counts["alone_more"] += alone < attention
-        counts["above_relu"] += cost > lasso(layer, X, X.relu())
+        counts["below_relu"] += cost < lasso(layer, X, X.relu())
         counts["above_zero"] += cost > lasso(layer, X, 0 * X)
         counts["rise_trained"] += rates[2].mean() > rates[0].mean()
         counts["rise_untrained"] += drawn[2].mean() > drawn[0].mean()
@@ -215,7 +215,7 @@ def content():
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     points = torch.randn(32, 8, generator=torch.Generator().manual_seed(3)).tolist()
     data |= dict(points=points, tests=expected(loaded.model, points, x[labels == 0][:1]),
-                 many=page.base64_of(torch.from_numpy(images[:40].copy())),
+                 many=page.base64_of(torch.from_numpy(images[:40])),
                  many_labels=labels[:40].tolist())
     figure = base64.b64encode((ROOT / "docs" / "figures" / "compression.png").read_bytes())
     return data, facts(loaded.model, untrained.model, x) | dict(
