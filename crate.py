@@ -38,6 +38,25 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * (Z != 0).sum((1, 2))
 
 
+def subspace_coding_rate_grad(Z, U, eps=0.5):
+    """The gradient of R^c, Eq. (31): beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^* U_k^*Z)^-1."""
+    w = Z[:, None] @ U                                      # (U_k^*Z)^*, (B, K, n, p)
+    n, p = w.shape[-2:]
+    beta = p / (n * eps ** 2)
+    inverse = torch.linalg.inv(torch.eye(n).to(Z) + beta * w @ w.mT)
+    return beta * (inverse @ w @ U.mT).sum(1)
+
+
+def neumann_terms(Z, U, eps=0.5):
+    """The two terms of Eq. (33). Their difference is about the gradient, if both are small."""
+    w = Z[:, None] @ U
+    n, p = w.shape[-2:]
+    beta = p / (n * eps ** 2)
+    first = beta * (w @ U.mT).sum(1)
+    second = beta ** 2 * (w @ w.mT @ w @ U.mT).sum(1)
+    return first, second
+
+
 class MSSA(nn.Module):
     """Multi-head subspace self-attention, Eq. (37): W stack_k U_k^*Z softmax((U_k^*Z)^* U_k^*Z). In
     rows, U_k^*Z is w. As in the released code, scores are divided by sqrt(p) and W has a bias."""

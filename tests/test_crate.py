@@ -32,6 +32,18 @@ def test_the_rates_are_those_of_model():
         assert_near(getattr(crate, name)(*inputs), getattr(model, name)(*inputs), 1e-6)
 
 
+def test_the_gradient_of_the_rate_and_its_two_terms():
+    """Autograd's; where the tokens are short, the terms' error is the series' third term."""
+    Z = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
+    U = torch.randn(3, 12, 4, dtype=torch.float64)
+    expected, = torch.autograd.grad(crate.subspace_coding_rate(Z, U).sum(), Z)
+    assert_near(crate.subspace_coding_rate_grad(Z, U), expected, 1e-9)
+    for length in (1, 1e-3):
+        first, second = crate.neumann_terms(length * Z, U)
+        assert_near(first - second, model.subspace_coding_rate_grad(length * Z, U, neumann=True))
+    assert_near(first - second, crate.subspace_coding_rate_grad(length * Z, U), 1e-6)
+
+
 def test_newton_schulz_is_that_of_optim():
     G = torch.randn(3, 8, 8)
     assert_near(crate.newton_schulz(G), optim.newton_schulz(G, torch.float32), 1e-5)

@@ -236,3 +236,48 @@ function numbers({T, p, heads, U}, n, eps = 0.1) {
   return {rate: rate(made(n, U.rows, t => T.w.at[t] / size[t / p | 0]), a), change: is - was,
     nonzeros: sumOf(T.code.at.subarray(0, n * m), y => y !== 0) / (n * m)};
 }
+
+// ---- For the lesson: matrices; the objective and its slopes. U is a layer's, [U_1 .. U_K]^*
+const matrixOf = rows => made(rows.length, rows[0].length, t =>
+  rows[t / rows[0].length | 0][t % rows[0].length]);
+const flat = M => M.at.subarray(0, M.rows * M.cols);
+const rowsIn = M => Array.from({length: M.rows}, (_, i) =>
+  [...M.at.subarray(i * M.cols, (i + 1) * M.cols)]);
+const plus = (M, N, share = 1) => made(M.rows, M.cols, t => M.at[t] + share * N.at[t]);
+const times = (s, M) => made(M.rows, M.cols, t => s * M.at[t]);
+const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
+const nonzeros = M => sumOf(flat(M), y => y !== 0);
+
+const codingRate = (Z, eps) => halfLogdet(Z, 0, Z.cols, Z.rows, Z.cols / (Z.rows * eps ** 2));
+function subspaceRate(Z, U, p, eps) {                           // R^c(Z | U), Eq. (13)
+  const w = multiply(Z, U), firsts = Array.from({length: U.rows / p}, (_, k) => k * p);
+  return sumOf(firsts, first => halfLogdet(w, first, p, w.rows, p / (w.rows * eps ** 2)));
+}
+
+function inverse(M) {                                           // of a symmetric positive matrix
+  let X = times(sizeOf(M) ** -2, M);
+  for (let s = 0; s < 40; s++)                                  // Newton: X becomes 2 X - X M X
+    X = plus(times(2, X), multiply(multiply(X, M), transposed(X)), -1);
+  return X;
+}
+
+// grad R(Z) = a Z (I + a Z^* Z)^-1, a = d / (n eps^2). With `terms` I - a Z^* Z is the inverse
+function rateGrad(Z, eps, terms = false) {
+  const d = Z.cols, a = d / (Z.rows * eps ** 2), G = multiply(transposed(Z), transposed(Z));
+  const plus = s => made(d, d, t => (t % (d + 1) ? 0 : 1) + s * a * G.at[t]);
+  const out = multiply(Z, terms ? plus(-1) : inverse(plus(1)));
+  return made(Z.rows, d, t => a * out.at[t]);
+}
+
+function subspaceRateGrad(Z, U, p, eps, terms) {                // Eq. (31), (33): heads', lifted
+  const w = multiply(Z, U), lifted = matrix(Z.rows, U.rows);
+  for (let first = 0; first < U.rows; first += p) {
+    const place = t => (t / p | 0) * U.rows + first + t % p;
+    const slope = rateGrad(made(Z.rows, p, t => w.at[place(t)]), eps, terms);
+    for (let t = 0; t < Z.rows * p; t++) lifted.at[place(t)] = slope.at[t];
+  }
+  return multiply(lifted, transposed(U));
+}
+
+const lasso = (X, A, D, lambda) =>                               // Eq. (41)
+  sizeOf(plus(X, multiply(A, D), -1)) ** 2 / 2 + lambda * sumOf(flat(A), Math.abs);
