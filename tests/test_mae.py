@@ -81,9 +81,8 @@ def test_forward(fields):
     assert_near(net(x, noise), torch.cat(errors).mean())
 
 
-@pytest.mark.parametrize("fields", [dict(), VIT])
-def test_compiled_equals_eager(fields):
-    net = MaskedAutoencoder(config(**fields | dict(layers=1, decoder_layers=1)))
+def test_compiled_equals_eager():
+    net = MaskedAutoencoder(config(mask_tokens="after", layers=1, decoder_layers=1))
     assert_compiles(randomize(net), torch.randn(2, 3, 16, 16), torch.rand(2, 16), tol=1e-6)
 
 
