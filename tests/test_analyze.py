@@ -77,7 +77,7 @@ def test_rates_of_large_tokens_and_bases():
     assert (srr[3] > srr[0]).all()
 
 
-@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "aot"])
+@pytest.mark.parametrize("arch", ["crate", "tost", "aot"])
 @torch.no_grad()
 def test_layers(save, call, cache, arch, eps=0.3):
     """Against [N] Figure 3's numbers and model.py's objective in float64, beside the untrained

@@ -35,20 +35,6 @@ def test_literal_is_the_same_function(monkeypatch, name):
         torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10, msg=key)
 
 
-def test_alternate_takes_medians_in_turn(monkeypatch):
-    """After one turn that warms up."""
-    now = [0.0]
-    turns = iter([("a", 99), ("b", 50), ("a", 1), ("b", 2), ("a", 5), ("b", 2), ("a", 3), ("b", 9)])
-
-    def call(name):
-        turn, seconds = next(turns)
-        assert turn == name
-        now[0] += seconds
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
-    both = {name: partial(call, name) for name in "ab"}
-    assert bench.alternate(both, CPU, 3) == {"a": 3, "b": 2}
-
-
 STEPS = ["fast", "literal attention", "literal ISTA", "literal", "transformer", "product"]
 
 

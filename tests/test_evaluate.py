@@ -11,10 +11,10 @@ from torch.nn import functional as F
 import evaluate
 import train_gpt
 import train_vit
-from data import images, text
+from data import text
 from data.tokenizer import CharTokenizer
-from flags import DataFlags, UserError
-from model import ImageConfig, ImageEncoder, LanguageModel, TextConfig
+from flags import UserError
+from model import LanguageModel, TextConfig
 from processes import Processes
 
 CHARACTERS = CharTokenizer("\n abcdefgh.")
@@ -58,21 +58,6 @@ def test_logistic_regression_is_at_its_minimum():
     W, b = evaluate.logistic_regression(x, y, 3, decay=0.1)
     slope = (x @ W + b).softmax(1) - F.one_hot(y, 3)
     assert (x.T @ slope / 200 + 0.1 * W).abs().max() < 1e-4 and slope.mean(0).abs().max() < 1e-4
-
-
-@torch.no_grad()
-def test_features(cache):
-    """In the split's order: those of two processes, in batches, add up to all."""
-    data = images.load("shapes", cache)
-    encoder = ImageEncoder(ImageConfig(width=16, heads=2, layers=1, image_size=32, patch_size=8))
-    split = images.Images(data.train_images[:9], data.train_labels[:9], "cpu")
-    Z = encoder(evaluate.model_input(split.images, data, 32))
-    processes, parts = Processes("cpu"), []
-    processes.world, processes.sum = 2, parts.append
-    for kind, expected in (("class", Z[:, 0]), ("mean", Z[:, 1:].mean(1))):
-        for processes.rank in range(2):
-            evaluate.features(encoder, split, data, DataFlags(), processes, kind, 2)
-        torch.testing.assert_close(parts.pop() + parts.pop(), expected)
 
 
 @pytest.mark.parametrize("n", [10, 22])

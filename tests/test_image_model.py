@@ -31,7 +31,7 @@ def test_classifier(arch):
 
 
 @pytest.mark.parametrize("arch, side", [
-    ("crate", 8), ("crate-mm", 16), ("crate-alpha", 8), ("tost", 8), ("transformer", 8)])
+    ("crate", 8), ("crate-mm", 16), ("crate-alpha", 8), ("tost", 8)])
 def test_compiled_equals_eager(arch, side):
     """Also at another image size, where positions are interpolated."""
     net = randomize(ImageClassifier(config(arch, layers=1)))

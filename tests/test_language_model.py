@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from helpers import same
 from test_model import assert_compiles, assert_near, assert_near_with_gradients, float64, randomize  # noqa: F401
 from torch.nn import functional as F
 
@@ -33,20 +32,6 @@ def seeded(seed):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("arch", ["crate", "crate-alpha", "aot-mhsa"])
-def test_rotary_and_shift_change_no_other_weight(arch):
-    """The same draws beside 2 K numbers a layer, which are vectors and so not decayed: a_k begin
-    from 0.12 to 0.88, and b_k the other way."""
-    plain, own = {}, {}
-    for state, more in ((plain, {}), (own, dict(rotary=True, shift=True))):
-        torch.manual_seed(0)
-        config = models.TextConfig(arch=arch, width=18, heads=3, layers=2, **more)
-        state |= models.LanguageModel(config).state_dict()
-    mixes = [own.pop(name).tolist() for name in [*own] if name.endswith("attention.mix")]
-    assert mixes == [[-2, 0, 2, 2, 0, -2]] * 2 and plain.pop("positions").shape == (1024, 18)
-    assert same(own, plain)
-
-
 @pytest.mark.parametrize("arch", ["crate", "crate-alpha", "tost", "transformer"])
 @torch.no_grad()
 def test_initialization(arch):
@@ -65,16 +50,13 @@ def test_initialization(arch):
 @pytest.mark.parametrize("arch", TEXT_ARCHS)
 @torch.no_grad()
 def test_forward(arch):
-    net, ids, targets = build(arch), draw(3, 9), draw(3, 9)
+    net, ids = build(arch), draw(3, 9)
     Z = net.embed.weight[ids] + net.positions[:9]
     for layer in net.layers:
         Z = layer(Z)
     logits = F.layer_norm(Z, (16,), net.norm.weight, net.norm.bias, 1e-5) @ net.embed.weight.T
     assert_near(net(ids), logits)
     assert_near(net.trace(ids)[-1].out, Z)
-    targets[0, :4] = -1
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    assert_near(net(ids, targets), expected)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -92,7 +74,7 @@ def test_causality(arch, causal):
         assert not felt[:, :j].any() if causal else felt.all()
 
 
-@pytest.mark.parametrize("arch", ["crate", "tost", *BOTH])
+@pytest.mark.parametrize("arch", ["tost", *BOTH])
 def test_compiled_equals_eager(arch):
     ids = draw(3, CONTEXT)
     assert_compiles(build(arch, layers=1).train(), ids, ids.roll(-1, 1))

@@ -18,12 +18,6 @@ def test_equal_parameters():
     assert parameters == pytest.approx([197_000] * 3, rel=0.01)
 
 
-def test_pixels_in_rows():
-    picture = np.full((1, 32, 32, 3), 40, np.uint8)
-    picture[:, :16, 16:] = 200
-    assert long_range.grey_pixels(picture, 2).tolist() == [[40, 200, 40, 40]]
-
-
 def test_learns(monkeypatch):
     """A task that can be learned: the class is the grey level of most pixels."""
     y = np.arange(160) % 4

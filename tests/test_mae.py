@@ -6,7 +6,7 @@ from test_image_model import patches_literally
 from test_model import assert_compiles, assert_near, float64, orthonormal, randomize  # noqa: F401
 from torch.nn import functional as F
 
-from model import ARCHS, ConfigError, DecoderLayer, Layer, MAEConfig, MaskedAutoencoder
+from model import ARCHS, ConfigError, DecoderLayer, MAEConfig, MaskedAutoencoder
 
 
 def config(arch="crate", **fields):
@@ -81,9 +81,8 @@ def test_forward(fields):
     assert_near(net(x, noise), torch.cat(errors).mean())
 
 
-@pytest.mark.parametrize("fields", [dict(), VIT])
-def test_compiled_equals_eager(fields):
-    net = MaskedAutoencoder(config(**fields | dict(layers=1, decoder_layers=1)))
+def test_compiled_equals_eager():
+    net = MaskedAutoencoder(config(mask_tokens="after", layers=1, decoder_layers=1))
     assert_compiles(randomize(net), torch.randn(2, 3, 16, 16), torch.rand(2, 16), tol=1e-6)
 
 
@@ -93,23 +92,3 @@ def test_masked_patches(image_size, patch_size, ratio, masked):
     """As many as the released code masks; test_forward has which ones."""
     c = config(image_size=image_size, patch_size=patch_size, mask_ratio=ratio)
     assert MaskedAutoencoder(c).mask_from(torch.rand(1, c.patches)).sum() == masked
-
-
-@torch.no_grad()
-def test_a_decoder_layer_inverts_an_encoder_layer():
-    """Without LayerNorms, for codes A >= 0, orthogonal D and eta = 1. (I - s MSSA)(I + s MSSA) is
-    O(s^2) off the identity; D ISTA(D A) = D ReLU(A - lambda) misses min(A, lambda), at most lambda
-    sqrt(nnz) a token."""
-    c = config("crate-c", eta=1.0)
-    encoder, decoder = randomize(Layer(c)), DecoderLayer(c)
-    encoder.norm1 = encoder.norm2 = decoder.norm1 = decoder.norm2 = torch.nn.Identity()
-    decoder.attention, decoder.D.data, errors = encoder.attention, torch.eye(16), []
-    A = torch.rand(3, 50, 16) * (torch.rand(3, 50, 16) < 0.5)
-    for encoder.attention.step_size in (2e-4, 1e-4, 0.0):
-        errors.append(float((decoder(encoder.compress(A)) - A).norm()))
-    assert errors[0] / errors[1] == pytest.approx(4, rel=0.01)
-
-    D = encoder.sparsification.D.data = decoder.D.data = orthonormal(16, 16)
-    for encoder.sparsification.lambd in (0.0, 0.1, 0.3):
-        error = (decoder(encoder.sparsify(A @ D.T)) - A @ D.T).norm(dim=-1)
-        assert_near(error, A.clamp_max(encoder.sparsification.lambd).norm(dim=-1))

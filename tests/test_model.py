@@ -7,27 +7,6 @@ import torch
 from torch.nn import functional as F
 
 import model
-from model import (
-    ARCHS,
-    CBSA,
-    ConfigError,
-    ImageConfig,
-    ImageEncoder,
-    ISTA,
-    Layer,
-    MAEConfig,
-    MaskedAutoencoder,
-    MHSA,
-    MLP,
-    MMProx,
-    MSSA,
-    ODL,
-    TASKS,
-    TextConfig,
-    Threshold,
-    TiedODL,
-    TSSA,
-)
 from optim import count, train_flops
 
 
@@ -70,9 +49,9 @@ def assert_compiles(net, *inputs, tol=1e-9):
 
 def build(operator, arch="crate", **fields):
     """An operator of 12 features in 3 heads with weights N(0, 0.4); of text with causal."""
-    config = ImageConfig
+    config = model.ImageConfig
     if "causal" in fields:
-        config, fields = TextConfig, dict(context=9) | fields
+        config, fields = model.TextConfig, dict(context=9) | fields
     return randomize(operator(config(arch=arch, **dict(width=12, heads=3) | fields)))
 
 
@@ -165,7 +144,7 @@ def stacked_ssa(Z, U, scale, causal):
 def test_mssa(arch, causal):
     """The function, and operators without W at the released code's scale p^-1/2."""
     d, K, p = 12, 3, 4 if arch == "crate-t" else 5
-    op, Z = build(MSSA, arch, head_dim=p, causal=causal, step_size=0.7), torch.randn(2, 7, d)
+    op, Z = build(model.MSSA, arch, head_dim=p, causal=causal, step_size=0.7), torch.randn(2, 7, d)
     U, W, bias = op.U.weight.view(K, p, d).mT, torch.randn(d, K * p), torch.randn(d)
     basis = torch.cat([*U], 1)
     outer = 0.7 * {"crate-c": basis, "crate-n": -basis, "crate-t": basis.T}[arch]
@@ -183,7 +162,7 @@ def test_mssa(arch, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_in_bfloat16_on_the_cpu(causal):
     """There the map is formed. A bfloat16 is rounded by up to 2^-9, a softmax's scores too."""
-    op, w = build(MSSA, width=48, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
+    op, w = build(model.MSSA, width=48, causal=causal), torch.randn(2, 3, 40, 16).bfloat16()
     exact, found = op.attend(*[w.double()] * 3), op.attend(w, w, w)
     assert found.dtype == torch.bfloat16 and (found - exact).norm() < 2 ** -8 * exact.norm()
 
@@ -200,7 +179,7 @@ def turned(x, t):
 
 def by_token(op, z):
     """Attention token by token, from the weights: tokens as rows of z (n, d), (n, K p)."""
-    linear, none, heads = op.QKV if isinstance(op, MHSA) else op.U, torch.zeros(op.p), []
+    linear, none, heads = op.QKV if isinstance(op, model.MHSA) else op.U, torch.zeros(op.p), []
     w = z @ linear.weight.T + (0 if linear.bias is None else linear.bias)
     for w in w.unflatten(1, (-1, op.heads, op.p)).permute(2, 1, 0, 3):      # (1 or 3, n, p)
         Q, K, V = w if len(w) == 3 else (w[0], w[0], w[0])
@@ -224,7 +203,7 @@ def by_token(op, z):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rotary", [False, True])
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("kind", [MSSA, MHSA])
+@pytest.mark.parametrize("kind", [model.MSSA, model.MHSA])
 def test_attention_and_its_map(kind, rotary, shift, causal):
     """Against a loop over tokens, with gradients; and the map times the values is the output."""
     op = build(kind, head_dim=6, causal=causal, rotary=rotary, shift=shift)
@@ -262,9 +241,9 @@ def tssa(Z, op):
 def test_tssa(causal, size):
     """Also of tokens as small as the released guard under the norm, and of zero."""
     arch = "transformer" if size == 1 else "crate"          # with a bias of U, and without
-    op = build(TSSA, arch, head_dim=5)
+    op = build(model.TSSA, arch, head_dim=5)
     if causal:
-        op = build(TSSA, "crate-lm", head_dim=5, causal=True)
+        op = build(model.TSSA, "crate-lm", head_dim=5, causal=True)
     op.W.bias *= size
     Z = size * torch.randn(2, 7, 12)
     literal = by_column(partial(tssa, op=op), Z)
@@ -290,9 +269,9 @@ def cbsa(z, op, side):
 @pytest.mark.parametrize("side", [8, 11, 16])
 @torch.no_grad()
 def test_cbsa(side):
-    op, Z = build(CBSA, head_dim=5), torch.randn(2, 1 + side ** 2, 12)
+    op, Z = build(model.CBSA, head_dim=5), torch.randn(2, 1 + side ** 2, 12)
     assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
-    pytest.raises(ConfigError, op, Z[:, :7])                # not a square grid
+    pytest.raises(model.ConfigError, op, Z[:, :7])          # not a square grid
 
 
 # ---- Sparsification operators
@@ -306,7 +285,7 @@ def prox_step(A, Z, D, eta, lambd):
 def test_ista(n):
     """For orthogonal D and eta = 1 one step solves the LASSO."""
     d, eta, lambd = 9, 0.15, 0.25
-    Z, op = torch.randn(1, n, d), build(ISTA, width=d, eta=eta, lambd=lambd)
+    Z, op = torch.randn(1, n, d), build(model.ISTA, width=d, eta=eta, lambd=lambd)
     literal = by_column(lambda z: prox_step(z, z, op.D, eta, lambd), Z)
     assert_near(model.ista(Z, op.D, eta, lambd), literal)
     assert_near(op(Z), literal)
@@ -317,7 +296,7 @@ def test_ista(n):
 def test_odl():
     fields = dict(width=6, expansion=3, eta=0.2, lambd=0.15)
     d, C, eta, lambd = fields.values()
-    Z, op = torch.randn(2, 5, d), build(ODL, **fields)
+    Z, op = torch.randn(2, 5, d), build(model.ODL, **fields)
 
     def code(z):
         a1 = prox_step(torch.zeros(C * d, 5), z, op.D, eta, lambd)
@@ -325,7 +304,7 @@ def test_odl():
 
     assert_near(op.code(Z), by_column(code, Z))
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
-    tied = build(TiedODL, **fields)
+    tied = build(model.TiedODL, **fields)
     assert [name for name, _ in tied.named_parameters()] == ["D"]
     tied.D.data = op.D.data
     assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
@@ -340,7 +319,8 @@ def test_odl():
 
 
 def test_mmprox_and_mlp():
-    op, mlp = build(MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4), build(MLP)
+    mlp = build(model.MLP)
+    op = build(model.MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4)
     Z, alpha = torch.randn(2, 5, 12), 12 / (5 * 0.4 ** 2)           # of 4 patches
     gain, cut = 1 + 4 / (9 * (1 + alpha)), 4 * 0.3 / (9 * alpha)
     assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - cut).relu(), Z))
@@ -349,7 +329,7 @@ def test_mmprox_and_mlp():
 
 def test_threshold_is_ista_without_a_dictionary():
     """D = 0 and D = I have no gradient."""
-    op, Z = build(Threshold, eta=0.2, lambd=0.3), torch.randn(2, 5, 12)
+    op, Z = build(model.Threshold, eta=0.2, lambd=0.3), torch.randn(2, 5, 12)
     assert_near(op(Z), (Z - 0.06).relu())
     assert_near(op(Z), model.ista(Z, torch.zeros(12, 12), 0.2, 0.3))
     assert_near(op(Z), model.ista(Z, torch.eye(12), 0.2, 0.3))
@@ -360,16 +340,16 @@ def test_threshold_is_ista_without_a_dictionary():
 def config(arch="crate", **fields):
     """4 patches of 48 numbers."""
     small = dict(width=16, heads=4, layers=2, image_size=8, patch_size=4, classes=5)
-    return ImageConfig(**small | dict(arch=arch) | fields)
+    return model.ImageConfig(**small | dict(arch=arch) | fields)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", model.ARCHS)
 @torch.no_grad()
 def test_layer(arch):
     """[J] Eq. (45) and [B] Section 7.5 from the operators, and every field of the config in use."""
-    row, fields = ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
+    row, fields = model.ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
     norm_eps = 1e-5 if row.family == "crate" else 1e-6
-    layer = Layer(config(arch, layer_scale=0.5, **fields))
+    layer = model.Layer(config(arch, layer_scale=0.5, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
     def ln(Z, norm):
@@ -390,11 +370,11 @@ def test_initialization():
     """The released codes' distributions, on matrices large enough to see bound or deviation."""
     for size, scale in (("small", 1.0), ("medium", 1e-5)):
         assert model.image_config(size, "tost").layer_scale == scale
-    assert (Layer(config("tost", layer_scale=0.3)).scale1 == 0.3).all()
+    assert (model.Layer(config("tost", layer_scale=0.3)).scale1 == 0.3).all()
     big = dict(width=128, image_size=32)
-    crate, alpha, vit = (ImageEncoder(config(arch, **big))
+    crate, alpha, vit = (model.ImageEncoder(config(arch, **big))
                          for arch in ("crate", "crate-alpha", "transformer"))
-    mae = MaskedAutoencoder(MAEConfig(**big, heads=4, layers=1, patch_size=4))
+    mae = model.MaskedAutoencoder(model.MAEConfig(**big, heads=4, layers=1, patch_size=4))
     mssa, ista = crate.layers[0].attention, crate.layers[0].sparsification
     odl = alpha.layers[0].sparsification
     uniform = {D: (6 / 128) ** 0.5 for D in (ista.D, odl.D, odl.D_hat, mae.decoder[0].D)}
@@ -418,7 +398,7 @@ def test_initialization():
 
 @torch.no_grad()
 def test_drop_path():
-    layer = randomize(Layer(config(), drop_path=0.3), 0.2)
+    layer = randomize(model.Layer(config(), drop_path=0.3), 0.2)
     Z = torch.randn(1, 5, 16).expand(4000, 5, 16)
     branch = layer.eval().compress(Z) - Z
     dropped = layer.train().compress(Z) - Z
@@ -426,7 +406,7 @@ def test_drop_path():
     assert_near(dropped[kept], branch[kept] / 0.7)          # so that the mean stays
     assert float(kept.double().mean()) == pytest.approx(0.7, abs=0.03)
 
-    layers = ImageEncoder(config(layers=4, drop_path=0.3)).layers
+    layers = model.ImageEncoder(config(layers=4, drop_path=0.3)).layers
     assert [layer.drop_path for layer in layers] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
@@ -436,11 +416,11 @@ def test_train_flops(arch, matrices):
     autoencoder's encoder of visible patches has fewer tokens."""
     def layers(number, n):
         return n * number * (6 * matrices * 16 ** 2 + (0 if arch == "tost" else 12 * n * 16))
-    assert train_flops(ImageEncoder(config(arch, layers=3, image_size=28))) == layers(3, 50)
+    assert train_flops(model.ImageEncoder(config(arch, layers=3, image_size=28))) == layers(3, 50)
     for mask_tokens, seen in (("before", 17), ("after", 5)):
-        net = MaskedAutoencoder(MAEConfig(arch=arch, width=16, heads=4, layers=2, image_size=16,
-                                          patch_size=4, mask_tokens=mask_tokens, decoder_layers=3))
-        assert train_flops(net) == layers(2, seen) + layers(3, 17)
+        c = model.MAEConfig(arch=arch, width=16, heads=4, layers=2, image_size=16, patch_size=4,
+                            mask_tokens=mask_tokens, decoder_layers=3)
+        assert train_flops(model.MaskedAutoencoder(c)) == layers(2, seen) + layers(3, 17)
 
 
 @pytest.mark.parametrize("task, arch, counts", [
@@ -463,7 +443,7 @@ def test_train_flops(arch, matrices):
 def test_published_parameter_counts(task, arch, counts):
     """Of text without positions, published in millions; of autoencoders with position tables and
     CRATE-MAE's unused weights, a second table and a Linear(d, d)."""
-    model_class, config_class = TASKS[task]
+    model_class, config_class = model.TASKS[task]
     for size, published in counts.items():
         with torch.device("meta"):
             net = model_class(model.make_config(config_class, size, arch))

@@ -9,7 +9,6 @@ from analyze import spread
 from checkpoint import load_model
 from data import images, text
 from experiments import neurons
-from figures import averages
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 
@@ -37,8 +36,6 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
     for values, low, high in ((torch.eye(10)[each % 10], 1, 1), (codes, 0, 0.4)):
         found = neurons.measure(neurons.Codes(values, 0.5, dict(has=has), each % 10, each), 10, 0)
         assert low <= found["purity"] <= high
-    found = averages([dict(x=1.0, y=None), dict(x=2.0, y=4), dict(x=6.0, y=None)])
-    assert found == pytest.approx(dict(x=3.0, x_error=(7 / 3) ** 0.5, y=4.0))
 
 
 @torch.no_grad()

@@ -11,12 +11,9 @@ from model import ARCHS, TASKS
 LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
 
 
-def test_warmup_cosine():
-    s = optim.warmup_cosine(2.0, 110, 10, final=0.5)
-    assert len(s) == 110 and s[0] == pytest.approx(0.2) and s[9] == s[10] == pytest.approx(2.0)
-    assert s[60] == pytest.approx(0.5 + 1.5 * 0.5) and s[109] == pytest.approx(0.5, abs=1e-3)
-    assert all(a >= b for a, b in zip(s[10:], s[11:]))
-    assert optim.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]          # half of a run at most
+def test_a_warm_up_takes_half_of_a_run_at_most():
+    """test_train_simdino.py has the schedule by hand."""
+    assert optim.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]
 
 
 def test_lion_is_its_definition():
@@ -33,15 +30,12 @@ def test_lion_is_its_definition():
 
 @pytest.mark.parametrize("shape", [(9, 4), (4, 9), (6, 6)])
 def test_newton_schulz_is_its_definition(shape):
-    """Every direction comes out with nearly the same length, however unequal they go in."""
     G = torch.randn(3, *shape, dtype=torch.float64) * torch.logspace(0, -1, shape[-1])
     X = G / G.norm(dim=(1, 2), keepdim=True)
     for _ in range(5):
         A = X @ X.mT
         X = 3.4445 * X + (-4.775 * A + 2.0315 * A @ A) @ X
     torch.testing.assert_close(optim.newton_schulz(G, torch.float64), X, atol=1e-6, rtol=0)
-    values = torch.linalg.svdvals(X)
-    assert 0.5 < values.min() and values.max() < 1.3
 
 
 @pytest.mark.parametrize("instructions, dtype", [

@@ -31,18 +31,22 @@ def test_what_the_files_hold():
         assert {tensor.dtype for tensor in content["model"].values()} == {torch.float16}
 
 
+@pytest.fixture(scope="module")
+def drawn():
+    return [images.Images(*shapes.draw_shapes(n, seed=seed)[:2], "cpu")
+            for seed, n in enumerate((1000, 2000))]
+
+
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name, text_cache):
+def test_scores(name, text_cache, drawn):
     """Accuracy in %, loss of the autoencoder, nats of text. simdino's neighbours are sought among
     1,000 pictures here (among the 10,000 of the set it has 22.3 %)."""
     loaded = checkpoint.load_model(f"pretrained:{name}")
-    model, task = loaded.model, loaded.task
+    model, task, (train, val) = loaded.model, loaded.task, drawn
     if task == "gpt":
         found = language_scores(model, text.load("pydoc", text_cache).val, PROCESSES, 32)["loss"]
     else:
         data = images.ImageData(**loaded.meta)
-        train, val = (images.Images(*shapes.draw_shapes(n, seed=seed)[:2], "cpu")
-                      for seed, n in enumerate((1000, 2000)))
     if task == "vit":
         found = 100 * classify(model, val, data, CONFIG, PROCESSES)["acc"]
     if task == "mae":

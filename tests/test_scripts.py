@@ -98,11 +98,8 @@ def test_interrupted_and_resumed_is_left_alone(train, tmp_path, monkeypatch, nam
 
 
 ACCUMULATED = {
-    "vit": (train_vit, "--micro_batch=5"),
     "srr": (train_vit, "--micro_batch=7", "--srr_weight=0.1"),
     "mae": (train_mae, "--micro_batch=7"),
-    "mae-after": (train_mae, "--micro_batch=10", "--mask_tokens=after"),
-    "gpt": (train_gpt, "--micro_batch=3"),
     "bert": (train_gpt, "--micro_batch=3", "--objective=masked"),
 }
 

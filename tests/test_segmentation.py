@@ -18,16 +18,6 @@ def grid(*rows):
     return torch.tensor([[character == "#" for character in row] for row in rows])
 
 
-def test_iou_and_box():
-    a, b = grid("##..", "##..", "...."), grid(".##.", ".##.", "....")
-    none = a & ~a
-    ious = segmentation.iou(torch.stack([a, a, a, none]), torch.stack([b, a, ~a, none]))
-    assert ious.tolist() == [2 / 6, 1, 0, 0]
-    scattered, whole = grid("....", ".#..", "...#"), grid("....", ".###", ".###")
-    boxes = segmentation.box(torch.stack([scattered, a, none]))
-    assert torch.equal(boxes, torch.stack([whole, a, none]))
-
-
 def test_detection_ap():
     """COCO's, one IoU threshold and one recall at a time."""
     n, overlap, confidence = 60, torch.rand(60).double(), torch.randint(0, 20, (60,)).float()
@@ -56,15 +46,6 @@ def test_normalized_cut():
     torch.testing.assert_close((D - A) @ v[..., None], mu[:, None, None] * D @ v[..., None])
     values = torch.linalg.eigvals(torch.linalg.solve(D, D - A)).real.sort(-1).values
     torch.testing.assert_close(mu, values[:, 1])
-
-
-def test_the_weak_edges_of_maskcut():
-    """Two kinds of patch, a and b of them, with edges of 1e-5 between: D^-1 A has the eigenvalues
-    1 and 1 - mu, and the trace a / (a + 1e-5 b) + b / (b + 1e-5 a)."""
-    X = torch.eye(2).repeat_interleave(torch.tensor([7, 9]), 0)
-    _, confidence = segmentation.maskcut(X[None], 4)
-    mu = 1e-5 * (9 / (7 + 9e-5) + 7 / (9 + 7e-5))
-    assert confidence.item() == pytest.approx(-mu, abs=1e-14)
 
 
 def test_foreground():

@@ -1,7 +1,7 @@
-"""Masked autoencoding: learning, validation, the images it writes."""
+"""Masked autoencoding: validation, the images it writes. test_train_vit.py has that it learns."""
 import pytest
 import torch
-from helpers import FLAGS, losses, metrics
+from helpers import FLAGS
 
 import figures
 import train_mae
@@ -9,16 +9,6 @@ from data import augment, images
 from evaluate import validation_noise
 from flags import parse
 from processes import Processes
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--mask_tokens=after"],
-    ["--arch=transformer", "--mask_tokens=after", "--decoder_width=12", "--decoder_heads=2"]])
-def test_it_learns_more_than_the_mean(train, tmp_path, flags):
-    train(train_mae, "a", "--epochs=6", "--lr=6e-3", "--eval_every=1000", "--log_every=20",
-          "--warmup_epochs=1", *flags)
-    first, *_, last = losses(tmp_path / "a")
-    assert last < 0.85 * first and metrics(tmp_path / "a", "val")[-1]["loss"] < 0.88  # variance: 1
 
 
 @torch.no_grad()
