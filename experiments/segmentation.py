@@ -24,7 +24,7 @@ from data import augment
 from evaluate import Flags, images_for, model_input, open_model, pooling
 from figures import print_table, stretched
 from flags import option, parse, UserError
-from model import patchify, saliency
+from model import patchify, saliency, SoftmaxAttention
 from processes import cli, with_bar
 
 
@@ -91,7 +91,10 @@ def patch_features(encoder, x, number, kind):
         return patchify(x, encoder.config.patch_size)
     layer = encoder.layers[number - 1]
     Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
-    _, keys, _ = layer.attention.queries_keys_values(layer.norm1(Z))
+    attention, X = layer.attention, layer.norm1(Z)
+    keys = attention.projections(X)                     # U^* Z, but MSSA and MHSA have their own
+    if isinstance(attention, SoftmaxAttention):
+        _, keys, _ = attention.queries_keys_values(X)
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads side by side
 
 

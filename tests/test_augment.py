@@ -22,6 +22,27 @@ def pictures(batch=4, side=SIDE):
     return (255 * x.clamp(0, 1)).byte().permute(0, 2, 3, 1)
 
 
+RANDOM = {
+    "pad_crop": lambda x, rng: augment.pad_crop(x, 32, 4, rng),
+    "random_resized_crop": lambda x, rng: augment.random_resized_crop(x, 32, rng, (0.08, 1)),
+    "flip": lambda x, rng: augment.flip(x, rng),
+    "color_jitter": lambda x, rng: augment.color_jitter(x, rng, 0.4, 0.4, 0.2, 0.1, p=0.8),
+    "rand_augment": lambda x, rng: augment.rand_augment(x, rng, n=2, m=14),
+    "gaussian_blur": lambda x, rng: augment.gaussian_blur(x, rng, 0.5, (0.1, 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_rows_of_a_global_batch(name):
+    """What a sample becomes depends on its own row only: any cut sees what one process sees."""
+    x = augment.to_float(pictures(16))
+    whole = RANDOM[name](x, BatchRandom(3, 16))
+    for rows in (slice(0, 8), slice(8, 16)):
+        part = RANDOM[name](x[rows], BatchRandom(3, 16, rows))
+        torch.testing.assert_close(part, whole[rows], rtol=0, atol=1e-6)
+    assert not torch.equal(whole, RANDOM[name](x, BatchRandom(4, 16)))
+
+
 # ---- Pixels, crops, sizes
 
 def test_pad_crop_takes_every_window():
@@ -32,8 +53,13 @@ def test_pad_crop_takes_every_window():
     assert (found.sum(0) == 1).all() and (found.sum(1) > 0).all()
 
 
-def test_sizes():
-    x = augment.to_float(pictures(2, 9))
+def test_pixels_and_sizes():
+    images = pictures(2, 9)
+    x = augment.to_float(images)
+    assert x.is_contiguous() and torch.equal(x, images.permute(0, 3, 1, 2) / 255)
+    mean, std = torch.tensor([[0.4, 0.5, 0.6], [0.1, 0.2, 0.3]]).view(2, 3, 1, 1)
+    y = augment.normalize(x, mean.flatten().tolist(), std.flatten().tolist())
+    torch.testing.assert_close(y * std + mean, x)
     assert torch.equal(augment.at_size(x, 4), x[:, :, 2:6, 2:6])    # round() rounds to even
     assert torch.equal(augment.at_size(x, 12), augment.resize(x, 12))
 
@@ -161,8 +187,6 @@ PILLOW = {  # of a picture and the signed magnitude on torchvision's scale of 0 
     "Solarize": lambda image, m: ImageOps.solarize(image, 255 - 255 * abs(m) / 30),
     "AutoContrast": lambda image, m: ImageOps.autocontrast(image),
     "Equalize": lambda image, m: ImageOps.equalize(image),
-    **{name: lambda image, m, name=name: enhanced(name)(image, float(torch.tensor(0.9 * m / 30)))
-       for name in ("Brightness", "Color", "Contrast", "Sharpness")},
 }
 
 
@@ -180,6 +204,25 @@ def test_rand_augment_operations_are_pillows(name, m):
         # Pillow truncates a floating-point product, which may be just below an integer
         assert difference.max() <= (name == "AutoContrast")
         assert (difference > 0).mean() < 0.03
+
+
+@pytest.mark.parametrize("name", ["Brightness", "Color", "Contrast", "Sharpness"])
+def test_enhanced_levels_are_torchvisions(name):
+    """At every magnitude, by 1 + a float32 number: of PIL images by Pillow, of uint8 tensors by
+    blending, clamping and truncating."""
+    images, every = pictures(2), torch.arange(256, dtype=torch.uint8)
+    levels, ramp = augment.to_float(images) * 255, every.view(1, 1, 1, 256).float()
+    for m, magnitude in enumerate(torch.linspace(0.0, 0.9, 31)):
+        for sign in (1, -1):
+            factor, s = 1.0 + sign * float(magnitude.item()), torch.full((1, 1, 1, 1), sign)
+            outs = augment.OPERATIONS[name](levels, s, m).permute(0, 2, 3, 1).numpy()
+            for image, out in zip(images, outs):
+                pillows = getattr(ImageEnhance, name)(Image.fromarray(image.numpy()))
+                assert np.array_equal(out, np.asarray(pillows.enhance(factor))), (m, sign)
+            if name == "Brightness":
+                blended = factor * every + (1.0 - factor) * torch.zeros_like(every)
+                assert torch.equal(augment.OPERATIONS[name](ramp, s, m).flatten().byte(),
+                                   blended.clamp(0, 255).to(torch.uint8)), (m, sign)
 
 
 def test_rand_augment_draws_each_operation_alike(monkeypatch):

@@ -48,6 +48,15 @@ def test_normalized_cut():
     torch.testing.assert_close(mu, values[:, 1])
 
 
+def test_the_weak_edges_of_maskcut():
+    """Two kinds of patch, a and b of them, with edges of 1e-5 between: D^-1 A has the eigenvalues
+    1 and 1 - mu, and the trace a / (a + 1e-5 b) + b / (b + 1e-5 a)."""
+    X = torch.eye(2).repeat_interleave(torch.tensor([7, 9]), 0)
+    _, confidence = segmentation.maskcut(X[None], 4)
+    mu = 1e-5 * (9 / (7 + 9e-5) + 7 / (9 + 7e-5))
+    assert confidence.item() == pytest.approx(-mu, abs=1e-14)
+
+
 def test_foreground():
     """The side of the largest entry, without what is not connected to it; the other side where that
     one holds three corners."""
