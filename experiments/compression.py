@@ -25,8 +25,7 @@ or mean (-11.9 +- 0.1, -117.3 +- 0.9, -45.5 +- 1.5). At their own length mean an
 less than attention in layers 5 to 8 of cifar10-crate. R - R^c is higher after noise than after
 attention in all layers of shapes-crate and cifar10-crate. Random tokens, beta ||U^* Z||^2 at 2: Eq.
 (34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it,
-as [S] found, but only because one lengthens the tokens and the other shortens them: at equal norm
-it is + MSSA that lowers R^c.
+as [S] found, since one lengthens tokens and one shortens them; at equal norm + MSSA lowers it.
 """
 from dataclasses import dataclass, replace
 

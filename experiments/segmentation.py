@@ -92,9 +92,10 @@ def patch_features(encoder, x, number, kind):
     layer = encoder.layers[number - 1]
     Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
     attention, X = layer.attention, layer.norm1(Z)
-    keys = attention.projections(X)                     # U^* Z, but MSSA and MHSA have their own
     if isinstance(attention, SoftmaxAttention):
         _, keys, _ = attention.queries_keys_values(X)
+    else:
+        keys = attention.projections(X)
     return keys.transpose(1, 2).flatten(2)[:, 1:]       # heads side by side
 
 
