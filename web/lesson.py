@@ -61,6 +61,7 @@ def mathml(words, display="inline"):
         return "<mrow>" + "".join(parts) + "</mrow>"
 
     def atom():
+        """The next letter, number or group."""
         token = tokens.pop()
         if token == "{":
             return row("}")
