@@ -65,15 +65,15 @@ def batches(loaded, c):
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
 class Layers(OneModel):
-    """R^c, R(Z^{l+1}), the fraction of nonzeros of Z^{l+1} and the sparse rate reduction, layer by
-    layer: mean and deviation over samples. Rates are in nats. MHSA has value maps for U.
+    """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
+    samples, rates in nats. MHSA has value maps for U. --shift and --rotary are left out of R^c.
 
-    Rc_unit_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
-    caption has R^c(Z^{l+1/2} | U). --shift and --rotary are left out. Rc_change is what attention
-    adds: R^c(Z^{l+1/2} | U) - R^c(Z^l | U), derived to be negative. Longer tokens alone raise R^c:
-    for Rc_change_equal_norm, Z^{l+1/2} has the norm of Z^l. Its control, Rc_change_alone: the same,
-    where the layer has each token alone and the step has the same length. R and the objective are
-    of Z^{l+1}."""
+    Rc_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
+    caption has R^c(Z^{l+1/2} | U). Rc_change is what attention adds, derived to be negative:
+    R^c(Z^{l+1/2} | U) - R^c(Z^l | U), with Z^{l+1/2} at the norm of Z^l, since longer tokens alone
+    raise R^c. Rc_alone is its control: a step of the same length, where the layer has each token
+    alone. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc - lambda ||Z^{l+1}||_0, and rise
+    is the objective of Z^{l+1} minus that of Z^l, under the same U ([J] Eq. (21))."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -88,27 +88,38 @@ def at_norm(Z, other):
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def step_alone(layer, Z):
+    """What the attention of a layer adds to Z (B, n, d) if each token is a sequence of its own."""
+    return layer.compress(Z.flatten(0, 1)[:, None]).view_as(Z) - Z
+
+
 def layer_numbers(layer, tokens, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
     U, X, Z, half, out = (T.cpu().double() for T in (
         layer.attention.bases(), layer.norm1(tokens), tokens, trace.half, trace.out))
     if c.unit_bases:
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+        U = unit_size(U)
+
+    def added(step):        # to R^c, at the norm of Z
+        return subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
+    before = subspace_coding_rate(Z, U, c.eps)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    before, after, scaled = (subspace_coding_rate(T, U, c.eps)
-                             for T in (Z, half, at_norm(half, Z)))
-    numbers = dict(Rc_unit_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=after - before,
-                   Rc_change_equal_norm=scaled - before, R=coding_rate(out, c.eps),
-                   nonzeros=(out != 0).double().mean((-2, -1)))
+    numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=added(half - Z))
     if not layer.attention.needs_grid:
-        alone = layer.compress(tokens.flatten(0, 1)[:, None]).view_as(tokens)
-        step = at_norm((alone - tokens).cpu().double(), half - Z)
-        numbers["Rc_change_alone"] = subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
+        numbers["Rc_alone"] = added(at_norm(step_alone(layer, tokens).cpu().double(), half - Z))
+    numbers |= dict(R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
+                    nonzeros=(out != 0).double().mean((-2, -1)))
     if layer.sparsification is not None:
         code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
         if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
             numbers["code_nonzeros"] = (code != 0).double().mean((-2, -1))
-    return numbers | dict(objective=sparse_rate_reduction(out, U, c.eps, c.lambd))
+    objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
+    return numbers | dict(objective=objective, rise=objective - at_first)
 
 
 @torch.no_grad()
@@ -148,29 +159,26 @@ def layers(c):
 
 
 def draw_layers(runs, c):
-    """The numbers of the table over the layers; bands are one deviation."""
-    nats, unit = f"nats, eps {c.eps:g}", ", U at unit size" if c.unit_bases else ""
-    panels = {"Rc_unit_tokens": ("R^c of the normalized U^* LN(Z^l)", nats),
-              "Rc_change": ("R^c(Z^(l+1/2) | U) - R^c(Z^l | U)", nats),
-              "Rc_change_equal_norm": ("the same difference at equal norm", nats),
-              "R": ("R(Z^(l+1))", nats),
-              "nonzeros": ("nonzeros of Z^(l+1)", "fraction of entries"),
-              "objective": ("sparse rate reduction of Z^(l+1), higher is better",
-                            f"R - R^c - {c.lambd:g} |Z|_0, nats{unit}")}
-    figure, axes = figures.new_figure(2, 3, 5.2, 3.4)
-    for ax, (key, (title, ylabel)) in zip(axes.flat, panels.items()):
+    """Three numbers of the table over the layers; bands are one deviation."""
+    panels = {"Rc_tokens": f"rate $R^c$ of the projections\n(nats, $\\epsilon$ = {c.eps:g})",
+              "nonzeros": "share of entries\nthat are not zero",
+              "objective": f"objective $R - R^c - {c.lambd:g}\\,|Z|_0$\n(nats, higher is better)"}
+    figure, axes = figures.new_figure(1, 3, 3, 3)
+    for ax, (key, title) in zip(axes.flat, panels.items()):
         for i, run in enumerate(runs):
             l, y, std = (np.array([row[name] for row in run["layers"]])
                          for name in ("layer", key, f"{key}_std"))
-            name = "/".join(Path(run["ckpt"]).parts[-2:])
+            name = "/".join(Path(run["ckpt"]).parts[-2:]).removeprefix("pretrained:")
             name += ", untrained" if run["untrained"] else ""
             ax.plot(l, y, "o--" if run["untrained"] else "o-", color=f"C{i}", label=name)
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
-        ax.set(title=title, xlabel="layer l", ylabel=ylabel)
+        ax.set_title(title, fontsize="medium")
+        ax.set_xlabel("layer")
         ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize="small")
-    figure.savefig(c.out, dpi=120)
+        ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                  frameon=False)
+    figure.savefig(c.out, dpi=200)
 
 
 # ---- saliency, predict --------------------------------------------------------------------------

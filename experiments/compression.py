@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm, batches, OneModel
+from analyze import at_norm, batches, OneModel, step_alone, unit_size
 from evaluate import open_model
 from figures import averages, new_figure, print_table
 from flags import option, parse, UserError
@@ -61,7 +61,7 @@ def steps(layer, Z, generator, own_length=False):
     """{name: what it adds to Z (B, n, d)}, the steps of the docstring."""
     n = Z.shape[1]
     attention = layer.compress(Z) - Z
-    alone = layer.compress(Z.flatten(0, 1)[:, None]).view_as(Z) - Z
+    alone = step_alone(layer, Z)
     if layer.attention.causal:
         mean = alone.cumsum(1) / torch.arange(1, n + 1).to(Z)[:, None]
     else:
@@ -76,8 +76,7 @@ def steps(layer, Z, generator, own_length=False):
 def changes(layer, Z, generator, c):
     """The numbers of a layer, a dict for each sample: "length", and what each step does to R^c
     (NAME) and to R - R^c (NAME_gain)."""
-    U = layer.attention.bases()
-    U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+    U = unit_size(layer.attention.bases())
 
     def rates(Z):
         Rc = subspace_coding_rate(Z, U, c.eps)

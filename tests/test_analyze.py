@@ -104,15 +104,16 @@ def test_layers(save, call, cache, arch, eps=0.3):
             lengths = [T.norm(dim=(1, 2), keepdim=True) for T in (step.half - Z, single)]
             alone = Z + single * lengths[0] / lengths[1]
             alone = alone * (Z.norm(dim=(1, 2)) / alone.norm(dim=(1, 2)))[:, None, None]
-            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, step.half, same, alone)]
+            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, same, alone, out)]
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
-            Rc, before, after, scaled, alone = (
+            Rc_tokens, before, after, alone, Rc = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
-            objective = models.sparse_rate_reduction(out, U, eps, 0.2)
-            for key, values in dict(Rc_unit_tokens=Rc, R=models.coding_rate(out, eps),
-                                    Rc_change=after - before, Rc_change_equal_norm=scaled - before,
+            objective, first = (models.sparse_rate_reduction(T.double(), U, eps, 0.2)
+                                for T in (out, Z))
+            for key, values in dict(Rc_tokens=Rc_tokens, R=models.coding_rate(out, eps), Rc=Rc,
+                                    Rc_change=after - before, Rc_alone=alone - before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
-                                    Rc_change_alone=alone - before, objective=objective).items():
+                                    objective=objective, rise=objective - first).items():
                 wanted = [values.mean().item(), values.std(correction=0).item()]
                 found = [row[key], row[f"{key}_std"]]
                 assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6), key

@@ -177,7 +177,7 @@ def test_javascript_is_pytorch(kind, computed):
         wanted = analyze.layer_numbers(layer, Z, step, analyze.Layers(ckpt="", unit_bases=True))
         code = layer.sparsification.code(layer.norm2(step.half))
         assert rates == pytest.approx(dict(
-            rate=wanted["Rc_unit_tokens"].item(), change=wanted["Rc_change_equal_norm"].item(),
+            rate=wanted["Rc_tokens"].item(), change=wanted["Rc_change"].item(),
             nonzeros=(code != 0).float().mean().item()), rel=1e-3, abs=1e-3)
         for rows, weights in zip(maps, step.attention[0], strict=True):
             for row, ours in zip(rows, weights, strict=True):

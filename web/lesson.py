@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import crate
 import model
-from analyze import layer_numbers, Layers
+from analyze import layer_numbers, Layers, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
@@ -128,8 +128,7 @@ def traced(net, x):
     """[(layer, Z^l, its trace, X = LN(Z^{l+1/2}), R - R^c at Z^l, Z^{l+1/2} and Z^{l+1})]."""
     Z, found = net.encoder.tokens(x), []
     for layer, trace in zip(net.encoder.layers, net.encoder.trace(x)):
-        U = layer.attention.bases()
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()     # of the size of orthonormal bases
+        U = unit_size(layer.attention.bases())
         rates = [crate.sparse_rate_reduction(T, U, lambd=0) for T in (Z, trace.half, trace.out)]
         found.append((layer, Z, trace, layer.norm2(trace.half), rates))
         Z = trace.out
@@ -139,7 +138,7 @@ def traced(net, x):
 def changes(layer, Z, trace):
     """What attention adds to R^c at equal norm, and a step as long in which tokens are alone."""
     numbers = layer_numbers(layer, Z, trace, Layers(ckpt="", eps=0.1, unit_bases=True))
-    return [numbers[f"Rc_change_{name}"].mean() for name in ("equal_norm", "alone")]
+    return numbers["Rc_change"].mean(), numbers["Rc_alone"].mean()
 
 
 def lasso(layer, X, A):
