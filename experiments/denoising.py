@@ -1,7 +1,8 @@
-"""Is attention on subspaces a denoiser of tokens drawn from them?
+"""Is a softmax over heads a denoiser of a token drawn from one of their subspaces?
 
-Claim of [J] Eq. (46)-(49), [N] Section A.1: for one token of [J] Eq. (11), here alpha ~ N(0, I) and
-s uniform, a softmax over heads (that of MSSA is over tokens) approximates E[clean | noisy].
+It says nothing of MSSA, whose softmax is over tokens. Claim of [J] Eq. (46)-(49), [N] Section A.1:
+for one token of [J] Eq. (11), here alpha ~ N(0, I) and s uniform, a softmax over heads approximates
+E[clean | noisy].
 
     closed       the approximation of [J] Eq. (47)
     posterior    E[clean | noisy], the least mean squared error possible ([N] Section A.1)
