@@ -30,6 +30,7 @@ class RunFlags(PrecisionFlags, DataFlags):
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
+    keep: str = option("", "steps, by commas, after each of which ckpt-STEP.pt is written")
 
 
 class Run:
@@ -79,7 +80,7 @@ class Run:
         if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", "step*.png"):
+            for name in ("ckpt*.pt", "best.pt", "metrics.jsonl", "step*.png"):
                 for path in self.dir.glob(name):
                     path.unlink()
         (self.dir / ".lock").write_text(launch)
@@ -122,6 +123,9 @@ class Run:
         while self.step < total:
             self.step_began = time.perf_counter()
             yield self.step
+            if str(self.step) in self.config.keep.split(","):
+                self.processes.main_only(partial(
+                    write_checkpoint, self.dir / f"ckpt-{self.step}.pt", self._content(), False))
             stopping = self.processes.largest(self.received) if self.step < total else 0
             if stopping:
                 self.save()
@@ -243,11 +247,14 @@ class Run:
         self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
         self.processes.main_only(partial(self._write_checkpoints, best))
 
+    def _content(self):
+        return dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
+                    model=self.model.state_dict(), model_config=asdict(self.model_config),
+                    optimizer=[o.state_dict() for o in self.optimizers],
+                    data_meta=self.data_meta, extra=self.extra)
+
     def _write_checkpoints(self, best):
-        content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                       model=self.model.state_dict(), model_config=asdict(self.model_config),
-                       optimizer=[o.state_dict() for o in self.optimizers],
-                       data_meta=self.data_meta, extra=self.extra)
+        content = self._content()
         if best:
             write_checkpoint(self.dir / "best.pt", content | dict(optimizer={}, extra={}),
                              keep_previous=False)
