@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from matplotlib import colormaps
 
 import evaluate
@@ -130,30 +131,25 @@ def length(c):
 
 
 def objective(c):
-    figure, axes = new_figure(1, 4, 1.75, 3)
-    parts = {"$R$": ("R", 1, "C0"), "$-R^c$": ("Rc", -1, "#9ecae1"),
-             "price of the nonzeros": ("price", -1, "0.85")}
-    for place, name in enumerate(("shapes-crate", "cifar10-crate")):
-        for untrained in (False, True):
-            table, n = by_layer(c, f"pretrained:{name}", untrained)
-            ax, layers = axes[0, 2 * place + untrained], [row["layer"] for row in table]
-            bottom = [0] * len(table)
-            for label, (key, sign, color) in parts.items():
-                y = [sign * (row["R"] - row["Rc"] - row["objective"] if key == "price"
-                             else row[key]) / n for row in table]
-                ax.bar(layers, y, bottom=bottom if sign < 0 else 0, color=color, label=label)
-                bottom = [b + v for b, v in zip(bottom, y)] if sign < 0 else bottom
-            ax.plot(layers, [row["objective"] / n for row in table], "ko-", ms=3,
-                    label="objective: their sum")
-            ax.axhline(0, color="black", lw=0.8)
-            ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
-            ax.set(xlabel="layer", xticks=layers)
-        low, high = (choose(limit for ax in axes[0, 2 * place:2 * place + 2]
-                            for limit in ax.get_ylim()) for choose in (min, max))
-        for ax in axes[0, 2 * place:2 * place + 2]:
-            ax.set_ylim(low, high)
-    axes[0, 0].set_ylabel("nats a token")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+    figure, (axes,) = new_figure(1, 4, 1.75, 3)
+    models = [(name, untrained) for name in ("shapes-crate", "cifar10-crate")
+              for untrained in (False, True)]
+    for ax, (name, untrained) in zip(axes, models):
+        table, n = by_layer(c, f"pretrained:{name}", untrained)
+        layers, R, Rc, total = (np.array([row[key] for row in table])
+                                for key in ("layer", "R", "Rc", "objective"))
+        ax.bar(layers, R / n, color="C0", label="$R$")
+        ax.bar(layers, -Rc / n, color="#9ecae1", label="$-R^c$")
+        ax.bar(layers, (total - R + Rc) / n, bottom=-Rc / n, color="0.85",
+               label="price of the nonzeros")
+        ax.plot(layers, total / n, "ko-", ms=3, label="objective: their sum")
+        ax.axhline(0, color="black", lw=0.8)
+        ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
+        ax.set(xlabel="layer", xticks=layers)
+    axes[1].sharey(axes[0])
+    axes[3].sharey(axes[2])
+    axes[0].set_ylabel("nats a token")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
     return figure
 

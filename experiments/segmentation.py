@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from data import augment
 from evaluate import Flags, images_for, model_input, open_model, pooling
-from figures import print_table, stretched
+from figures import stretched
 from flags import option, parse, UserError
 from model import patchify, saliency, SoftmaxAttention
 from processes import cli, with_bar
@@ -162,13 +162,13 @@ def pictures(c, loaded, processes, data, split, masks):
 
 @torch.no_grad()
 def segment(c):
-    """{"iou", "iou_heads", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50"
-    ...} of the pictures of val, with one object each. Prints the IoU of each map.
+    """{"iou", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50" ...} of the
+    pictures of val, with one object each.
 
     A score of IoU is the mean over images at one threshold for all, the best on as many pictures of
-    train: "iou" of the mean over heads of the saliency maps, "iou_heads" of each. "iou_prior" takes
-    the mean mask of train as the map of every image, which knows where objects lie on average. A
-    constant map scores "foreground", the objects' share of the pixels.
+    train: "iou" of the mean over heads of the saliency maps. "iou_prior" takes the mean mask of
+    train as the map of every image, which knows where objects lie on average. A constant map scores
+    "foreground", the objects' share of the pixels.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
@@ -182,8 +182,8 @@ def segment(c):
         for x, truth in pictures(c, loaded, processes, data, split, objects):
             with processes.autocast():
                 maps = saliency(encoder.trace(x)[number - 1].attention, pooling(loaded))
-            maps = torch.cat([maps.mean(1, keepdim=True), maps], 1).float().cpu()
-            of_maps.append(overlap_at_thresholds(maps.unflatten(-1, (side, side)), truth))
+            maps = maps.mean(1, keepdim=True).float().cpu().unflatten(-1, (side, side))
+            of_maps.append(overlap_at_thresholds(maps, truth))
             if split == "val":
                 with processes.autocast():
                     X = patch_features(encoder, x, number, c.features).float().cpu()
@@ -195,17 +195,12 @@ def segment(c):
                 confidences.append(confidence)
         of_maps = torch.cat(of_maps, 1).mean(1)
         prior = overlap_at_thresholds(mean_mask, objects).mean(1)
-        overlaps[split] = torch.cat([of_maps, prior], 1)                    # (100, 1 + K + 1)
+        overlaps[split] = torch.cat([of_maps, prior], 1)                    # (100, 2)
     best = overlaps["train"].argmax(0, keepdim=True)
-    mean, *heads, prior = overlaps["val"].gather(0, best)[0].tolist()
-    share = masks["val"].double().mean().item()
-    table = {"mean of heads": mean, **{f"head {k}": value for k, value in enumerate(heads, 1)},
-             "prior: mean mask": prior, "a constant map": share}
-    print_table([dict(map=name, IoU=value) for name, value in table.items()])
-
+    mean, prior = overlaps["val"].gather(0, best)[0].tolist()
     result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
-                  features=c.features, n=len(masks["val"]), iou=mean, iou_heads=heads,
-                  iou_prior=prior, foreground=share)
+                  features=c.features, n=len(masks["val"]), iou=mean, iou_prior=prior,
+                  foreground=masks["val"].double().mean().item())
     thresholds = torch.arange(50, 100, 5).double() / 100
     for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)
