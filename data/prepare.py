@@ -144,7 +144,11 @@ def hold_out(sets, share):
     """This share of the rows for training validates, if no others do."""
     if {"val", "validation"}.intersection(sets) or len(sets.get("train", [])) < 2:
         return sets
-    halves = sets["train"].train_test_split(share, seed=SEED)
+    rows = sets["train"]
+    try:                    # pictures: the same share of each class, if none is too small for it
+        halves = rows.train_test_split(share, seed=SEED, stratify_by_column="label")
+    except ValueError:      # a small class, or texts, which have none
+        halves = rows.train_test_split(share, seed=SEED)
     return {**sets, "train": halves["train"], "val": halves["test"]}
 
 
@@ -226,8 +230,8 @@ def write_images(row, source, draft):
         used.append(set(labels))
     lone = used[0] ^ used[1]
     if lone:
-        print(f"note: classes in one part alone: {len(lone)}, such as {classes[min(lone)]}",
-              file=sys.stderr)
+        print(f"note: {len(lone)} classes have pictures to train on or to validate on, not both, "
+              f"such as {classes[min(lone)]}", file=sys.stderr)
     return image_meta(classes, draft)
 
 

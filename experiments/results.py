@@ -98,7 +98,7 @@ def text(c):
                 left.plot(loss, place, "o", mec=COLORS[arch], mfc=fill)
     left.set_yticks(range(len(rows)), [NAMES[arch] for arch in rows])
     left.set_xlabel("loss on Python's manual, nats a character\n"
-                    "(open: without, filled: with rotary and shift)")
+                    "(filled: with rotary positions and shift)")
     best, ends = dict(scores("bookchars-transformer-0", "loss")), {}
     for arch in ("crate", "crate-alpha", "crate-alpha-one"):
         # the last evaluation is of the whole split
@@ -138,8 +138,8 @@ def objective(c):
         table, n = by_layer(c, f"pretrained:{name}", untrained)
         layers, R, Rc, total = (np.array([row[key] for row in table])
                                 for key in ("layer", "R", "Rc", "objective"))
-        ax.bar(layers, R / n, color="C0", label="$R$")
-        ax.bar(layers, -Rc / n, color="#9ecae1", label="$-R^c$")
+        ax.bar(layers, R / n, color="0.35", label="$R$")
+        ax.bar(layers, -Rc / n, color="0.6", label="$-R^c$")
         ax.bar(layers, (total - R + Rc) / n, bottom=-Rc / n, color="0.85",
                label="price of the nonzeros")
         ax.plot(layers, total / n, "ko-", ms=3, label="objective: their sum")
