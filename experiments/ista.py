@@ -161,6 +161,7 @@ def draw(results, path):
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
     for ax, result in zip(axes, results):
+        ax.sharey(axes[0])
         rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
         layers = sorted({layer for layer, _ in rows})
         ax.axhline(1, color="black", lw=0.8)
@@ -169,8 +170,7 @@ def draw(results, path):
                     **style)
         ax.set(title=result["ckpt"].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
         ax.spines[["top", "right"]].set_visible(False)
-        ax.sharey(axes[0])
-    axes[0].set_ylabel("LASSO objective, 1: of no code\n(above it: worse than none)")
+    axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   frameon=False)
     figure.savefig(path, dpi=200)

@@ -54,7 +54,6 @@ class Recall:
     steps: int = option(1500, "most steps of a run", low=1)
     batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
-
     figure: str | None = option(None, "a .png of accuracy over steps; none: no figure")
 
     def __post_init__(self):

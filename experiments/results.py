@@ -132,6 +132,8 @@ def length(c):
 
 def objective(c):
     figure, (axes,) = new_figure(1, 4, 1.75, 3)
+    axes[1].sharey(axes[0])
+    axes[3].sharey(axes[2])
     models = [(name, untrained) for name in ("shapes-crate", "cifar10-crate")
               for untrained in (False, True)]
     for ax, (name, untrained) in zip(axes, models):
@@ -146,8 +148,6 @@ def objective(c):
         ax.axhline(0, color="black", lw=0.8)
         ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
         ax.set(xlabel="layer", xticks=layers)
-    axes[1].sharey(axes[0])
-    axes[3].sharey(axes[2])
     axes[0].set_ylabel("nats a token")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
@@ -183,12 +183,13 @@ def training(c):
         if not kept:
             raise UserError(f"{Path(c.runs, folder)} has no ckpt-STEP.pt: train with --keep")
         ends = {}
-        for i, (step, path) in enumerate(sorted(kept.items()), 1):
-            (table, n), shade = by_layer(c, path), colormaps["Blues"](0.3 + 0.7 * i / len(kept))
+        for i, (step, path) in enumerate([(0, min(kept.items())[1]), *sorted(kept.items())]):
+            table, n = by_layer(c, path, untrained=step == 0)
+            shade = colormaps["Blues"](0.3 + 0.7 * i / len(kept)) if step else "0.6"
             layers = [line["layer"] for line in table]
             for ax, key in zip(row, panels):
                 y = [line[key] * (100 if key == "nonzeros" else 1 / n) for line in table]
-                ax.plot(layers, y, "o-", ms=3, color=shade)
+                ax.plot(layers, y, "o-" if step else "o--", ms=3, color=shade)
                 ax.set_xticks(layers)
             ends[f"step {step:,}"] = y[-1], shade
         name_ends(row[-1], ends, 0.09)
