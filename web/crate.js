@@ -97,8 +97,7 @@ function step(A, X, {D, Dt}, {eta, lambda}) {
   return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * G[t] - eta * lambda));
 }
 
-// What a layer makes of Z. Knobs are eta, lambda, the heads that are `off`, and an entry of the code
-// to `hold` at a value
+// What a layer makes of Z. Knobs are eta, lambda, the heads that are `off`, an entry to `hold`
 function layer(L, Z, c, knobs) {
   const [number, entry, value] = knobs.hold, D_hat = L.sparsification?.D_hat;
   const held = M => number !== L.number ? M :
@@ -139,8 +138,7 @@ function read({c, task, norm, decoder_norm, head, predict, embed}, Z) {
   return multiply(head[0] ? normalize(pooled, head[0]) : pooled, head[1].weight, head[1].bias);
 }
 
-const bytes = base64 =>
-  Uint8Array.fromBase64?.(base64) ?? Uint8Array.from(atob(base64), y => y.charCodeAt());
+const bytes = base64 => Uint8Array.from(atob(base64), y => y.charCodeAt());
 const float16 = b => (b & 32768 ? -1 : 1) *
   (b & 31744 ? (1024 + (b & 1023)) * 2 ** ((b >> 10 & 31) - 25) : (b & 1023) * 2 ** -24);
 // The trained or the untrained model of the file
@@ -260,8 +258,9 @@ function inverse(M) {                                           // of a positive
     G[s * d + s] = 1;
     for (let t = 0; t < d; t++) G[s * d + t] /= pivot;
     for (let r = 0; r < d; r++) {
-      const y = r === s ? 0 : G[r * d + s];
-      if (r !== s) G[r * d + s] = 0;
+      if (r === s) continue;
+      const y = G[r * d + s];
+      G[r * d + s] = 0;
       for (let t = 0; t < d; t++) G[r * d + t] -= y * G[s * d + t];
     }
   }

@@ -112,8 +112,8 @@ box => {
 },
 box => {
   const angle = knobs.turn3 * Math.PI / 180, [cos, sin] = [Math.cos(angle), Math.sin(angle)];
-  const turned = v => v.map((y, k) => y * cos + (1 - cos) * sumOf(v) / 3 +      // about (1, 1, 1)
-    (v[(k + 2) % 3] - v[(k + 1) % 3]) * sin / Math.sqrt(3)).map(y => Math.abs(y) < 1e-9 ? 0 : y);
+  const turned = ([x, y, z]) => [x * cos - y * sin, x * sin + y * cos, z]
+    .map(v => Math.abs(v) < 1e-9 ? 0 : v);
   const U = [[1, 0, 0], [0, 1, 0]].map(turned), Z = matrixOf(rowsIn(lines).map(turned));
   const R = codingRate(Z, .5), Rc = subspaceRate(Z, matrixOf(U), 1, .5);
   const cost = knobs.lambda3 * nonzeros(Z);
@@ -155,16 +155,16 @@ box => {
   const own = made(n, p, t => w.at[(t / p | 0) * w.cols + first + t % p]), G = multiply(own, own);
   const rowOf = M => M.at.subarray(token * n, token * n + n), scale = root ? p ** -.5 : 1;
   const A = matrixOf(rowsIn(G).map(row => softmax(row, scale)));
-  const high = Math.max(...flat(G)), low = Math.min(...flat(G)), most = Math.max(...rowOf(A));
+  const most = Math.max(...rowOf(A));
   const [left, middle, right] = $$("figure canvas", box);
-  heat(left, G, Math.max(high, -low) / 2);
+  heat(left, G, Math.max(...flat(G)) / 2);
   heat(middle, A, .2);
   paintCanvas(right, side, side, t => t + 1 === token ? [...dark, 255] :
     [...hot, 255 * rowOf(A)[t + 1] / most]);
+  const row = (name, M, s) => [name, Math.min(...flat(M)) * s, Math.max(...flat(M)) * s,
+    sumOf(rowOf(M)) * s].map(y => y === name ? y : show(y));
   $(".read", box).innerHTML = table([["", "least", "most", "sum of the token’s row"],
-    ["similarities", scale * low, scale * high, scale * sumOf(rowOf(G))],
-    ["their softmax", Math.min(...flat(A)), Math.max(...flat(A)), sumOf(rowOf(A))]].map(
-    ([name, ...row]) => [name, ...row.map(y => y.at ? y : show(y))]));
+    row("similarities", G, scale), row("their softmax", A, 1)]);
   return {most};
 },
 box => {

@@ -104,9 +104,10 @@ def by_layer(net, x):
 def points():
     """({name: the points of steps 1, 2, 3, and of 4 and 5}, what PyTorch computes of them)."""
     torch.manual_seed(3)
-    cloud, head = torch.randn(12, 2) * torch.tensor([1.5, 0.4]), torch.randn(24, 2)
-    lines = 1.2 * torch.randn(24, 1) * torch.eye(3)[torch.arange(24) % 2]
-    near, head = lines + 0.06 * torch.randn(24, 3), head * torch.tensor([1, 0.3])
+    cloud = torch.randn(12, 2) * torch.tensor([1.5, 0.4])
+    lines = (3.6 * torch.rand(24, 1) - 1.8) * torch.eye(3)[torch.arange(24) % 2]
+    near = lines + 0.06 * torch.randn(24, 3)
+    head = torch.randn(24, 2) * torch.tensor([1, 0.3])
     axes, plane = torch.eye(3)[:2, :, None], torch.eye(2)[None]
     return dict(cloud=cloud, near=near, lines=lines, head=head), dict(
         R=crate.coding_rate(cloud), Rc=crate.subspace_coding_rate(near[None], axes),
