@@ -11,6 +11,8 @@ function sumOf(list, value = y => y) {
   for (let i = 0; i < list.length; i++) sum += value(list[i]);
   return sum;
 }
+const show = y => (+(Math.abs(y) < 1e-6 ? 0 : y).toPrecision(3)).toLocaleString("en")
+  .replace("-", "−");
 
 function made(rows, cols, value) {                              // value(place)
   const M = matrix(rows, cols);

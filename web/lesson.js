@@ -14,8 +14,6 @@ const knobs = {};
 let pixels, known;                                          // the picture in sight, and its traces
 let turn = 0, held, worst;
 
-const show = y => (+(Math.abs(y) < 1e-6 ? 0 : y).toPrecision(3)).toLocaleString("en")
-  .replace("-", "−");
 const percent = y => `${Math.round(100 * y)} %`;
 
 // ---- The trained model, with switches

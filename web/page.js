@@ -59,7 +59,6 @@ const largest = values => Math.max(1e-9, ...values);            // never 0: one 
 const rowAt = (M, i = chosen.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
 const logits = () => read(model, model.layers.at(-1).T.out);
 const visible = letter => ({" ": "␣", "\n": "↵"}[letter] ?? letter);
-const digits = y => String(+y.toPrecision(3)).replace("-", "−");
 const percent = share => `${(100 * share).toFixed(1)} %`;
 
 function node(tag, properties, ...inside) {                     // words stay words, never markup
@@ -162,7 +161,7 @@ function drawCode() {                                           // before and af
   put($.code, note("before the step"), strip(before, "before"),
     note(`after it: ${nonzeros} of ${m} entries are not zero`), strip(after, "after"));
   put($.largest, note("largest"), order(after).slice(0, 6).map(j =>
-    button(`${j}: ${digits(after[j])}`, j === chosen.entry, () => set({entry: j}))));
+    button(`${j}: ${show(after[j])}`, j === chosen.entry, () => set({entry: j}))));
 }
 
 function drawEntry() {                                          // at every token
@@ -173,7 +172,7 @@ function drawEntry() {                                          // at every toke
   $.hold.min = Math.floor(2 * low);
   $.hold.max = Math.ceil(2 * high);
   $.hold.value = rowAt(code)[entry];
-  $.hold.nextElementSibling.value = digits($.hold.valueAsNumber);
+  $.hold.nextElementSibling.value = show($.hold.valueAsNumber);
   $.release.hidden = !hold.length;
   $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
   put($.where, view(Float32Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
