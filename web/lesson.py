@@ -111,8 +111,8 @@ def points():
     axes, plane = torch.eye(3)[:2, :, None], torch.eye(2)[None]
     return dict(cloud=cloud, near=near, lines=lines, head=head), dict(
         R=crate.coding_rate(cloud), Rc=crate.subspace_coding_rate(near[None], axes),
-        exact=crate.subspace_coding_rate_grad(head[None], plane, 1.5).norm(),
-        two=torch.sub(*crate.neumann_terms(head[None], plane, 1.5)).norm())
+        exact=crate.subspace_coding_rate_grad(head[None], plane, 2).norm(),
+        two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
 # ---- The page -----------------------------------------------------------------------------------
