@@ -166,9 +166,9 @@ box => {
   return {most};
 },
 box => {
-  const {L, Z, w} = trace(), U = unit(L.U), rateOf = M => subspaceRate(M, U, L.p, .1);
+  const {L, Z, w, half} = trace(), U = unit(L.U), rateOf = M => subspaceRate(M, U, L.p, .1);
   const stepOf = kind => plus(lifted(L, Z, averaged(L, w, kind), "W"), Z, -1);
-  const attended = stepOf("softmax"), slope = subspaceRateGrad(Z, U, L.p, .1), before = rateOf(Z);
+  const attended = plus(half, Z, -1), slope = subspaceRateGrad(Z, U, L.p, .1), before = rateOf(Z);
   const changes = [attended, stepOf("each token alone"), stepOf("mean token"), times(-1, slope),
     times(-1, Z)].map(step => {                             // all as long as attention's
     const moved = plus(Z, atNorm(step, attended));
