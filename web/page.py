@@ -1,4 +1,4 @@
-"""Writes a checkpoint's page (`analyze.py page`): page.html with page.css, page.js and crate.js in
+"""Writes a checkpoint's page (`analyze.py page`): page.html with *.css, page.js and crate.js in
 it, the model's weights, and examples with PyTorch's outputs for them."""
 import base64
 import json
@@ -96,7 +96,7 @@ def content(name, loaded, untrained, data, tokens=None):
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run, or is too large."""
     page = (ROOT / "web" / "page.html").read_text("utf-8")
-    for part in ("page.css", "crate.js", "page.js"):
+    for part in ("base.css", "page.css", "crate.js", "page.js"):
         page = page.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     inside = json.dumps(content(name, loaded, untrained, data, tokens))
     page = page.replace("{data}", inside.replace("<", "\\u003c"))   # nothing in it ends the script
