@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from data.augment import luma
 from model import patchify, unpatchify
 
-# the same arch has the same colour in every figure
-COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
-          "crate-alpha-one": "C8", "aot": "C1", "aot-mhsa": "C5", "mssa-mlp": "0.5",
+# the same arch has the same colour in every figure, CRATE without a learned W a grey
+COLORS = {"crate": "C0", "crate-t": "0.5", "crate-n": "0.3", "crate-c": "0.7", "crate-alpha": "C2",
+          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "aot": "0.6", "aot-mhsa": "C5",
           "transformer": "C3"}
 
 

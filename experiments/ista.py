@@ -169,7 +169,8 @@ def draw(results, path):
                     **style)
         ax.set(title=result["ckpt"].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("LASSO / LASSO of no code\n(above 1: worse than none)")
+        ax.sharey(axes[0])
+    axes[0].set_ylabel("LASSO objective, 1: of no code\n(above it: worse than none)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   frameon=False)
     figure.savefig(path, dpi=200)

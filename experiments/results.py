@@ -1,15 +1,25 @@
-"""Figures of RESULTS.md, drawn from the logs in records/ and from pretrained models.
+"""Figures of RESULTS.md, drawn from records/, from pretrained models and from two new runs.
 
-    python -m experiments.results               all of them, to docs/figures
-    python -m experiments.results text          one: images, text, length, objective
+    python -m experiments.results               to docs/figures, all but the last
+    python -m experiments.results text          one of them
 
 images    accuracy over the epochs of CIFAR-10: CRATE (three seeds), its variants, a transformer
 text      loss on Python's manual, a dot a seed, without and with --rotary --shift; and on books
           by how much three archs are behind a transformer, over the characters read
 length    loss of three pretrained models that are read in longer windows than they were trained on
 objective the objective of each layer's output by its parts, each divided by the number of tokens
+sparsity  nonzeros by layer for two weight decays and two lambdas, from records/TABLES.md
+training  rates, nonzeros and the objective by layer at five points of two runs, from
+              python train_vit.py shapes --keep=48,200,600,1200,2400
+              python train_gpt.py pydoc --keep=30,100,250,400,600
 """
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from matplotlib import colormaps
 
 import evaluate
 from analyze import layer_table, Layers
@@ -27,7 +37,8 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 class Figures:
     names: tuple = option((), "which figures; none: all")
     data_dir: str = option(Layers(ckpt="").data_dir, "where prepared data lies")
-    samples: int = option(100, "samples of `objective`", low=1)
+    samples: int = option(100, "samples of `objective` and `training`", low=1)
+    runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 
 
 def scores(folder, key):
@@ -36,14 +47,30 @@ def scores(folder, key):
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
 
 
-def name_ends(ax, ends):
-    """Writes labels {text: (y, color)} at the right of the axes, apart from each other."""
+def name_ends(ax, ends, line=0.06):
+    """Writes labels {text: (y, color)} at the right of the axes, apart from each other. `line` is
+    the height of a line of text as a share of the axes'."""
     low, high = ax.get_ylim()
-    below = float("-inf")
-    for text, (y, color) in sorted(ends.items(), key=lambda item: item[1][0]):
-        below = max(y, below + 0.06 * (high - low) * (1 + text.count("\n")))
-        ax.annotate(text, (1.02, below), xycoords=("axes fraction", "data"), color=color,
+    places = {text: y for text, (y, _) in ends.items()}
+    for _ in range(20):
+        for a, b in pairwise(sorted(places, key=places.get)):
+            lines = 1 + (a.count("\n") + b.count("\n")) / 2
+            overlap = places[a] + line * lines * (high - low) - places[b]
+            places[a] -= max(0, overlap) / 2
+            places[b] += max(0, overlap) / 2
+    for text, y in places.items():
+        ax.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), color=ends[text][1],
                     va="center", fontsize="small")
+
+
+def by_layer(c, ckpt, untrained=False):
+    """(The rows of `analyze.py layers`, how many tokens a sample has), with U at unit size."""
+    flags = Layers(ckpt=str(ckpt), untrained=untrained, unit_bases=True, samples=c.samples,
+                   data_dir=c.data_dir)
+    loaded, _ = evaluate.open_model(flags)
+    config = loaded.backbone.config
+    tokens = config.context if loaded.task == "gpt" else 1 + config.patches
+    return layer_table(loaded, flags), tokens
 
 
 def images(c):
@@ -82,7 +109,7 @@ def text(c):
         ends[NAMES[arch].replace(", ", ",\n")] = behind[-1], COLORS[arch]
     right.axhline(0, color=COLORS["transformer"])
     right.set_xlabel("millions of characters of books read\n(3.2 million parameters)")
-    right.set_ylabel("nats behind the transformer")
+    right.set_ylabel("nats behind the transformer\n(above 0: worse)")
     name_ends(right, ends)
     return figure
 
@@ -104,47 +131,87 @@ def length(c):
 
 
 def objective(c):
-    figure, axes = new_figure(1, 4, 1.75, 3)
-    parts = {"$R$": ("R", 1, "0.35"), "$-R^c$": ("Rc", -1, "0.6"),
-             "price of the nonzeros": ("price", -1, "0.85")}
-    for place, name in enumerate(("shapes-crate", "cifar10-crate")):
-        for untrained in (False, True):
-            flags = Layers(ckpt=f"pretrained:{name}", untrained=untrained, unit_bases=True,
-                           samples=c.samples, data_dir=c.data_dir)
-            loaded, _ = evaluate.open_model(flags)
-            table, n = layer_table(loaded, flags), 1 + loaded.encoder.config.patches
-            ax, layers = axes[0, 2 * place + untrained], [row["layer"] for row in table]
-            bottom = [0] * len(table)
-            for label, (key, sign, color) in parts.items():
-                y = [sign * (row["R"] - row["Rc"] - row["objective"] if key == "price"
-                             else row[key]) / n for row in table]
-                ax.bar(layers, y, bottom=bottom if sign < 0 else 0, color=color, label=label)
-                bottom = [b + v for b, v in zip(bottom, y)] if sign < 0 else bottom
-            ax.plot(layers, [row["objective"] / n for row in table], "ko-", ms=3, label="their sum")
-            ax.axhline(0, color="black", lw=0.8)
-            ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
-            ax.set(xlabel="layer", xticks=layers)
-        low, high = (choose(limit for ax in axes[0, 2 * place:2 * place + 2]
-                            for limit in ax.get_ylim()) for choose in (min, max))
-        for ax in axes[0, 2 * place:2 * place + 2]:
-            ax.set_ylim(low, high)
-    axes[0, 0].set_ylabel("nats a token")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
+    figure, (axes,) = new_figure(1, 4, 1.75, 3)
+    models = [(name, untrained) for name in ("shapes-crate", "cifar10-crate")
+              for untrained in (False, True)]
+    for ax, (name, untrained) in zip(axes, models):
+        table, n = by_layer(c, f"pretrained:{name}", untrained)
+        layers, R, Rc, total = (np.array([row[key] for row in table])
+                                for key in ("layer", "R", "Rc", "objective"))
+        ax.bar(layers, R / n, color="0.35", label="$R$")
+        ax.bar(layers, -Rc / n, color="0.6", label="$-R^c$")
+        ax.bar(layers, (total - R + Rc) / n, bottom=-Rc / n, color="0.85",
+               label="price of the nonzeros")
+        ax.plot(layers, total / n, "ko-", ms=3, label="objective: their sum")
+        ax.axhline(0, color="black", lw=0.8)
+        ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
+        ax.set(xlabel="layer", xticks=layers)
+    axes[1].sharey(axes[0])
+    axes[3].sharey(axes[2])
+    axes[0].set_ylabel("nats a token")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
     return figure
 
 
-FIGURES = dict(images=images, text=text, length=length, objective=objective)
+def sparsity(c):
+    figure, ((ax,),) = new_figure(1, 1, 7, 3)
+    table = (ROOT / "records" / "TABLES.md").read_text().split("\n## weight decay\n")[1]
+    named = {"width 96, untrained": ("untrained", "0.6", "o--"),
+             "lambda 0.1, decay 0.05": ("weight decay 0.05", "#6baed6", "o-"),
+             "`--lambd=0.5`": ("the same, five times $\\lambda$", "#6baed6", "o:"),
+             "`--weight_decay=0.5`": ("weight decay 0.5", "C0", "o-")}
+    ends = {}
+    for row, (label, color, style) in named.items():
+        found = re.search(rf"\| {re.escape(row)} \|[^|]*\| ([\d, ]+) \|", table)[1]
+        nonzeros = [int(percent) for percent in found.split(",")]
+        ax.plot(range(1, 1 + len(nonzeros)), nonzeros, style, color=color)
+        ends[label] = nonzeros[-1], color
+    ax.set(xlabel="layer", ylabel="entries that are not zero, %")
+    name_ends(ax, ends)
+    return figure
+
+
+def training(c):
+    figure, axes = new_figure(2, 3, 2.3, 2.3)
+    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats a token",
+              "nonzeros": "entries that are\nnot zero, %", "objective": "objective,\nnats a token"}
+    runs = {"vit-shapes": "shapes", "gpt-pydoc": "Python's manual"}
+    for row, (folder, name) in zip(axes, runs.items()):
+        kept = {int(path.stem.removeprefix("ckpt-")): path
+                for path in Path(c.runs, folder).glob("ckpt-*.pt")}
+        if not kept:
+            raise UserError(f"{Path(c.runs, folder)} has no ckpt-STEP.pt: train with --keep")
+        ends = {}
+        for i, (step, path) in enumerate(sorted(kept.items()), 1):
+            (table, n), shade = by_layer(c, path), colormaps["Blues"](0.3 + 0.7 * i / len(kept))
+            layers = [line["layer"] for line in table]
+            for ax, key in zip(row, panels):
+                y = [line[key] * (100 if key == "nonzeros" else 1 / n) for line in table]
+                ax.plot(layers, y, "o-", ms=3, color=shade)
+                ax.set_xticks(layers)
+            ends[f"step {step:,}"] = y[-1], shade
+        name_ends(row[-1], ends, 0.09)
+        row[0].set_ylabel(name)
+    for ax, title in zip(axes[0], panels.values()):
+        ax.set_title(title, fontsize="medium")
+    for ax in axes[-1]:
+        ax.set_xlabel("layer")
+    return figure
+
+
+FIGURES = dict(images=images, text=text, length=length, objective=objective, sparsity=sparsity,
+               training=training)
 
 
 def main(argv):
     """The files' paths."""
     c, _ = parse(Figures, {}, argv, __doc__)
     paths = []
-    for name in c.names or FIGURES:
+    for name in c.names or list(FIGURES)[:-1]:
         if name not in FIGURES:
             raise UserError(f"figure {not_one_of(name, FIGURES)}")
-        figure = FIGURES[name](replace(c))
+        figure = FIGURES[name](c)
         for ax in figure.axes:
             ax.spines[["top", "right"]].set_visible(False)
         paths.append(ROOT / "docs" / "figures" / f"{name}.png")

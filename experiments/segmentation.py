@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from data import augment
 from evaluate import Flags, images_for, model_input, open_model, pooling
-from figures import print_table, stretched
+from figures import stretched
 from flags import option, parse, UserError
 from model import patchify, saliency, SoftmaxAttention
 from processes import cli, with_bar
@@ -138,58 +138,69 @@ def overlap_at_thresholds(maps, truth):
 
 
 def open_objects(c):
-    """(`Loaded`, Processes, the number of the layer, the drawn set, its validation split, the
-    objects' masks (N, 1, H, W) as the model sees them)."""
+    """(`Loaded`, Processes, the number of the layer, the drawn set, {split: the objects' masks (n,
+    1, H, W) as the model sees them}) of the pictures of val, and as many of train."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
     last, size = len(loaded.encoder.layers), loaded.encoder.config.image_size
     number = c.layer or last
     if number > last:
         raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {last}")
     data = images_for(c.data, loaded.meta, c.data_dir)
-    masks = torch.tensor(data.val_masks)[:, None]
-    masks = augment.at_size(masks, min(size, masks.shape[-1])).bool()
-    return loaded, processes, number, data, data.on_device("val", processes.device), masks
+    masks = dict(train=data.train_masks[:len(data.val_masks)], val=data.val_masks)
+    for split, array in masks.items():
+        mask = torch.tensor(array)[:, None]
+        masks[split] = augment.at_size(mask, min(size, mask.shape[-1])).bool()
+    return loaded, processes, number, data, masks
+
+
+def pictures(c, loaded, processes, data, split, masks):
+    """Yields (images as the model takes them, the objects' masks (B, 1, H, W)), batch by batch."""
+    images, size = data.on_device(split, processes.device), loaded.encoder.config.image_size
+    for index in with_bar(torch.arange(len(masks)).split(c.batch_size), split):
+        yield model_input(images.batch(index)[0], data, size), masks[index]
 
 
 @torch.no_grad()
 def segment(c):
-    """{"iou", "iou_heads", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50"
-    ...} of pictures with one object each. Prints the IoU of each map.
+    """{"iou", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50" ...} of the
+    pictures of val, with one object each.
 
-    A score of IoU is the mean over images at one threshold for all, the best on this very split:
-    "iou" of the mean over heads of the saliency maps, "iou_heads" of each. "iou_prior" takes the
-    split's mean mask as the map of every image, which knows where objects lie on average. A
-    constant map scores "foreground", the objects' share of the pixels.
+    A score of IoU is the mean over images at one threshold for all, the best on as many pictures of
+    train: "iou" of the mean over heads of the saliency maps. "iou_prior" takes the mean mask of
+    train as the map of every image, which knows where objects lie on average. A constant map scores
+    "foreground", the objects' share of the pixels.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
-    loaded, processes, number, data, split, masks = open_objects(c)
-    encoder, size = loaded.encoder, loaded.encoder.config.image_size
-    side, mean_mask = size // encoder.config.patch_size, masks.float().mean(0, keepdim=True)
-    of_maps, of_boxes, of_masks, confidences = [], [], [], []
-    for index in with_bar(torch.arange(len(masks)).split(c.batch_size), "images"):
-        x, truth = model_input(split.batch(index)[0], data, size), masks[index]
-        with processes.autocast():
-            maps = saliency(encoder.trace(x)[number - 1].attention, pooling(loaded)).float().cpu()
-            X = patch_features(encoder, x, number, c.features).float().cpu()
-        maps = torch.cat([maps.mean(1, keepdim=True), maps], 1).unflatten(-1, (side, side))
-        of_maps.append(overlap_at_thresholds(maps, truth))
-
-        cut, confidence = maskcut(X, side)
-        cut = F.interpolate(cut[:, None].float(), size=truth.shape[2:], mode="nearest-exact").bool()
-        of_boxes.append(iou(box(cut), box(truth))[:, 0])
-        of_masks.append(iou(cut, truth)[:, 0])
-        confidences.append(confidence)
-    mean, *heads = torch.cat(of_maps, 1).mean(1).amax(0).tolist()
-    prior = overlap_at_thresholds(mean_mask, masks).mean(1).amax().item()
-    share = masks.double().mean().item()
-    table = {"mean of heads": mean, **{f"head {k}": value for k, value in enumerate(heads, 1)},
-             "prior: mean mask": prior, "a constant map": share}
-    print_table([dict(map=name, IoU=value) for name, value in table.items()])
-
+    loaded, processes, number, data, masks = open_objects(c)
+    encoder = loaded.encoder
+    side = encoder.config.image_size // encoder.config.patch_size
+    overlaps, mean_mask = {}, masks["train"].float().mean(0, keepdim=True)
+    of_boxes, of_masks, confidences = [], [], []
+    for split, objects in masks.items():
+        of_maps = []
+        for x, truth in pictures(c, loaded, processes, data, split, objects):
+            with processes.autocast():
+                maps = saliency(encoder.trace(x)[number - 1].attention, pooling(loaded))
+            maps = maps.mean(1, keepdim=True).float().cpu().unflatten(-1, (side, side))
+            of_maps.append(overlap_at_thresholds(maps, truth))
+            if split == "val":
+                with processes.autocast():
+                    X = patch_features(encoder, x, number, c.features).float().cpu()
+                cut, confidence = maskcut(X, side)
+                cut = F.interpolate(cut[:, None].float(), size=truth.shape[2:],
+                                    mode="nearest-exact").bool()
+                of_boxes.append(iou(box(cut), box(truth))[:, 0])
+                of_masks.append(iou(cut, truth)[:, 0])
+                confidences.append(confidence)
+        of_maps = torch.cat(of_maps, 1).mean(1)
+        prior = overlap_at_thresholds(mean_mask, objects).mean(1)
+        overlaps[split] = torch.cat([of_maps, prior], 1)                    # (100, 2)
+    best = overlaps["train"].argmax(0, keepdim=True)
+    mean, prior = overlaps["val"].gather(0, best)[0].tolist()
     result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
-                  features=c.features, n=len(masks), iou=mean, iou_heads=heads, iou_prior=prior,
-                  foreground=share)
+                  features=c.features, n=len(masks["val"]), iou=mean, iou_prior=prior,
+                  foreground=masks["val"].double().mean().item())
     thresholds = torch.arange(50, 100, 5).double() / 100
     for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)
