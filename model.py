@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -717,7 +717,6 @@ def _size(width, heads, layers):
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
 CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
-VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
 
 # kind -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
 # Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
@@ -733,8 +732,6 @@ SIZES = {
         "crate": dict(small=SMALL, base=BASE),
         "tost": dict(small=_size(384, 8, 12)),
         "aot": dict(small=SMALL, base=BASE),
-        "transformer": dict(small=_size(384, 6, 12) | dict(decoder_width=512, **VIT_DECODER),
-                            base=BASE | dict(decoder_width=768, **VIT_DECODER)),
         "vit": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
         "tost": dict(base=BASE, medium=LARGE, large=_size(1280, 20, 36)),
@@ -819,37 +816,21 @@ class ImageConfig(BackboneConfig):
 
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
-    """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
+    """An encoder of `layers` layers and its decoder, of the same width and heads.  [B] 7.6."""
     kind: ClassVar = "mae"
     lambd: float = 0.5                      # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
-    decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
-    decoder_heads: int | None = None
     mask_ratio: float = 0.75
-    mask_tokens: str = "before"             # before the encoder (CRATE-MAE), or after (He et al.)
     stem: str | None = "plain"
     positions: str = "sincos"
     final_norm: bool | None = True
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("layers", "width", "heads"):
-            if getattr(self, f"decoder_{name}") is None:
-                setattr(self, f"decoder_{name}", getattr(self, name))
-        check_word("mask_tokens", self.mask_tokens, ("before", "after"))
-        n, masked, d = self.patches, self.masked_patches(), self.decoder_width
+        self.decoder_layers = self.decoder_layers or self.layers
+        n, masked = self.patches, self.masked_patches()
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
-        if self.mask_tokens == "after" and ARCHS[self.arch].attention.needs_grid:
-            raise ConfigError(f"{self.arch} pools all patches: it needs mask_tokens=before")
-        if self.mask_tokens == "before" and d != self.width:
-            raise ConfigError(f"decoder_width={d}, not the encoder's, needs mask_tokens=after")
-
-    def decoder(self):
-        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
-        own = (self.decoder_width, self.decoder_heads) != (self.width, self.heads)
-        return replace(self, layers=self.decoder_layers, width=self.decoder_width,
-                       heads=self.decoder_heads, head_dim=None if own else self.head_dim)
 
     def masked_patches(self):
         """How many are masked. As released, the visible ones are rounded down."""
@@ -1031,25 +1012,21 @@ class MaskedAutoencoder(nn.Module):
     """Masks mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
-    mask, and returns the mean squared error on those. mask_tokens="before": a mask token stands for
-    these patches in the encoder ([B] sets them to 0); positions are added once, as released
-    (in [B] Eq. (7.6.6) the unembedding removes them). "after": the encoder sees the others only."""
+    mask, and returns the mean squared error on those. A mask token stands for them in the encoder
+    ([B] sets them to 0; ViT-MAE's encoder sees the other patches only). Positions are added once,
+    as released; in [B] Eq. (7.6.6) the unembedding removes them."""
 
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.encoder = ImageEncoder(c)
-        d = c.decoder_width
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, d))
-        if c.mask_tokens == "after":
-            self.decoder_embed = nn.Linear(c.width, d)
-            self.register_buffer("decoder_positions", sincos_positions(d, c.side))
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        arch, decoder = ARCHS[c.arch], c.decoder()
+        arch = ARCHS[c.arch]
         layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
-        self.decoder = nn.Sequential(*(layer(decoder) for _ in range(decoder.layers)))
-        self.decoder_norm = nn.LayerNorm(d, FINAL_EPS)
-        self.predict = nn.Linear(d, 3 * c.patch_size ** 2)
+        self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
+        self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
+        self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.normal_(self.encoder.class_token, std=0.02)
@@ -1061,20 +1038,11 @@ class MaskedAutoencoder(nn.Module):
 
     def predicted(self, x, masked):
         """The prediction for every patch, (B, n, P^2 C), of images with `masked` (B, n) patches."""
-        encoder, c = self.encoder, self.config
-        Z = encoder.embed(patchify(x, c.patch_size))
-        if c.mask_tokens == "before":
-            Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
+        encoder = self.encoder
+        Z = encoder.embed(patchify(x, self.config.patch_size))
+        Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
         Z = torch.cat([encoder.class_token.expand(len(x), -1, -1), Z], 1) + encoder.positions
-        if c.mask_tokens == "before":
-            Z = encoder.norm(encoder.layers(Z))
-        else:
-            order = F.pad(masked.byte(), (1, 0)).argsort(dim=1, stable=True)    # masked tokens last
-            visible = order[:, :c.context - c.masked_patches(), None].expand(-1, -1, c.width)
-            Z = self.decoder_embed(encoder.norm(encoder.layers(Z.gather(1, visible))))
-            filled = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
-            back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
-            Z = torch.cat([Z, filled], 1).gather(1, back) + self.decoder_positions
+        Z = encoder.norm(encoder.layers(Z))
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def forward(self, x, noise):

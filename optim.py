@@ -5,7 +5,7 @@ import math
 import torch
 
 from flags import UserError
-from model import MAEConfig, MHSA
+from model import MHSA
 from processes import is_fast_in_bfloat16
 
 
@@ -37,15 +37,11 @@ def train_flops(model):
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
     causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
     CBSA, the heads of images."""
-    c, seen = model.config, model.config.context
-    if isinstance(c, MAEConfig) and c.mask_tokens == "after":
-        seen -= c.masked_patches()
-    multiply_adds = c.context * model.embed.weight.numel() if c.kind == "text" else 0
-    for n, layers in ((seen, getattr(model, "encoder", model).layers),
-                      (c.context, getattr(model, "decoder", []))):
-        for layer in layers:
-            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-            multiply_adds += layer.attention.products(n)
+    n = model.config.context
+    multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
+    for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
+        multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+        multiply_adds += layer.attention.products(n)
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 

@@ -1,4 +1,4 @@
-"""Masked autoencoding with CRATE-MAE; ViT-MAE is --arch=transformer --mask_tokens=after.
+"""Masked autoencoding with CRATE-MAE, or with another arch in its place.
 
     python train_mae.py shapes                                   drawn images, two CPU cores
     python train_mae.py cifar10 --arch=transformer --width=96    any preset, any flag
@@ -23,16 +23,12 @@ from run import Run, RunFlags
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """--width, --heads and --layers are those of the encoder."""
+    """--layers are those of the encoder."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
-    decoder_width: int | None = option(None, "d of the decoder; auto is the encoder's", low=1)
-    decoder_heads: int | None = option(None, "K of the decoder; auto is the encoder's", low=1)
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
-    mask_tokens: str | None = option(None, "where they enter; auto: before the encoder",
-                                     choices=("before", "after"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)
@@ -47,7 +43,7 @@ class Config(RunFlags, ModelFlags):
 
 
 PRESETS = {
-    "imagenet": dict(       # [B] 7.6; ViT-MAE (--arch=transformer): --lr=2.4e-3 --weight_decay=0.05
+    "imagenet": dict(       # [B] 7.6
         data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
         lr=4.8e-4,          # [B]'s 3e-5 as MAE's base rate: x batch_size / 256
         micro_batch=256,    # two a step on each of 8 GPUs

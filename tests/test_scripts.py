@@ -71,8 +71,7 @@ RESUMED = {
     "vit-lion": (train_vit, *KEEP_ALL),
     "vit-adamw": (train_vit, "--eval_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
-    "mae-before": (train_mae, "--micro_batch=10"),
-    "mae-after": (train_mae, "--mask_tokens=after"),
+    "mae": (train_mae, "--micro_batch=10"),
     # step 8 has frozen prototypes
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
     "dino": (train_simdino, "--method=dino", "--freeze_epochs=0.5", "--epochs=0.8"),
