@@ -59,9 +59,6 @@ def not_one_of(word, words):
 
 
 # ---- Command lines ------------------------------------------------------------------------------
-COMMAND = {}        # the flags of the command that runs, by name: for hints
-
-
 class Parser(argparse.ArgumentParser):
     """Argparse whose errors are one line, and status 2."""
 
@@ -80,9 +77,6 @@ def converter(f, kind, optional):
             return None
         text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
-        too_large = {int: 2 ** 63, float: float("inf")}         # PyTorch's integers end there
-        if kind in too_large and abs(value) >= too_large[kind]:
-            raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):
@@ -105,7 +99,6 @@ def add_flag(parser, f, kind, optional, default):
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     """[PRESET] [--name=value ...] as (config, name of the run's folder). Raises UserError."""
     argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
-    COMMAND.update(flags)
     if presets and argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         if name not in presets:
@@ -132,9 +125,6 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
-    for flag, value in given.items():
-        if value == [] and hints[flag] is not tuple:        # what argparse makes of --flag=--
-            raise UserError(f"argument --{flag}: expected one argument")
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
     config = config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
     if name and preset.get("data") != getattr(config, "data", None):

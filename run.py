@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -18,7 +17,7 @@ from tqdm import tqdm
 from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
 from flags import CACHE, DataFlags, option, ROOT, UserError
 from optim import train_flops
-from processes import flush_or_mute, PrecisionFlags, RunEnded
+from processes import PrecisionFlags, RunEnded
 
 
 @dataclass(kw_only=True)
@@ -62,18 +61,16 @@ class Run:
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c = self.config
-        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.dir / ".lock", "a+")
+            self._lock = open(self.dir / ".lock", "w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun has restarted this very run if .lock names the same launch
-        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
+        restarted = self.processes.restarts > 0         # by torchrun, after one process has died
         resuming = saved and (c.resume or restarted)
         files = {path.name for path in self.dir.iterdir()} - {".lock"}
         if files and not (resuming or c.overwrite or restarted):
@@ -82,7 +79,6 @@ class Run:
             for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", "step*.png"):
                 for path in self.dir.glob(name):
                     path.unlink()
-        (self.dir / ".lock").write_text(launch)
         return resuming
 
     def resume(self, model, optimizers, data_meta, extra=None):
@@ -95,10 +91,7 @@ class Run:
         if not self.resuming:
             return None
         path = self.processes.main_only(partial(newest_whole, self.dir, self.task))
-        try:
-            content = read_checkpoint(path, self.task)
-        except UserError as error:
-            raise UserError(f"{error}; --out_dir must be one folder for all processes") from None
+        content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(self.model_config)
         fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
@@ -106,10 +99,10 @@ class Run:
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
-        version = content["data_meta"].get("version")               # older ones have none
-        if version and version != data_meta.get("version"):
+        before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
+        if before != now:
             raise UserError(f"cannot resume {self.dir}: {data_meta['name']} was prepared anew: it "
-                            f"had {version}, it has {data_meta.get('version')}")
+                            f"had {before}, it has {now}")
         load_into(model, content["model"], self.dir)
         load_optimizers(optimizers, content["optimizer"], self.dir)
         self.step, self.best = content["step"], content["best"]
@@ -165,16 +158,15 @@ class Run:
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        if self.received and number == signal.SIGINT and self.processes.world == 1:
-            self.say("stopped at once, nothing saved since the last checkpoint")
-            raise KeyboardInterrupt
         if not self.received:
             self.received = number
             self.say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and self.processes.world == 1:
+            raise KeyboardInterrupt
 
-    def log(self, loss, lr, values=lambda: {}):
+    def log(self, loss, lr, numbers=dict):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
-        stay on the device until then, and values(). Returns whether an evaluation is due."""
+        stay on the device until then, and numbers(). Returns whether an evaluation is due."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update(1)
@@ -188,11 +180,11 @@ class Run:
         else:
             self.seconds.append(time.perf_counter() - self.step_began)
         if write:
-            self._write_line(sum(losses) / len(losses), lr, values())
+            self._write_line(sum(losses) / len(losses), lr, numbers())
             self.losses, self.seconds = [], []
         return due
 
-    def _write_line(self, loss, lr, values):
+    def _write_line(self, loss, lr, numbers):
         line = dict(step=self.step, split="train", loss=loss, lr=lr)
         text = f"loss {loss:.4f}"
         if self.seconds:
@@ -203,7 +195,7 @@ class Run:
             if mfu := speed * self.mfu_per_speed:
                 line["mfu"] = mfu
                 text += f", mfu {mfu:.1%}"
-        self.write(line | values)
+        self.write(line | numbers)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done = (self.step - self.start) / (self.total - self.start)
@@ -258,7 +250,7 @@ class Run:
         if self.is_main:
             with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
-                flush_or_mute()
+                sys.stdout.flush()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
@@ -268,7 +260,7 @@ class Run:
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
-        commands to try next: {data} in them becomes --data_dir, if it was given."""
+        commands to try next, in which {dir} is the folder and {data} --data_dir, if it was given."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -276,11 +268,10 @@ class Run:
         self.write(line)
         text = f", {speed:,.0f} {self.unit}/s" if speed else ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
-        folder, data_dir = (shlex.quote(str(path)) for path in (self.dir, self.config.data_dir))
-        data = "" if self.config.data_dir == str(CACHE) else f" --data_dir={data_dir}"
+        data_dir = self.config.data_dir
+        data = "" if data_dir == str(CACHE) else f" --data_dir={data_dir}"
         for command in ("python analyze.py curves {dir}", *then):
-            self.say("  " + command.format(dir=folder, ckpt=f"{folder}/ckpt.pt",
-                                           best=f"{folder}/best.pt", data=data))
+            self.say("  " + command.format(dir=self.dir, data=data))
         self.close()
         return line
 
@@ -296,10 +287,9 @@ class Run:
 
 
 def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
+    """The lines of a run's metrics.jsonl, except one that a kill has torn."""
     path, lines = Path(folder) / "metrics.jsonl", []
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+    for line in path.read_text().splitlines() if path.exists() else []:
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    return lines

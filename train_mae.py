@@ -134,7 +134,7 @@ def main(argv):
     run.resume(model, optimizers, data.meta())
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         model.compile()
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -166,8 +166,8 @@ def main(argv):
             if run.is_main:
                 write_reconstructions(model, val, data, c, run)
             run.record(validate(model, val, data, c, processes))
-    return run.done("python evaluate.py linear --ckpt={ckpt}{data}",
-                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
+    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt{data}",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def main(argv):
         del resumed                         # frees the file's tensors
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
 
@@ -302,8 +302,8 @@ def main(argv):
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         if run.log(loss, lr[step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
-    return run.done("python evaluate.py knn --ckpt={ckpt}{data}",
-                    "python analyze.py saliency --ckpt={ckpt}{data}")
+    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt{data}",
+                    "python analyze.py saliency --ckpt={dir}/ckpt.pt{data}")
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ def main(argv):
     run.resume(model, optimizers, data.meta())
     train, val = images.Images(*train_arrays, device), images.Images(*val_arrays, device)
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         model.compile()
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -251,8 +251,8 @@ def main(argv):
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
-    return run.done("python analyze.py layers --ckpt={ckpt} --untrained{data}",
-                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
+    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained{data}",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
 
 
 if __name__ == "__main__":

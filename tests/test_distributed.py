@@ -128,7 +128,7 @@ def cli(main):                  # without the end of the process
     with patch("os._exit"), patch("torch.distributed.destroy_process_group"), suppress(SystemExit):
         processes.cli(main)
 def alone(argv):
-    raise processes.UserError("alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
+    raise OSError(28, "alone") if os.environ["RANK"] == "1" else KeyboardInterrupt
 steps = run.Run.steps
 def faults(self, *args, **more):
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
@@ -161,7 +161,8 @@ def test_three_processes_go_on_after_faults_as_if_nothing_had_happened(odd, tmp_
         said = agent.communicate(timeout=400)[0]
     assert agent.returncode == 0, said[-5000:]
     assert "resuming after step 6" in said and "resuming after step 10" in said
-    errors = ("faults.py: stopped", "faults.py: cut is", "faults.py, rank 1: alone", "faults.py, ")
+    errors = ("faults.py: stopped", "faults.py: cut is", "faults.py, rank 1: [Errno 28] alone",
+              "faults.py, ")
     assert [said.count(words) for words in errors] == [1, 1, 1, 1]
     counts = [said.count(f"step {step}/20:") for step in (1, 6, 7, 10, 11, 15, 16, 20)]
     assert counts == [2, 2, 2, 2, 3, 3, 2, 2]
