@@ -260,7 +260,7 @@ class Run:
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
-        commands to try next, in which {dir} is the folder and {data} --data_dir, if it was given."""
+        commands to try next: {dir} is the folder in them, {data} --data_dir, if it was given."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
