@@ -94,7 +94,7 @@ class Run:
         content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(self.model_config)
-        fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
+        fixed = ("optimizer", "data", "once", "train_images", "batch_size", "seed")
         for name in (*fixed, *asdict(self.model_config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "

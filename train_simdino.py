@@ -38,8 +38,6 @@ class Config(RunFlags, ModelFlags):
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", low=1e-6)
     gamma: float | None = option(None, "the rate's weight; auto 1 / output + 1 / batch_size", low=0)
-    rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
-                          "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, the projector's output", low=2)
     momentum: float = option(0.996, "of the teacher's average; a cosine up to 1", low=0, high=1)
@@ -64,9 +62,6 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,        # its lr is 5e-4 x batch_size / 256
-        # as released, like gamma. The gradient through the mean is about half of the student's own,
-        # so gamma weighs about double in the presets below, which follow [B] Eq. (7.2.34)
-        rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, lr and length are our choice
         data="cifar10", width=384, heads=6, layers=12,
@@ -262,9 +257,6 @@ def main(argv):
     # passes of the teacher, each about a third of a step
     cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
     for step in run.steps(total, what, eval_every=epoch, cost=cost):
-        if step == 0:                       # what a score is to be compared with
-            untrained = score_neighbours(teacher, train, val, data, c, processes)
-            run.say(f"before training: {untrained}")
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -280,9 +272,9 @@ def main(argv):
 
         # loss and backward
         if c.method == "simdino":
-            distance = squared_distance(s, t)
-            Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
-            loss = distance - gamma * global_coding_rate(Z, c.eps, processes)
+            # of the student's features, as in [B]; released, of their mean with the teacher's
+            rate = global_coding_rate(s[:2], c.eps, processes)
+            loss = squared_distance(s, t) - gamma * rate
         else:
             loss = dino_loss(s_logits, t_logits, center, temperature[step])
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world

@@ -27,7 +27,6 @@ class Config(RunFlags, ModelFlags):
     """With --init_from, auto takes what the checkpoint has; --image_size is 32 unless given."""
     data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
-    val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
@@ -183,15 +182,10 @@ def main(argv):
         data = images_for(c.data, loaded.meta, c.data_dir)
     if c.crop == "pad" and data.image_size > c.image_size and processes.rank == 0:
         print(f"note: the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
-    kept = max(len(data.train_labels) - c.val, 0)           # the first are trained on
-    n = c.train_images or kept
-    if not 0 < n <= kept:
-        raise UserError(f"--val={c.val} leaves {kept} of {c.data}: --train_images={n} does not fit")
-    train_arrays = data.train_images[:n], data.train_labels[:n]
-    val_arrays = data.val_images, data.val_labels
-    if c.val:
-        val_arrays = data.train_images[kept:], data.train_labels[kept:]
-    epoch = steps_per_epoch(n, c.batch_size)
+    if c.train_images:
+        data.train_images = data.train_images[:c.train_images]
+        data.train_labels = data.train_labels[:c.train_images]
+    epoch = steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -213,7 +207,7 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.resume(model, optimizers, data.meta())
-    train, val = images.Images(*train_arrays, device), images.Images(*val_arrays, device)
+    train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

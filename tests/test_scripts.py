@@ -156,7 +156,7 @@ def test_any_mistake_is_one_line(train, monkeypatch, capsys, script, line, says)
     assert all(line.endswith(" ...") for line in doing)         # what it was about to do
 
 
-OTHER = {train_vit: ("--val=9", "val=0, the flags say 9"),
+OTHER = {train_vit: ("--train_images=300", "train_images=None, the flags say 300"),
          train_mae: ("--layers=1", "layers=2, the flags say 1"),
          train_simdino: ("--method=dino", "prototypes"),
          train_gpt: ("--objective=masked", "vocab_size=97, the flags say 98")}

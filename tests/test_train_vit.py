@@ -1,4 +1,4 @@
-"""Image classification: learning, fine-tuning, held-out images, and SRR."""
+"""Image classification: learning, fine-tuning, and SRR."""
 import pytest
 import torch
 from helpers import losses, metrics, write_model
@@ -8,7 +8,7 @@ import checkpoint
 import evaluate
 import train_mae
 import train_vit
-from data import augment, images
+from data import augment
 from flags import parse, UserError
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
 from processes import derive_seed
@@ -105,15 +105,3 @@ def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
     counts = [sum(found.item() == pytest.approx(rate, rel=1e-5) for found in drawn)
               for rate in rates]
     assert sum(counts) == 150 and min(counts) > 30
-
-
-def test_held_out_images_are_not_trained_on(train, tmp_path, cache, monkeypatch):
-    """They are the last ones."""
-    splits, Images = [], images.Images
-    monkeypatch.setattr(train_vit.images, "Images", lambda x, y, device: (
-        splits.append((x, y)) or Images(x, y, device)))
-    train(train_vit, "a", "--val=90", "--epochs=0.1")
-    data = images.load("shapes", cache=cache)
-    for (x, y), rows in zip(splits, (slice(310), slice(310, 400)), strict=True):
-        assert (x == data.train_images[rows]).all() and (y == data.train_labels[rows]).all()
-    assert metrics(tmp_path / "a", "val")[-1]["n"] == 90
