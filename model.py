@@ -87,30 +87,24 @@ class Attention(nn.Module, ABC):
         """U_k^* Z for every head, (B, K, n, p)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
-    def products(self, n):
-        """Multiply-adds for n tokens besides those with its matrices, 0 if they are few."""
-        return 0
-
     @abstractmethod
     def map(self, Z):
         """What a picture of the attention to Z (B, n, d) shows, (B, K, n, n) or (B, K, n)."""
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). A cache holds the tokens before Z, and keeps those of Z."""
+        """Z (B, n, d) -> (B, n, d). A cache keeps the tokens of Z; unless it is empty, n is 1."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
-        n, m = q.shape[2], k.shape[2]                   # in generation, q are k's last n tokens
+        n = q.shape[2]
+        causal = self.causal and n == k.shape[2]        # else, in generation, q is k's last token
         dropout = self.dropout if self.training else 0.0
-        causal, mask = self.causal and n == m, None
-        if self.causal and 1 < n < m:
-            mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
+            out = F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
 
@@ -138,10 +132,6 @@ class SoftmaxAttention(Attention):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
-
-    def products(self, n):
-        """Scores and averages: 2 n^2 K p."""
-        return 2 * n * n * self.heads * self.p
 
     def shifted_and_rotated(self, q, k, v):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
@@ -665,48 +655,47 @@ class Family(NamedTuple):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-FAMILIES = {
-    "crate": Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None),
-    "alpha": Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
-                    embed_kaiming=True),
-    "vit": Family(),
-    "text": Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False),
-    "text-biases": Family(norm_eps=1e-5, qkv_bias=False, mlp_bias=False)}
+CRATE = Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None)
+ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
+               embed_kaiming=True)
+VIT = Family()
+TEXT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+CRATE_LM = TEXT._replace(norm_bias=True, out_bias=True)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
 class Arch(NamedTuple):
-    """The operators of a layer, and the families of its models."""
+    """The operators of a layer, and what is around them."""
     attention: type
     sparsification: type | None         # None: attention only
-    family: str                         # of image models
+    family: Family                      # of image models
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    text_family: str = "text"           # of language models: nanoGPT's, and ToST's too
+    text_family: Family = TEXT          # of language models: nanoGPT's, and ToST's too
 
 
 ARCHS = {
-    "crate": Arch(MSSA, ISTA, "crate"),                             # [J] Eq. (45)
-    "crate-c": Arch(MSSA, ISTA, "crate", output="subspace"),        # [S]
-    "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
-    "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
-    "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    "crate-relu": Arch(MSSA, Threshold, "crate"),                   # an ablation: no dictionary
+    "crate": Arch(MSSA, ISTA, CRATE),                               # [J] Eq. (45)
+    "crate-c": Arch(MSSA, ISTA, CRATE, output="subspace"),          # [S]
+    "crate-n": Arch(MSSA, ISTA, CRATE, output="negative"),          # [S]
+    "crate-t": Arch(MSSA, ISTA, CRATE, output="transpose"),         # [S]
+    "crate-mm": Arch(MSSA, MMProx, CRATE),                          # [N] Eq. (92), Table 3
+    "crate-relu": Arch(MSSA, Threshold, CRATE),                     # an ablation: no dictionary
     # another: CRATE with one of CRATE-alpha's changes, the residual around step 2
-    "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
-    "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_family="text-biases"),   # Bai and Ma 2025
-    "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
+    "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),
+    "crate-alpha": Arch(MSSA, ODL, ALPHA, residual=True),           # [B] Eq. (7.5.3)-(7.5.5)
+    "crate-lm": Arch(MSSA, TiedODL, ALPHA, text_family=CRATE_LM),   # Bai and Ma 2025
+    "cbsa": Arch(CBSA, ISTA, CRATE),                                # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
-    "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0),
-    "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
-    "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
+    "tost": Arch(TSSA, MLP, VIT, residual=True, layer_scale=1.0),
+    "aot": Arch(MSSA, None, VIT),                                   # [B] Eq. (7.5.8)
+    "aot-mhsa": Arch(MHSA, None, VIT),                              # [B] Eq. (7.5.8) with MHSA
+    "transformer": Arch(MHSA, MLP, VIT, residual=True),             # [B] Eq. (7.2.13)-(7.2.22)
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
-    "mssa-mlp": Arch(MSSA, MLP, "vit", residual=True),
-    "mhsa-ista": Arch(MHSA, ISTA, "crate"),
+    "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
+    "mhsa-ista": Arch(MHSA, ISTA, CRATE),
 }
 
 
@@ -717,8 +706,9 @@ def _size(width, heads, layers):
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
 CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
+GPT_SIZES = dict(small=_size(512, 8, 12), base=BASE)
 
-# kind -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
+# kind of model -> arch -> size -> fields. An arch without a row has that of crate or transformer.
 # Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
 # sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
@@ -727,24 +717,25 @@ SIZES = {
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
                      medium=_size(512, 8, 24) | dict(layer_scale=1e-5)),
-        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "vit": VIT_SIZES},
+        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "transformer": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
         "tost": dict(small=_size(384, 8, 12)),
         "aot": dict(small=SMALL, base=BASE),
-        "vit": dict(small=_size(384, 6, 12), base=BASE)},
+        "transformer": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
+        "crate": GPT_SIZES,
         "tost": dict(base=BASE, medium=LARGE, large=_size(1280, 20, 36)),
         "aot": dict(base=LARGE, medium=_size(1280, 20, 36)),
         "aot-mhsa": dict(base=_size(896, 14, 24)),
-        "vit": dict(small=_size(512, 8, 12), base=BASE)}}
+        "transformer": GPT_SIZES}}
 
 
 def sizes_of(kind, arch):
     """The named sizes of an arch: {name: fields}."""
     check_word("arch", arch, ARCHS)
-    table = SIZES[kind]
-    return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
+    like = "crate" if ARCHS[arch].family is CRATE else "transformer"
+    return SIZES[kind].get(arch, SIZES[kind][like])
 
 
 @dataclass(kw_only=True)
@@ -769,7 +760,7 @@ class BackboneConfig:
     @property
     def family(self):
         arch = ARCHS[self.arch]
-        return FAMILIES[arch.text_family if self.kind == "text" else arch.family]
+        return arch.text_family if self.kind == "text" else arch.family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -806,9 +797,6 @@ class ImageConfig(BackboneConfig):
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
-        check_word("pool", self.pool, ("class", "mean"))
-        check_word("positions", self.positions, ("learned", "sincos"))
-        check_word("stem", self.stem, ("norm", "plain"))
         self.side = self.image_size // self.patch_size              # in patches
         self.patches = self.side ** 2
         self.context = 1 + self.patches                             # tokens of an image
@@ -956,8 +944,6 @@ class ImageEncoder(Backbone):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        if H != W and ARCHS[self.config.arch].attention.needs_grid:
-            raise ConfigError(f"{self.config.arch} pools a square grid, not {H} x {W} pixels")
         Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from flags import UserError
-from model import MHSA
+from model import MHSA, SoftmaxAttention
 from processes import is_fast_in_bfloat16
 
 
@@ -41,7 +41,8 @@ def train_flops(model):
     multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
     for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
         multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        multiply_adds += layer.attention.products(n)
+        if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
+            multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
