@@ -1,4 +1,4 @@
-"""Speed: the fast paths beside the literal form, a transformer, and what the machine can do.
+"""Speed: the fast paths beside the literal form and a transformer.
 
     python bench.py vit             training steps of image models
     python bench.py gpt             training steps of text models
@@ -7,7 +7,6 @@
 A literal model computes the same function of the same parameters without our fast paths.
 The variants of a table take turns, so that other load slows all of them. Times are medians."""
 import copy
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from torch.nn import functional as F
 
 from flags import option, parse_command
 from model import ARCHS, attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
-from optim import train_flops
 from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
 
@@ -27,7 +25,6 @@ class Flags(PrecisionFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
-    longest: int = option(4096, "most tokens of `length`", low=64)
 
 
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
@@ -42,18 +39,14 @@ def literal_ista(self, Z):
     return ista(Z, self.D, self.eta, self.lambd)
 
 
-# part -> the class, its method, the literal form of that
-LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista)}
-
-
-def literal(model, *parts):
-    """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
+def literal(model):
+    """A copy of the model that computes the same function in the literal form."""
     model = copy.deepcopy(model)
-    for owner, name, method in [LITERAL[part] for part in parts]:
-        for module in model.modules():
-            if type(module) is owner:
-                setattr(module, name, method.__get__(module))
+    for module in model.modules():
+        if isinstance(module, MSSA):
+            module.attend = literal_attend.__get__(module)
+        if isinstance(module, ISTA):
+            module.forward = literal_ista.__get__(module)
     return model
 
 
@@ -105,18 +98,9 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def product(processes, rows, d):
-    """One product of matrices (rows, d) and (d, d), in the type that the steps are in."""
-    dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
-    A, B = (torch.randn(n, d, device=processes.device, dtype=dtype) for n in (rows, d))
-    return partial(torch.mm, A, B)
-
-
 def bench_steps(table, c, processes):
-    """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
-    the width, with about as many parameters: times, and their shares of the time of "literal".
-    "of the machine" is the rate of `train_flops` in units of that of a product of 2,048 x 2,048
-    matrices, measured in the same turns; the last row is a product of the model's own shapes."""
+    """Forward and backward of CRATE, in the literal form too, and of a transformer of half the
+    width, with about as many parameters: times, and their shares of the time of "literal"."""
     device, (model_class, config_class) = processes.device, TASKS[table]
     unit = "tokens" if table == "gpt" else "images"
     for title, batch, fields in MODELS[table]:
@@ -124,37 +108,32 @@ def bench_steps(table, c, processes):
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         fast, steps = model_class(config_class(**fields)).to(device), {}
-        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
-        variants["literal"] = literal(fast, *LITERAL)
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
-        variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
+        transformer = model_class(config_class(**fields | narrow)).to(device)
+        variants = {"fast": fast, "literal": literal(fast), "transformer": transformer}
         for name, model in variants.items():
             loss = loss_function(model, batch, device)
             if wants_compile(c.compile, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
-        tokens, d = batch * fast.config.context, fields["width"]
-        flops = {name: batch * train_flops(model) for name, model in variants.items()}
-        flops |= {"largest": 2 * 2048 ** 3, "product": 2 * tokens * d * d}
-        steps |= dict(largest=product(processes, 2048, 2048), product=product(processes, tokens, d))
         times = alternate(steps, device, c.repeats)
-        machine = flops["largest"] / times.pop("largest")
-        print(f"a product of 2,048 x 2,048 matrices: {machine / 1e9:,.0f} GFLOP/s", flush=True)
         for name, seconds in times.items():
             row(f"{title}, batch {batch}", name, {
                 "ms": 1e3 * seconds, "of literal": seconds / times["literal"],
-                f"{unit}/s": batch * fields.get("context", 1) / seconds,
-                "of the machine": flops[name] / seconds / machine})
+                f"{unit}/s": batch * fields.get("context", 1) / seconds})
 
 
 # ---- Growth with the number of tokens -----------------------------------------------------------
+GRIDS = (64, 256, 1024, 4096)       # patches
+
+
 def bench_length(c, processes):
-    """Forward and backward of four operators on four grids, each with four times the patches."""
+    """Forward and backward of four operators on grids of 64 to 4,096 patches."""
     device = processes.device
     config = ImageConfig(arch="transformer", width=256, heads=4)
     operators = [ARCHS[arch].attention for arch in ("tost", "cbsa", "crate", "transformer")]
     operators = {operator.__name__: operator(config).to(device) for operator in operators}
-    for n in [(math.isqrt(c.longest) // 8 * i) ** 2 for i in (1, 2, 4, 8)]:
+    for n in GRIDS:
         Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
         steps = {name: partial(forward_backward, processes, partial(operator, Z),
                                [Z, *operator.parameters()])
