@@ -33,6 +33,15 @@ class OneModel(CheckpointFlags):
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
 
 
+def opened(c):
+    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
+    separate; with c.untrained each of them a second time, with random weights."""
+    for path in c.ckpt.split(","):
+        for untrained in (False, True) if c.untrained else (False,):
+            one = replace(c, ckpt=path, untrained=untrained)
+            yield path, untrained, evaluate.open_model(one)[0]
+
+
 def spread(total, n):
     """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
     return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
@@ -144,16 +153,14 @@ def layer_table(loaded, c):
 def layers(c):
     """{"runs": [{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]}."""
     runs = []
-    for path in c.ckpt.split(","):
-        for untrained in ((False, True) if c.untrained else (False,)):
-            loaded, _ = evaluate.open_model(replace(c, ckpt=path, untrained=untrained))
-            table = layer_table(loaded, c)
-            mean = sum(row["objective"] for row in table) / len(table)
-            runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
-            print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
-                  f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
-            figures.print_table(table)
-            print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
+    for path, untrained, loaded in opened(c):
+        table = layer_table(loaded, c)
+        mean = sum(row["objective"] for row in table) / len(table)
+        runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
+        print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
+              f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
+        figures.print_table(table)
+        print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
     return dict(runs=runs)
 
@@ -265,17 +272,13 @@ def predict(c):
 @dataclass(kw_only=True)
 class Curves:
     """Loss and any accuracy over the steps of runs: training as a line, validation as points."""
-    folders: tuple = option((), "folders of runs")
+    folders: tuple = option(MISSING, "folders of runs")
     out: str | None = option(None, "the PNG")
 
 
 def curves(c):
     """{"runs": how many}."""
-    if not c.folders:
-        raise UserError("which runs? analyze.py curves FOLDER ...")
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
-    if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
-        raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]
     figure, (axes,) = figures.new_figure(1, len(names), 4.5, 3.5)

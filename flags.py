@@ -112,7 +112,8 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     for flag, f in flags.items():
         kinds = typing.get_args(hints[flag]) or (hints[flag],)      # (int, NoneType) of int | None
         if kinds[0] is tuple:               # takes the words that are no flags
-            parser.add_argument(flag, nargs="*", help=f.metadata["help"])
+            parser.add_argument(flag, nargs="+" if f.default is MISSING else "*",
+                                help=f.metadata["help"])
         else:
             add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
     switches = {f"--{flag}" for flag in flags if hints[flag] in (bool, bool | None)}

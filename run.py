@@ -76,9 +76,8 @@ class Run:
         if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl", "step*.png"):
-                for path in self.dir.glob(name):
-                    path.unlink()
+            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
+                (self.dir / name).unlink(missing_ok=True)
         return resuming
 
     def resume(self, model, optimizers, data_meta, extra=None):
@@ -145,12 +144,12 @@ class Run:
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
-        lines = read_metrics(self.dir)
+        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
+        lines = read_metrics(self.dir) if path.exists() else []
         if self.step >= self.total and lines and "event" in lines[-1]:
             return
         kept = [line for line in lines if line["step"] <= self.step and "event" not in line]
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
-        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         tmp.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(tmp, path)
         self.metrics = open(path, "a", buffering=1)
@@ -288,8 +287,8 @@ class Run:
 
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl, except one that a kill has torn."""
-    path, lines = Path(folder) / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    lines = []
+    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return lines

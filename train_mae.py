@@ -5,13 +5,11 @@
     torchrun --standalone --nproc_per_node=8 train_mae.py        ImageNet, the setting of [B] 7.6
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
-reverse CRATE's, and compare the masked patches with their pixels. Each evaluation writes a PNG:
-input, masked, reconstruction, and both combined."""
+reverse CRATE's, and compare the masked patches with their pixels."""
 from dataclasses import dataclass
 
 import torch
 
-import figures
 from data import augment, images
 from evaluate import model_input, validation_noise
 from flags import model_fields, ModelFlags, option, parse
@@ -99,15 +97,6 @@ def validate(model, val, data, c, processes, batch_size=256):
     return dict(loss=loss / n, n=int(n))
 
 
-def write_reconstructions(model, val, data, c, run):
-    """A PNG of the first validation images; their noise is that of `validate`."""
-    pixels, _ = val.batch(torch.arange(min(8, len(val))))
-    x = model_input(pixels, data, c.image_size)
-    noise = validation_noise(model, 0, len(x), x.device)
-    pictures, titles = figures.reconstructions(model, x, noise, data.mean, data.std)
-    figures.write_sheet(run.dir / f"step{run.step}.png", pictures, titles)
-
-
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
@@ -163,11 +152,9 @@ def main(argv):
 
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
-            if run.is_main:
-                write_reconstructions(model, val, data, c, run)
             run.record(validate(model, val, data, c, processes))
     return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt{data}",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt{data}")
 
 
 if __name__ == "__main__":

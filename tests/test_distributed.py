@@ -28,8 +28,7 @@ RUNS = {        # a process's 4 sequences are split in 3 + 1, its 10 images in 5
 SCRIPT = f"""
 import importlib, json, os, sys
 sys.path.insert(0, {str(ROOT)!r})
-import figures, processes
-figures.write_sheet = lambda *picture: None
+import processes
 rank = os.environ["RANK"]
 def main(argv):
     for name, (script, *flags) in json.loads(argv[0]):
@@ -76,9 +75,7 @@ def runs(odd, tmp_path_factory):
             for name, (script, *flags) in (RUNS | dict(again=RUNS["vit"])).items()}
     todo_both = "runs.py", json.dumps(list(todo.items()))
     with started(folder, *todo_both, RANK="0", WORLD_SIZE="2", **place) as first, \
-            started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second, \
-            pytest.MonkeyPatch.context() as patch:
-        patch.setattr("figures.write_sheet", lambda *picture: None)
+            started(folder, *todo_both, RANK="1", WORLD_SIZE="2", **place) as second:
         for name in RUNS:
             script, *flags = todo[name]
             importlib.import_module(script).main([*flags, f"--out_dir={folder / 'one' / name}"])
