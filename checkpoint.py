@@ -56,7 +56,7 @@ def write_checkpoint(path, content, keep_previous=True):
 
 @contextlib.contextmanager
 def reading(path):
-    """Around reading a file and finding what it must hold: what is wrong with it is one UserError.
+    """Around reading a file and what takes its content: whatever is wrong with it is a UserError.
     Models are built outside, so that a mistake in an operator keeps its traceback."""
     try:
         yield
@@ -68,10 +68,18 @@ def reading(path):
         raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
-def read_checkpoint(path, task=None):
-    """The content of a checkpoint of this project, of the given task if any, or UserError."""
+def read_checkpoint(path, *tasks, heads=None):
+    """The content of a checkpoint, ours or a published one, which is translated; of one of `tasks`
+    if any are given. UserError otherwise."""
     with reading(path):
-        return _checked(_read(path), [task] if task else None, path)
+        content = _read(path)
+        if "format" not in content:
+            content = translated(content, heads)
+        if content["format"] != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT}")
+        if tasks and content["task"] not in tasks:
+            raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
+        return content
 
 
 def newest_whole(folder, task):
@@ -111,15 +119,6 @@ def _read(path):
                          "values, which could run code") from None
 
 
-def _checked(content, tasks, path):
-    """The content, if it is of our format and of one of `tasks`, if given."""
-    if content.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}")
-    if tasks and content["task"] not in tasks:
-        raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
-    return content
-
-
 class Loaded(NamedTuple):
     """A checkpoint as a model in evaluation mode."""
     task: str                       # vit, mae, simdino, gpt
@@ -134,16 +133,14 @@ class Loaded(NamedTuple):
         return self.encoder or self.model
 
 
-def load_model(path, heads=None, tasks=None, untrained_seed=None):
-    """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
+def load_model(path, heads=None, tasks=(), untrained_seed=None):
+    """Any checkpoint of `tasks` (none: of all), ours or a published one, as `Loaded`. `heads` is K
     of a published file. With an `untrained_seed` the weights are random. Raises UserError."""
+    content = read_checkpoint(path, *tasks, heads=heads)
     with reading(path):
-        content = _read(path)
-        if "format" not in content:
-            content = translated(content, heads)
-        task, state = _checked(content, tasks, path)["task"], content["model"]
+        task, state, meta = content["task"], content["model"], content["data_meta"]
         model_class, config_class = TASKS[task]
-        config, meta = config_class(**content["model_config"]), content["data_meta"]
+        config = config_class(**content["model_config"])
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
@@ -154,21 +151,11 @@ def load_model(path, heads=None, tasks=None, untrained_seed=None):
         with torch.device("meta"):      # without memory: it takes the file's tensors
             model = model_class(config)
         state = {name: tensor.to(torch.get_default_dtype()) for name, tensor in state.items()}
-        load_into(model, state, path, assign=True)
+        with reading(path):
+            model.load_state_dict(state, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
     return Loaded(task, model, encoder, meta, content)
-
-
-def load_into(module, state, path, assign=False):
-    """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                   for tensors in (module.state_dict(), state))
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            raise UserError(f"{path} does not fit this model: {name} is "
-                            f"{there.get(name, 'missing')} there, {here.get(name, 'missing')} here")
-    module.load_state_dict(state, assign=assign)
 
 
 def load_resized(encoder, loaded, path):
@@ -178,16 +165,8 @@ def load_resized(encoder, loaded, path):
         state["positions"] = encoder.positions.detach()
         if theirs.positions == "learned":
             state["positions"] = loaded.encoder.position_table(c.side, c.side).detach()
-    load_into(encoder, state, path)
-
-
-def load_optimizers(optimizers, saved, path):
-    """Fills the state of each parameter. Rates, betas and decays stay those of the flags."""
-    for optimizer, content in zip(optimizers, saved, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        if [g["params"] for g in content["param_groups"]] != [g["params"] for g in groups]:
-            raise UserError(f"{path} does not fit this optimizer: it groups parameters otherwise")
-        optimizer.load_state_dict(dict(state=content["state"], param_groups=groups))
+    with reading(path):
+        encoder.load_state_dict(state)
 
 
 # ---- The authors' published files ---------------------------------------------------------------

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
-from flags import CACHE, DataFlags, option, ROOT, UserError
+from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
+from flags import DataFlags, option, ROOT, UserError
 from optim import train_flops
 from processes import PrecisionFlags, RunEnded
 
@@ -93,7 +93,8 @@ class Run:
         content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(self.model_config)
-        fixed = ("optimizer", "data", "once", "train_images", "batch_size", "seed")
+        fixed = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once",
+                 "train_images", "batch_size", "seed")
         for name in (*fixed, *asdict(self.model_config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
@@ -102,15 +103,17 @@ class Run:
         if before != now:
             raise UserError(f"cannot resume {self.dir}: {data_meta['name']} was prepared anew: it "
                             f"had {before}, it has {now}")
-        load_into(model, content["model"], self.dir)
-        load_optimizers(optimizers, content["optimizer"], self.dir)
+        with reading(path):
+            model.load_state_dict(content["model"])
+            for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
+                optimizer.load_state_dict(state)
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, text, eval_every, cost=1.0):
+    def steps(self, total, text, eval_every):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained. For MFU, a sample costs `cost` training passes."""
-        self._begin(total, text, eval_every, cost)
+        checkpoint. `text` says what is trained."""
+        self._begin(total, text, eval_every)
         while self.step < total:
             self.step_began = time.perf_counter()
             yield self.step
@@ -121,7 +124,7 @@ class Run:
                 self.close()
                 raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
-    def _begin(self, total, text, eval_every, cost):
+    def _begin(self, total, text, eval_every):
         """Opens the files, takes the signals, starts the clock and the bar."""
         self.total, self.start = total, self.step
         self.eval_every = self.config.eval_every or eval_every
@@ -130,9 +133,10 @@ class Run:
         self.per_step = self.config.batch_size
         if self.task == "gpt":
             self.per_step *= self.model_config.context
-        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
-        flops = cost * train_flops(self.model) * self.config.batch_size / self.per_step
-        self.mfu_per_speed = flops / self.processes.peak_flops()
+        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown. It
+        # is not counted for SimDINO, whose views have two sizes
+        flops = 0 if self.task == "simdino" else train_flops(self.model) * self.config.batch_size
+        self.mfu_per_speed = flops / self.per_step / self.processes.peak_flops()
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -197,9 +201,7 @@ class Run:
         self.write(line | numbers)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            done = (self.step - self.start) / (self.total - self.start)
-            left = (time.perf_counter() - self.began) * (1 / done - 1)
-            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
+            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}")
 
     def _finite_losses(self):
         """The losses since the last line, means over processes. RunEnded if one is not finite."""
@@ -222,8 +224,7 @@ class Run:
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        lowest = math.inf if self.best is None else self.best
-        best = chosen_by is not None and chosen_by < lowest         # a NaN never is
+        best = chosen_by is not None and (self.best is None or chosen_by < self.best)
         if best:
             self.best = chosen_by
         self.save(best)
@@ -259,7 +260,7 @@ class Run:
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
-        commands to try next: {dir} is the folder in them, {data} --data_dir, if it was given."""
+        commands to try next, with the folder in place of {dir}."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -267,10 +268,8 @@ class Run:
         self.write(line)
         text = f", {speed:,.0f} {self.unit}/s" if speed else ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
-        data_dir = self.config.data_dir
-        data = "" if data_dir == str(CACHE) else f" --data_dir={data_dir}"
         for command in ("python analyze.py curves {dir}", *then):
-            self.say("  " + command.format(dir=self.dir, data=data))
+            self.say("  " + command.format(dir=self.dir))
         self.close()
         return line
 

@@ -180,7 +180,7 @@ def main(argv):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
     sample = [] if masked else ["python sample.py --ckpt={dir}/best.pt --prompt='The '"]
-    return run.done("python evaluate.py lm --ckpt={dir}/best.pt{data}", *sample)
+    return run.done("python evaluate.py lm --ckpt={dir}/best.pt", *sample)
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ def main(argv):
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             run.record(validate(model, val, data, c, processes))
-    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt{data}",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt{data}")
+    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import checkpoint
 from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse, UserError
@@ -239,7 +238,7 @@ def main(argv):
     run = Run(c, "simdino", name, processes)
     extra = dict(student=student.state_dict(), center=center)
     if resumed := run.resume(teacher, optimizers, data.meta(), extra):
-        checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
+        student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors
     train, val = (data.on_device(split, device) for split in ("train", "val"))
@@ -253,10 +252,7 @@ def main(argv):
     what = (f"{c.method}, {student.config.arch}, {count(student.encoder):,} of {count(student):,} "
             f"parameters in the encoder, {c.data} of {data.image_size} px, 2 views of "
             f"{c.image_size} px and {c.local_views} of {c.local_size}, batches of {c.batch_size}")
-    # in training steps on one global view: the student's two and its local ones, and two forward
-    # passes of the teacher, each about a third of a step
-    cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
-    for step in run.steps(total, what, eval_every=epoch, cost=cost):
+    for step in run.steps(total, what, eval_every=epoch):
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -294,8 +290,8 @@ def main(argv):
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         if run.log(loss, lr[step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
-    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt{data}",
-                    "python analyze.py saliency --ckpt={dir}/ckpt.pt{data}")
+    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",
+                    "python analyze.py saliency --ckpt={dir}/ckpt.pt")
 
 
 if __name__ == "__main__":

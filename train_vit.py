@@ -245,7 +245,7 @@ def main(argv):
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
-    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained{data}",
+    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
 
 

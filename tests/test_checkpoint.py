@@ -62,15 +62,15 @@ def config(**fields):
 
 
 REFUSED = {"KeyError: 'task'": dict(a=1), "task gpt, not vit": content("gpt"),
-           r"\(40, 16\) here": config(heads=5), "32768": config(width=2 ** 15),  # without memory
-           "layers.0.scale1 is missing there": config(layer_scale=7),
+           r"\[40, 16\]": config(heads=5), "32768": config(width=2 ** 15),  # without memory
+           "Missing key.*layers.0.scale1": config(layer_scale=7),
            "argument .qkv_bias": config(qkv_bias=True)}      # an older file's field
 
 
 @pytest.mark.parametrize("says", REFUSED)
 def test_other_files_are_refused(tmp_path, says):
     checkpoint.write_checkpoint(tmp_path / "x.pt", REFUSED[says])
-    with pytest.raises(UserError, match=f"x.pt.*{says}"):
+    with pytest.raises(UserError, match=f"(?s)x.pt.*{says}"):
         load_model(tmp_path / "x.pt", tasks=("vit",))
     with pytest.raises(UserError, match="nowhere.pt.*No such file"):
         load_model("nowhere.pt")
@@ -108,16 +108,6 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     assert not any("projector" in name for name in mine.content["model"])
     assert mine.content["run_config"] == dict(seed=7)
     pytest.raises(UserError, load_model, "pretrained:../mine")
-
-
-def test_hyperparameters_are_the_flags():
-    """And an optimizer's state is that of the same parameters."""
-    fresh, used = (torch.optim.SGD(make("vit").parameters(), lr) for lr in (1e-3, 2e-3))
-    saved = used.state_dict()
-    checkpoint.load_optimizers([fresh], [saved], "a.pt")
-    assert fresh.param_groups[0]["lr"] == 1e-3
-    saved["param_groups"][0]["params"].pop()
-    pytest.raises(UserError, checkpoint.load_optimizers, [fresh], [saved], "a.pt")
 
 
 # ---- Published files, of random tensors, against the authors' networks written once more
