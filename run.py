@@ -29,6 +29,7 @@ class RunFlags(PrecisionFlags, DataFlags):
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
+    keep: str = option("", "steps, by commas, after each of which ckpt-STEP.pt is written")
 
 
 class Run:
@@ -76,8 +77,9 @@ class Run:
         if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            for name in ("ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"):
-                (self.dir / name).unlink(missing_ok=True)
+            for name in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
+                for path in self.dir.glob(name):
+                    path.unlink()
         return resuming
 
     def resume(self, model, optimizers, data_meta, extra=None):
@@ -117,6 +119,9 @@ class Run:
         while self.step < total:
             self.step_began = time.perf_counter()
             yield self.step
+            if str(self.step) in self.config.keep.split(","):
+                self.processes.main_only(partial(
+                    write_checkpoint, self.dir / f"ckpt-{self.step}.pt", self._content(), False))
             stopping = self.processes.largest(self.received) if self.step < total else 0
             if stopping:
                 self.save()
@@ -235,11 +240,14 @@ class Run:
         self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
         self.processes.main_only(partial(self._write_checkpoints, best))
 
+    def _content(self):
+        return dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
+                    model=self.model.state_dict(), model_config=asdict(self.model_config),
+                    optimizer=[o.state_dict() for o in self.optimizers],
+                    data_meta=self.data_meta, extra=self.extra)
+
     def _write_checkpoints(self, best):
-        content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                       model=self.model.state_dict(), model_config=asdict(self.model_config),
-                       optimizer=[o.state_dict() for o in self.optimizers],
-                       data_meta=self.data_meta, extra=self.extra)
+        content = self._content()
         if best:
             write_checkpoint(self.dir / "best.pt", content | dict(optimizer={}, extra={}),
                              keep_previous=False)

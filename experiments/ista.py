@@ -5,6 +5,8 @@ lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). The L
 lambda ||A||_0 - R(A), Eq. (38), if R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
 
     python -m experiments.ista --ckpt=pretrained:shapes-crate,pretrained:pydoc-crate --untrained
+    python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png \\
+        --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
 First table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
     X         where the step starts: half of it is negative, so only (41) is finite
@@ -33,7 +35,7 @@ from torch.nn import functional as F
 from analyze import batches, OneModel, split_for
 from evaluate import open_model, validation_noise
 from experiments.compression import each_sample
-from figures import averages, print_table
+from figures import averages, new_figure, print_table
 from flags import option, parse, UserError
 from model import coding_rate, ISTA
 from processes import cli
@@ -46,6 +48,7 @@ class Sparsify(OneModel):
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
     eps: float = option(0.5, "distortion of R", low=1e-6)
     batch_size: int = option(20, "samples at once", low=1)
+    figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
 
 
 def lasso(A, X, D, lambd):
@@ -150,6 +153,28 @@ def without_dictionary(c):
     return averages(each_sample(score=before, score_without_D=after, difference=after - before))
 
 
+def draw(results, path):
+    """The LASSO of codes of each layer, in units of that of no code."""
+    results = [result for result in results if not result["untrained"]]
+    figure, (axes,) = new_figure(1, len(results), 7 / len(results), 3)
+    marks = dict(step=("the ISTA step", dict(color="C0")),
+                 threshold=("the step with D = 0", dict(color="0.6")),
+                 optimum=("the best code", dict(mfc="white", mec="black")))
+    for ax, result in zip(axes, results):
+        rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
+        layers = sorted({layer for layer, _ in rows})
+        ax.axhline(1, color="black", lw=0.8)
+        for code, (label, style) in marks.items():
+            ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
+                    **style)
+        ax.set(title=result["ckpt"].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("LASSO / LASSO of no code\n(above 1: worse than none)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+                  frameon=False)
+    figure.savefig(path, dpi=200)
+
+
 def main(argv):
     """[{"ckpt", "untrained", "codes", "dictionary", "without_D"}, ...]."""
     c, _ = parse(Sparsify, {}, argv, __doc__)
@@ -167,6 +192,8 @@ def main(argv):
                 print_table([without])
             results.append(dict(ckpt=path, untrained=untrained, codes=first, dictionary=second,
                                 without_D=without))
+    if c.figure:
+        draw(results, c.figure)
     return results
 
 

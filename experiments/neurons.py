@@ -11,7 +11,7 @@ or class among a neuron's 20 highest activations, mean over at most 100 neurons 
 Of every model as many neurons are drawn as the narrowest model has dimensions.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
-    python -m experiments.neurons --ckpt=a.pt --examples                what excites five of them
+    python -m experiments.neurons --ckpt=a.pt --stream                  the tokens themselves
 
 Verdict (2026-11-22; pydoc, 5 seeds): yes at this size, for single neurons. The best neuron of CRATE
 tells a property of the text with 77.9 +- 0.6 %, a transformer's with 74.9 +- 0.8 %; purity 77.9 +-
@@ -35,7 +35,7 @@ from processes import cli
 @dataclass(kw_only=True)
 class Neurons(OneModel):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
-    examples: bool = option(False, "print passages that excite the neurons that tell most, marked")
+    stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
     layer: int | None = option(None, "which layer's neurons; auto is the last", low=1)
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
@@ -77,9 +77,10 @@ def read_codes(loaded, c):
     layer = layers[number - 1]
     indices, codes = [], []                     # indices are of images, or token ids
     for index, x in batches(loaded, c):
-        half = backbone.trace(x)[number - 1].half
+        trace = backbone.trace(x)[number - 1]
+        code = trace.out if c.stream else layer.sparsification.code(layer.norm2(trace.half))
         indices.append(index.cpu())
-        codes.append(layer.sparsification.code(layer.norm2(half)).float().cpu())
+        codes.append(code.float().cpu())
     indices = torch.cat(indices).numpy()
     values = torch.cat(codes)                                              # (samples, tokens, m)
     nonzeros = (values != 0).float().mean().item()
@@ -127,31 +128,6 @@ def purity(codes, columns):
                      for kinds in codes.kinds[top].T])
 
 
-def examples(loaded, c):
-    """Lines on the five properties that correlate most with one neuron: which, then the ten windows
-    of text that excite it most, around its highest token, in «» where it is half as high."""
-    if loaded.task != "gpt":
-        raise UserError("--examples prints passages of text; this checkpoint is of images")
-    codes = read_codes(loaded, c)
-    decode = tokenizer_from_meta(loaded.meta).decode
-    lines = []
-    has = torch.from_numpy(np.array([*codes.properties.values()])).float()
-    correlation = torch.corrcoef(torch.cat([has, codes.values.mT]))[:len(has), len(has):]
-    best, entries = correlation.nan_to_num().max(1)
-    for i in best.argsort(descending=True)[:5].tolist():
-        values = codes.values[:, entries[i]].unflatten(0, (codes.group.max() + 1, -1))
-        lines += [f"entry {entries[i]}, at most {values.max():.3g}, "
-                  f"correlation {best[i]:.2f} with: {[*codes.properties][i]}"]
-        peaks, tokens = values.max(1)
-        for window in peaks.argsort(descending=True)[:10]:
-            at = int(tokens[window])
-            row, ids = values[window], codes.kinds.reshape(values.shape)[window]
-            pieces = [decode([i]).replace("\n", "↵") for i in ids]
-            pieces = [f"«{s}»" if y >= row[at] / 2 else s for s, y in zip(pieces, row)]
-            lines += ["    " + "".join(pieces[max(at - 40, 0):at + 25]).replace("»«", "")]
-    return lines
-
-
 def measure(codes, width, seed):
     """The numbers of one row of the table, of `width` of the code's neurons."""
     generator = torch.Generator().manual_seed(seed)
@@ -171,11 +147,6 @@ def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c, _ = parse(Neurons, {}, argv, __doc__)
     paths = c.ckpt.split(",")
-    if c.examples:
-        for path in paths:
-            loaded, _ = open_model(replace(c, ckpt=path))
-            print(path, *examples(loaded, c), sep="\n")
-        return
     configs = [load_model(path, heads=c.heads).model.config for path in paths]
     width, runs = min(config.width for config in configs), {}
     for path, config in zip(paths, configs):

@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from checkpoint import load_model
-from figures import averages, print_table
+from figures import averages, COLORS, new_figure, print_table
 from flags import option, parse, UserError
 from model import LanguageModel, MHSA, MSSA, TextConfig
 from optim import count, make_optimizers, take_step
@@ -54,6 +54,8 @@ class Recall:
     steps: int = option(1500, "most steps of a run", low=1)
     batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(3e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+
+    figure: str | None = option(None, "a .png of accuracy over steps; none: no figure")
 
     def __post_init__(self):
         if self.pairs > self.symbols:
@@ -99,11 +101,12 @@ def sequences(c, n, *purpose):
 
 
 def train(c, arch, seed):
-    """Trains one model: dict(steps until 95 % or None, the last accuracy)."""
+    """Trains one model: dict(steps until 95 % or None, the last accuracy), [(step, accuracy)]."""
     torch.manual_seed(derive_seed(seed, "weights"))
     model = build(c, arch)
     optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99), hidden=[model.layers])
     held_out, answers = sequences(c, 1000, seed, "held out")
+    curve = []
     for step in with_bar(range(1, c.steps + 1), f"{arch}, seed {seed}"):
         model(*sequences(c, c.batch_size, seed, step)).backward()
         take_step(optimizers, c.lr * min(1, step / 50))
@@ -111,9 +114,24 @@ def train(c, arch, seed):
             with torch.no_grad():
                 right = (model(held_out).argmax(-1) == answers)[answers >= 0]
             accuracy = right.float().mean().item()
+            curve.append((step, accuracy))
             if accuracy >= 0.95:
-                return dict(steps=step, accuracy=accuracy)
-    return dict(steps=None, accuracy=accuracy)
+                return dict(steps=step, accuracy=accuracy), curve
+    return dict(steps=None, accuracy=accuracy), curve
+
+
+def draw(curves, c):
+    """Accuracy over steps, a line a run; `curves` {arch: [[(step, accuracy)]]}."""
+    figure, ((ax,),) = new_figure(1, 1, 7, 3)
+    for i, (arch, runs) in enumerate(curves.items()):
+        for curve in runs:
+            steps, accuracy = zip(*curve)
+            ax.plot(steps, [100 * a for a in accuracy], color=COLORS.get(arch, f"C{i + 4}"), lw=1,
+                    label=arch if curve is runs[0] else None)
+    ax.set(xlabel="training steps", ylabel="values recalled, %")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False)
+    figure.savefig(c.figure, dpi=200)
 
 
 @torch.no_grad()
@@ -146,13 +164,15 @@ def main(argv):
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
     counts = {arch: count(build(c, arch), without=("positions",)) - shared
               for arch in c.archs.split(",")}
-    rows = []
+    rows, curves = [], {}
     for arch, parameters in counts.items():
-        runs = [train(c, arch, seed) for seed in range(c.seeds)]
+        runs, curves[arch] = zip(*(train(c, arch, seed) for seed in range(c.seeds)))
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")
                     | averages(runs))
     print_table(rows)
+    if c.figure:
+        draw(curves, c)
     return rows
 
 

@@ -41,7 +41,7 @@ def name_ends(ax, ends):
     low, high = ax.get_ylim()
     below = float("-inf")
     for text, (y, color) in sorted(ends.items(), key=lambda item: item[1][0]):
-        below = max(y, below + 0.055 * (high - low))
+        below = max(y, below + 0.06 * (high - low) * (1 + text.count("\n")))
         ax.annotate(text, (1.02, below), xycoords=("axes fraction", "data"), color=color,
                     va="center", fontsize="small")
 
@@ -61,7 +61,7 @@ def images(c):
 
 
 def text(c):
-    figure, ((left, right),) = new_figure(1, 2, 3.5, 3.4)
+    figure, ((left, right),) = new_figure(1, 2, 4, 3.2)
     rows = {"crate": ("", "-shift"), "crate-alpha": (None, "-shift"), "crate-alpha-one": (None, ""),
             "mssa-mlp": (None, "-shift"), "transformer": ("", "-shift")}
     for place, (arch, suffixes) in enumerate(rows.items()):
@@ -70,19 +70,20 @@ def text(c):
                 loss = scores(f"pydoc-{arch}{suffix}-{seed}", "loss")[-1][1]
                 left.plot(loss, place, "o", mec=COLORS[arch], mfc=fill)
     left.set_yticks(range(len(rows)), [NAMES[arch] for arch in rows])
-    left.set(xlabel="loss, nats a character", title="Python's manual\n(open: as derived; "
-             "filled: with\nrotary positions and shift)")
+    left.set_xlabel("loss on Python's manual, nats a character\n"
+                    "(open: as derived; filled: with rotary and shift)")
     best, ends = dict(scores("bookchars-transformer-0", "loss")), {}
     for arch in ("crate", "crate-alpha", "crate-alpha-one"):
         # the last evaluation is of the whole split
         steps, losses = zip(*scores(f"bookchars-{arch}-0", "loss")[:-1])
         behind = [loss - best[step] for step, loss in zip(steps, losses)]
         right.plot([step * 32 * 128 / 1e6 for step in steps], behind, "o-", color=COLORS[arch],
-                   ms=3, label=NAMES[arch])
+                   ms=3)
+        ends[NAMES[arch].replace(", ", ",\n")] = behind[-1], COLORS[arch]
     right.axhline(0, color=COLORS["transformer"])
-    right.set(xlabel="millions of characters read", ylabel="nats behind the transformer",
-              title="books, 3.2 million parameters")
-    right.legend(frameon=False, fontsize="small")
+    right.set_xlabel("millions of characters of books read\n(3.2 million parameters)")
+    right.set_ylabel("nats behind the transformer")
+    name_ends(right, ends)
     return figure
 
 

@@ -59,6 +59,25 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
     assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
 
 
+def test_checkpoints_that_are_kept(tmp_path):
+    """A resume past them leaves them, an overwriting run does not."""
+    run, steps, work = start(tmp_path, total=3, keep="2,5")
+    weights = []
+    for step in steps:
+        work()
+        weights.append(next(run.model.parameters()).clone())
+    assert not (tmp_path / "ckpt-5.pt").exists()
+    kept = read_checkpoint(tmp_path / "ckpt-2.pt", "vit")
+    assert kept["step"] == 2 and torch.equal(next(iter(kept["model"].values())), weights[1])
+    run.save()
+    run.close()
+    run, *_ = start(tmp_path, resume=True)
+    run.close()
+    assert (tmp_path / "ckpt-2.pt").exists()
+    run_in(tmp_path, overwrite=True).close()
+    assert not (tmp_path / "ckpt-2.pt").exists()
+
+
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
