@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import same
 from test_image_model import patches_literally
 from test_model import assert_near, float64  # noqa: F401 (a fixture)
@@ -85,9 +84,10 @@ def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", checkpoint.TASKS)
 def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
-    """By the recipe of records/README.md, pretrained:NAME is the model with its weights rounded to
-    float16, and no more than it needs: no projector, no folder of the machine that trained."""
-    recipe = (ROOT / "records/README.md").read_text().split("```python\n")[1].split("```")[0]
+    """By the recipe in data/pretrained, pretrained:NAME is the model, its weights rounded to float16,
+    and no more than it needs: no projector, no folder of the machine that trained."""
+    readme = (checkpoint.PRETRAINED / "README.md").read_text()
+    recipe = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path / "data/pretrained")
     monkeypatch.chdir(tmp_path)
     for folder in ("out/gpt-pydoc", "data/pretrained"):
