@@ -90,8 +90,9 @@ def converter(f, kind, optional):
 def add_flag(parser, f, kind, optional, default):
     """One flag of `parser` for the dataclass field f of type `kind`, or None too if `optional`."""
     shown = {None: "auto", MISSING: "needed"}.get(default, default)
+    bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
-        f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
+        f"--{f.name}", **bare, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
         metavar="|".join(f.metadata.get("choices", [kind.__name__])),
         type=converter(f, kind, optional), required=default is MISSING)
 
@@ -116,10 +117,6 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
                                 help=f.metadata["help"])
         else:
             add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
-    switches = {f"--{flag}" for flag in flags if hints[flag] in (bool, bool | None)}
-    for i, (word, after) in enumerate(zip(argv, [*argv[1:], ""])):      # a bare --name means true
-        if word in switches and after.lower() not in ("true", "false", "auto", "none"):
-            argv[i] = f"{word}=true"
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)

@@ -720,8 +720,6 @@ SIZES = {
         "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "transformer": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
-        "tost": dict(small=_size(384, 8, 12)),
-        "aot": dict(small=SMALL, base=BASE),
         "transformer": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
         "crate": GPT_SIZES,

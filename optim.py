@@ -142,24 +142,23 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     `hidden` are the layers and MLPs. As Jordan advises, embeddings, classifiers and prototypes stay
     AdamW's, and MHSA's Q, K, V count as three matrices. Matrices are decayed; vectors, positions,
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
-    CRATE all). ValueError if Muon gets none."""
+    CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     stacks = {p: len(p) // (m.heads * m.p) for m in model.modules() if isinstance(m, MHSA)
               for p in m.QKV.parameters() if p.ndim == 2 and p in inside}
-    muon, rest = {}, {}             # (decays, scale, parts) -> the parameters of a group
+    groups = {}                 # (with Muon?, decays, scale, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-            own = muon if decays and p in inside else rest
-            own.setdefault((decays, scale(key), stacks.get(p, 1)), []).append(p)
-    muon, rest = ([dict(params=params, weight_decay=weight_decay * decays, decays=decays,
-                        scale=factor, parts=parts)
-                   for (decays, factor, parts), params in sorted(groups.items(), reverse=True)]
-                  for groups in (muon, rest))
+            group = decays and p in inside, decays, scale(key), stacks.get(p, 1)
+            groups.setdefault(group, []).append(p)
+    muon, rest = [], []
+    for (with_muon, decays, factor, parts), params in sorted(groups.items(), reverse=True):
+        (muon if with_muon else rest).append(dict(
+            params=params, weight_decay=weight_decay * decays, decays=decays, scale=factor,
+            parts=parts))
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
-    if name == "muon" and not muon:
-        raise ValueError("no matrix of the model is in `hidden`")
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
     return [Muon(muon, lr=lr), adamw] if name == "muon" else [adamw]
 

@@ -30,7 +30,6 @@ class Config(RunFlags, ModelFlags):
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
-    mm_eps: float | None = option(None, "distortion of crate-mm's operator; auto: 0.5", above=0)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
@@ -51,7 +50,7 @@ class Config(RunFlags, ModelFlags):
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's only term with a gradient", low=0)
-    srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
+    srr_layers: int | None = option(None, "the layer, from 1, that has it; auto: all", low=1)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
                        "and aspect; none", choices=("pad", "resized", "none"))
@@ -149,18 +148,17 @@ def lr_scale(name, L, decay):
 
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
-def srr_loss(model, x, which, seed, eps=0.5):
-    """The mean of R^c(Z^{l+1} | U^l) over all layers l, or of one, drawn from seed or numbered.
+def srr_loss(model, x, layer=None, eps=0.5):
+    """R^c(Z^{l+1} | U^l) of layer l, counted from 1, or the mean over all layers.
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     layers = model.encoder.layers
-    L = len(layers)
-    chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
+    chosen = [layer - 1] if layer else range(len(layers))
     with torch.no_grad():       # a second pass, so that the first is what it is without SRR
         Z = [model.encoder.tokens(x)]
-        for layer in layers[:max(chosen) + 1]:
-            Z.append(layer(Z[-1]))
+        for l in range(max(chosen) + 1):
+            Z.append(layers[l](Z[-1]))
     rates = [subspace_coding_rate(Z[l + 1], layers[l].attention.bases(), eps) for l in chosen]
     return torch.stack(rates).mean()
 
@@ -195,8 +193,8 @@ def main(argv):
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        if c.srr_layers not in ("all", "random", *map(str, range(1, L + 1))):
-            raise UserError(f"--srr_layers={c.srr_layers}: all, random, or a number from 1 to {L}")
+        if c.srr_layers and c.srr_layers > L:
+            raise UserError(f"--srr_layers={c.srr_layers}: the layers are 1 to {L}")
 
     # ---- optimizer
     scale = partial(lr_scale, L=L, decay=c.layer_decay)
@@ -234,8 +232,7 @@ def main(argv):
                 micro_loss = F.cross_entropy(ddp(micro_x), micro_labels,
                                              label_smoothing=c.label_smoothing)
                 if c.srr_weight:
-                    seed = derive_seed(c.seed, step, "srr")
-                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers, seed)
+                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers)
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()

@@ -89,7 +89,6 @@ def test_layers(save, call, cache, arch, eps=0.3):
     order = [(a, False), (a, True), (b, False), (b, True)]
     assert [(run["ckpt"], run["untrained"]) for run in runs] == order
     assert len({run["objective"] for run in runs}) == 4
-    assert ("code_nonzeros" in runs[0]["layers"][0]) == (arch not in ("crate", "aot"))
 
     x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
     for encoder, run in ((vit.encoder, runs[0]), (mae.encoder, runs[2])):

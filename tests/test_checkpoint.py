@@ -84,8 +84,8 @@ def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", checkpoint.TASKS)
 def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
-    """By the recipe in data/pretrained, pretrained:NAME is the model, its weights rounded to float16,
-    and no more than it needs: no projector, no folder of the machine that trained."""
+    """By the recipe in data/pretrained, pretrained:NAME is the model, its weights rounded to
+    float16, and no more than it needs: no projector, no folder of the machine that trained."""
     readme = (checkpoint.PRETRAINED / "README.md").read_text()
     recipe = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path / "data/pretrained")
