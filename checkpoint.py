@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from flags import not_one_of, option, ROOT, UserError
-from model import sizes_of, TASKS
-from processes import DeviceFlags, note
+from model import TASKS
+from processes import DeviceFlags
 
 FORMAT = "crate-3"
 PRETRAINED = ROOT / "data" / "pretrained"
@@ -159,12 +159,9 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
 
 
 def load_resized(encoder, loaded, path):
-    """Fills `encoder` from a loaded one, learned positions interpolated to its own image size."""
-    c, theirs, state = encoder.config, loaded.encoder.config, loaded.encoder.state_dict()
-    if c.image_size != theirs.image_size:
-        state["positions"] = encoder.positions.detach()
-        if theirs.positions == "learned":
-            state["positions"] = loaded.encoder.position_table(c.side, c.side).detach()
+    """Fills `encoder` from a loaded one, the positions interpolated to its own image size."""
+    state, side = loaded.encoder.state_dict(), encoder.config.side
+    state["positions"] = loaded.encoder.position_table(side, side).detach()
     with reading(path):
         encoder.load_state_dict(state)
 
@@ -200,9 +197,8 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
 
 
 def translated(content, heads=None):
-    """What `load_model` needs of a published file, which is a state dict or holds one.
-    Sizes are read off the tensors, heads off the published sizes: a width that none of these has
-    needs `heads`, except crate-lm's (d / 64). Raises ValueError."""
+    """What `load_model` needs of a published file, which is a state dict or holds one. Sizes are
+    read off the tensors; `heads`, which leave no trace in them, have to be given. ValueError."""
     for key in ("state_dict", "model"):         # one of them, or none, is around it
         content = content.get(key, content)
     state = {}
@@ -237,15 +233,9 @@ def translated(content, heads=None):
             config |= dict(classes=len(state["head.1.weight"]))
 
     d, atoms = state[dictionaries[0]].shape
-    if heads is None and task == "gpt":
-        heads = d // 64
-    elif heads is None:
-        sizes = sizes_of(TASKS[task][1].kind, arch).values()
-        heads = {size["width"]: size["heads"] for size in sizes}.get(d)
-        if heads is None:
-            raise ValueError(f"no published {arch} has width {d}: how many --heads has this one?")
-        if d == 768:
-            note("K = 12 heads; the authors' emergence demo has this width, too, and --heads=6")
+    if heads is None:
+        raise ValueError(f"it is a published {arch} of width {d} and does not say K: give --heads, "
+                         "12 for width 576, 6 for the emergence demo, else width / 64")
     config |= dict(arch=arch, width=d, heads=heads, layers=layers)
     if atoms > d:
         config["expansion"] = atoms // d

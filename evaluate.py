@@ -1,7 +1,7 @@
 """Numbers of a trained checkpoint, and the scores that the training scripts share.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/ckpt.pt      top-1 on its validation split
-    python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
+    python evaluate.py accuracy --ckpt=crate_base.pth --heads=12 --data=imagenet    a published one
     python evaluate.py linear --ckpt=out/vit-cifar10/ckpt.pt        logistic regression on features
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token

@@ -729,13 +729,6 @@ SIZES = {
         "transformer": GPT_SIZES}}
 
 
-def sizes_of(kind, arch):
-    """The named sizes of an arch: {name: fields}."""
-    check_word("arch", arch, ARCHS)
-    like = "crate" if ARCHS[arch].family is CRATE else "transformer"
-    return SIZES[kind].get(arch, SIZES[kind][like])
-
-
 @dataclass(kw_only=True)
 class BackboneConfig:
     """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
@@ -847,7 +840,9 @@ class TextConfig(BackboneConfig):
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
-        sizes = sizes_of(cls.kind, arch)
+        check_word("arch", arch, ARCHS)
+        like = "crate" if ARCHS[arch].family is CRATE else "transformer"
+        sizes = SIZES[cls.kind].get(arch, SIZES[cls.kind][like])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)

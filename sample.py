@@ -15,7 +15,7 @@ from tqdm import tqdm
 from checkpoint import CheckpointFlags, load_model
 from data.tokenizer import tokenizer_from_meta
 from flags import option, parse, UserError
-from processes import cli, derive_seed, note, PrecisionFlags, Processes
+from processes import cli, derive_seed, PrecisionFlags, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 
@@ -64,8 +64,6 @@ def main(argv):
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]
     opening = tokenizer.decode(ids) if prompt else ""      # the prompt as the model reads it
-    if UNKNOWN in opening and UNKNOWN not in prompt:
-        note(f"characters unknown to the model are read as {UNKNOWN}")
     if c.samples == 1:
         print(opening, end="", flush=True)
 

@@ -18,7 +18,7 @@ from evaluate import classify, images_for, pooling
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
-from processes import cli, derive_seed, Processes, wants_compile
+from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
 
@@ -178,8 +178,8 @@ def main(argv):
     else:
         loaded = checkpoint.load_model(c.init_from, c.heads, ("vit", "mae", "simdino"))
         data = images_for(c.data, loaded.meta, c.data_dir)
-    if c.crop == "pad" and data.image_size > c.image_size and processes.rank == 0:
-        print(f"note: the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
+    if c.crop == "pad" and data.image_size > c.image_size:
+        note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
     if c.train_images:
         data.train_images = data.train_images[:c.train_images]
         data.train_labels = data.train_labels[:c.train_images]
