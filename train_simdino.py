@@ -263,9 +263,9 @@ def main(argv):
 
         # loss and backward
         if c.method == "simdino":
+            distance = squared_distance(s, t)
             # of the student's features, as in [B]; released, of their mean with the teacher's
-            rate = global_coding_rate(s[:2], c.eps, processes)
-            loss = squared_distance(s, t) - gamma * rate
+            loss = distance - gamma * global_coding_rate(s[:2], c.eps, processes)
         else:
             loss = dino_loss(s_logits, t_logits, center, temperature[step])
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world
