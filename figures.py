@@ -11,7 +11,8 @@ from model import patchify, unpatchify
 
 # the same arch has the same colour in every figure
 COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
-          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "transformer": "C3"}
+          "crate-alpha-one": "C8", "aot": "C1", "aot-mhsa": "C5", "mssa-mlp": "0.5",
+          "transformer": "C3"}
 
 
 def averages(runs):

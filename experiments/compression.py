@@ -26,6 +26,7 @@ less than attention in layers 5 to 8 of cifar10-crate. R - R^c is higher after n
 attention in all layers of shapes-crate and cifar10-crate. Random tokens, beta ||U^* Z||^2 at 2: Eq.
 (34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it,
 as [S] found, since one lengthens tokens and one shortens them; at equal norm + MSSA lowers it.
+Three training seeds of shapes and pydoc agree (the last layer: -14.3 +- 2.2 and 16.7 +- 1.8).
 """
 from dataclasses import dataclass, replace
 
@@ -147,7 +148,7 @@ def draw(runs, path):
             ax.plot(layers, [row[name] for row in run["layers"]], "o", label=label, **style)
         ax.set(title=run["names"][0].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
         ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("change of the rate R^c, nats\n(below 0: the step compresses)")
+    axes[0].set_ylabel("change of $R^c$, nats\n(below 0: the step compresses)")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
                   frameon=False)
     figure.savefig(path, dpi=200)

@@ -123,10 +123,10 @@ def train(c, arch, seed):
 def draw(curves, c):
     """Accuracy over steps, a line a run; `curves` {arch: [[(step, accuracy)]]}."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3)
-    for i, (arch, runs) in enumerate(curves.items()):
+    for arch, runs in curves.items():
         for curve in runs:
             steps, accuracy = zip(*curve)
-            ax.plot(steps, [100 * a for a in accuracy], color=COLORS.get(arch, f"C{i + 4}"), lw=1,
+            ax.plot(steps, [100 * a for a in accuracy], color=COLORS.get(arch), lw=1,
                     label=arch if curve is runs[0] else None)
     ax.set(xlabel="training steps", ylabel="values recalled, %")
     ax.spines[["top", "right"]].set_visible(False)

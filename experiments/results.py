@@ -71,7 +71,7 @@ def text(c):
                 left.plot(loss, place, "o", mec=COLORS[arch], mfc=fill)
     left.set_yticks(range(len(rows)), [NAMES[arch] for arch in rows])
     left.set_xlabel("loss on Python's manual, nats a character\n"
-                    "(open: as derived; filled: with rotary and shift)")
+                    "(filled: with rotary positions and shift)")
     best, ends = dict(scores("bookchars-transformer-0", "loss")), {}
     for arch in ("crate", "crate-alpha", "crate-alpha-one"):
         # the last evaluation is of the whole split
@@ -105,8 +105,8 @@ def length(c):
 
 def objective(c):
     figure, axes = new_figure(1, 4, 1.75, 3)
-    parts = {"$R$": ("R", 1, "C0"), "$-R^c$": ("Rc", -1, "C1"),
-             "price of the nonzeros": ("price", -1, "0.75")}
+    parts = {"$R$": ("R", 1, "0.35"), "$-R^c$": ("Rc", -1, "0.6"),
+             "price of the nonzeros": ("price", -1, "0.85")}
     for place, name in enumerate(("shapes-crate", "cifar10-crate")):
         for untrained in (False, True):
             flags = Layers(ckpt=f"pretrained:{name}", untrained=untrained, unit_bases=True,
