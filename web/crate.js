@@ -159,13 +159,12 @@ function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
   model.layers = [...Object.values(model.layers), ...Object.values(model.decoder ?? {})];
   model.layers.forEach((L, l) => {
     const {U: {weight: U}, W, mix} = L.attention, D = L.D ?? L.sparsification.D;
-    const heads = l < c.layers ? c.heads : c.decoder_heads;
     const own = output === "transpose" ? U : transposed(U);
     const s = output === "negative" ? -c.step_size : c.step_size;           // of crate-c, -n, -t
     L.number = l + 1;
     L.decodes = !!L.D;                                          // a layer of a decoder
-    L.heads = heads;
-    L.p = U.rows / heads;
+    L.heads = c.heads;
+    L.p = U.rows / c.heads;
     L.U = U;
     L.W = W?.weight ?? made(U.cols, U.rows, t => s * own.at[t]);
     L.bias = W?.bias;

@@ -76,8 +76,6 @@ def content(name, loaded, untrained, data, tokens=None):
     model, c = loaded.model, loaded.model.config
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
-    if loaded.task == "mae" and c.mask_tokens == "after":
-        raise UserError(f"{name}: the page knows no mask_tokens=after")
     trained = model.half().float().state_dict()
     drawn = untrained.model.state_dict().values()       # int8 will do, a scale for each tensor
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in drawn]
