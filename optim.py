@@ -135,9 +135,9 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.unbind(), alpha=-scale)
 
 
-def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambda key: 1.0):
+def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None):
     """[Lion], [AdamW], or [Muon for the matrices in the modules `hidden`, AdamW for the rest];
-    scale(key) multiplies the learning rate of the parameter key.
+    scale(key), if given, multiplies the learning rate of the parameter key.
 
     `hidden` are the layers and MLPs. As Jordan advises, embeddings, classifiers and prototypes stay
     AdamW's, and MHSA's Q, K, V count as three matrices. Matrices are decayed; vectors, positions,
@@ -150,7 +150,8 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambd
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-            group = decays and p in inside, decays, scale(key), stacks.get(p, 1)
+            factor = scale(key) if scale else 1.0
+            group = decays and p in inside, decays, factor, stacks.get(p, 1)
             groups.setdefault(group, []).append(p)
     muon, rest = [], []
     for (with_muon, decays, factor, parts), params in sorted(groups.items(), reverse=True):

@@ -172,9 +172,10 @@ class Run:
         elif number == signal.SIGINT and self.processes.world == 1:
             raise KeyboardInterrupt
 
-    def log(self, loss, lr, numbers=dict):
+    def log(self, loss, lr, numbers=None):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
-        stay on the device until then, and numbers(). Returns whether an evaluation is due."""
+        stay on the device until then, and numbers(), if given. Returns whether an evaluation is
+        due."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update(1)
@@ -188,7 +189,7 @@ class Run:
         else:
             self.seconds.append(time.perf_counter() - self.step_began)
         if write:
-            self._write_line(sum(losses) / len(losses), lr, numbers())
+            self._write_line(sum(losses) / len(losses), lr, numbers() if numbers else {})
             self.losses, self.seconds = [], []
         return due
 
