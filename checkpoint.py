@@ -47,7 +47,8 @@ def write_checkpoint(path, content, keep_previous=True):
         os.replace(tmp, path)
     except (OSError, RuntimeError) as error:    # torch.save's own may hide a full disk
         tmp.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error}") from None
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        raise UserError(f"cannot write {path}: {cause}") from None
     with contextlib.suppress(OSError):          # so that the renames survive a power cut
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
