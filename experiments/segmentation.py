@@ -162,13 +162,12 @@ def pictures(c, loaded, processes, data, split, masks):
 
 @torch.no_grad()
 def segment(c):
-    """{"iou", "iou_prior", "foreground", "box_ap50", "box_ap75", "box_ap", "mask_ap50" ...} of the
-    pictures of val, with one object each.
+    """{"iou", "iou_prior", "box_ap50", "box_ap", "mask_ap50", "mask_ap"} of the pictures of val,
+    with one object each.
 
     A score of IoU is the mean over images at one threshold for all, the best on as many pictures of
     train: "iou" of the mean over heads of the saliency maps. "iou_prior" takes the mean mask of
-    train as the map of every image, which knows where objects lie on average. A constant map scores
-    "foreground", the objects' share of the pixels.
+    train as the map of every image, which knows where objects lie on average.
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
@@ -199,13 +198,11 @@ def segment(c):
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, prior = overlaps["val"].gather(0, best)[0].tolist()
     result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
-                  features=c.features, n=len(masks["val"]), iou=mean, iou_prior=prior,
-                  foreground=masks["val"].double().mean().item())
+                  features=c.features, n=len(masks["val"]), iou=mean, iou_prior=prior)
     thresholds = torch.arange(50, 100, 5).double() / 100
     for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)
-        result |= {f"{name}_ap50": ap[0].item(), f"{name}_ap75": ap[5].item(),
-                   f"{name}_ap": ap.mean().item()}
+        result |= {f"{name}_ap50": ap[0].item(), f"{name}_ap": ap.mean().item()}
     return result
 
 
