@@ -33,6 +33,15 @@ class OneModel(CheckpointFlags):
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
 
 
+def opened(c):
+    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
+    separate; with c.untrained each of them a second time, with random weights."""
+    for path in c.ckpt.split(","):
+        for untrained in (False, True) if c.untrained else (False,):
+            one = replace(c, ckpt=path, untrained=untrained)
+            yield path, untrained, evaluate.open_model(one)[0]
+
+
 def spread(total, n):
     """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
     return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
@@ -114,10 +123,6 @@ def layer_numbers(layer, tokens, trace, c):
         numbers["Rc_alone"] = added(at_norm(step_alone(layer, tokens).cpu().double(), half - Z))
     numbers |= dict(R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
                     nonzeros=(out != 0).double().mean((-2, -1)))
-    if layer.sparsification is not None:
-        code = layer.sparsification.code(layer.norm2(trace.half)).cpu()
-        if layer.residual or code.shape != out.shape:       # else the code is Z^{l+1}
-            numbers["code_nonzeros"] = (code != 0).double().mean((-2, -1))
     objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
     return numbers | dict(objective=objective, rise=objective - at_first)
 
@@ -144,16 +149,14 @@ def layer_table(loaded, c):
 def layers(c):
     """{"runs": [{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]}."""
     runs = []
-    for path in c.ckpt.split(","):
-        for untrained in ((False, True) if c.untrained else (False,)):
-            loaded, _ = evaluate.open_model(replace(c, ckpt=path, untrained=untrained))
-            table = layer_table(loaded, c)
-            mean = sum(row["objective"] for row in table) / len(table)
-            runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
-            print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
-                  f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
-            figures.print_table(table)
-            print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
+    for path, untrained, loaded in opened(c):
+        table = layer_table(loaded, c)
+        mean = sum(row["objective"] for row in table) / len(table)
+        runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
+        print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
+              f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
+        figures.print_table(table)
+        print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
     return dict(runs=runs)
 
@@ -186,17 +189,18 @@ def draw_layers(runs, c):
 class Pictures(OneModel):
     files: tuple = option((), "your own pictures in place of the data set's")
     index: int = option(0, "the first image's number in the split", low=0)
+    pictures: int = option(8, "how many images of the data set, one per row", low=1)
 
 
-def open_pictures(c, count):
-    """(c.ckpt as `Loaded`, the names of c.files or of `count` images of the split from c.index on,
-    the images (B, 3, H, H) in [0, 1], the same normalized)."""
+def open_pictures(c):
+    """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split from c.index
+    on, the images (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded, _ = evaluate.open_model(c, "vit", "mae", "simdino")
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
         return loaded, [Path(f).name for f in c.files], pixels, x
     data, split = split_for(loaded, c)
-    index = torch.arange(len(split))[c.index:c.index + count]
+    index = torch.arange(len(split))[c.index:c.index + c.pictures]
     if len(index) == 0:
         raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
     batch, labels = split.batch(index)
@@ -211,13 +215,12 @@ class Saliency(Pictures):
     ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
     on average. For TSSA, without a map: each patch's membership Pi."""
     layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
-    pictures: int = option(8, "how many images, one per row", low=1)
 
 
 @torch.no_grad()
 def saliency_maps(c):
     """{"heads": names, "maps": (images, heads, patches)}."""
-    loaded, names, pixels, x = open_pictures(c, c.pictures)
+    loaded, names, pixels, x = open_pictures(c)
     K, L = loaded.encoder.config.heads, len(loaded.encoder.layers)
     if c.layer and c.layer > L:
         raise UserError(f"--layer={c.layer}: {c.ckpt} has {L}")
@@ -233,13 +236,12 @@ def saliency_maps(c):
 class Predict(Pictures):
     """The likeliest classes of pictures (of your own: of the centre square) beside the last layer's
     mean saliency; of a masked autoencoder the error on masked patches and the reconstruction."""
-    pictures: int = option(8, "how many images of the data set", low=1)
 
 
 @torch.no_grad()
 def predict(c):
     """[{class: probability}] of each picture; of a masked autoencoder [{"error"}], mean squared."""
-    loaded, names, pixels, x = open_pictures(c, c.pictures)
+    loaded, names, pixels, x = open_pictures(c)
     model, answers = loaded.model, [{} for _ in names]
     if loaded.task == "vit":
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
@@ -265,17 +267,13 @@ def predict(c):
 @dataclass(kw_only=True)
 class Curves:
     """Loss and any accuracy over the steps of runs: training as a line, validation as points."""
-    folders: tuple = option((), "folders of runs")
+    folders: tuple = option(MISSING, "folders of runs")
     out: str | None = option(None, "the PNG")
 
 
 def curves(c):
     """{"runs": how many}."""
-    if not c.folders:
-        raise UserError("which runs? analyze.py curves FOLDER ...")
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
-    if missing := [folder for folder, (_, lines) in zip(c.folders, runs) if not lines]:
-        raise UserError(f"there is no metrics.jsonl of a run in {missing[0]}")
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]
     figure, (axes,) = figures.new_figure(1, len(names), 4.5, 3.5)

@@ -130,7 +130,7 @@ def bench_steps(table, c, processes):
         variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
         for name, model in variants.items():
             loss = loss_function(model, batch, device)
-            if wants_compile(c, device):
+            if wants_compile(c.compile, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
         tokens, d = batch * fast.config.context, fields["width"]

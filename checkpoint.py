@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import zipfile
-from dataclasses import dataclass, fields, MISSING
+from dataclasses import dataclass, MISSING
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from flags import not_one_of, option, ROOT, UserError
-from model import make_config, sizes_of, TASKS
+from model import TASKS
 from processes import DeviceFlags, note
 
 FORMAT = "crate-3"
@@ -57,7 +57,7 @@ def write_checkpoint(path, content, keep_previous=True):
 
 @contextlib.contextmanager
 def reading(path):
-    """Around reading a file and finding what it must hold: what is wrong with it is one UserError.
+    """Around reading a file and what takes its content: whatever is wrong with it is a UserError.
     Models are built outside, so that a mistake in an operator keeps its traceback."""
     try:
         yield
@@ -65,14 +65,22 @@ def reading(path):
         raise
     except Exception as error:
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        reason = getattr(error, "strerror", None) or error
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
         raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
-def read_checkpoint(path, task=None):
-    """The content of a checkpoint of this project, of the given task if any, or UserError."""
+def read_checkpoint(path, *tasks, heads=None):
+    """The content of a checkpoint, ours or a published one, which is translated; of one of `tasks`
+    if any are given. UserError otherwise."""
     with reading(path):
-        return _checked(_read(path), [task] if task else None, path)
+        content = _read(path)
+        if "format" not in content:
+            content = translated(content, heads)
+        if content["format"] != FORMAT:
+            raise ValueError(f"it is not of format {FORMAT}")
+        if tasks and content["task"] not in tasks:
+            raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
+        return content
 
 
 def newest_whole(folder, task):
@@ -99,9 +107,6 @@ def _read(path):
         if name not in names:
             raise UserError(f"pretrained model {not_one_of(name, names)}")
         path = PRETRAINED / f"{name}.pt"
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a file such as RUN/ckpt.pt")       # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip() is not None:
@@ -113,15 +118,6 @@ def _read(path):
     except Exception:                           # any kind, and a page of text
         raise ValueError("it is damaged, not of torch, or holds more than tensors and plain "
                          "values, which could run code") from None
-
-
-def _checked(content, tasks, path):
-    """The content, if it is of our format and of one of `tasks`, if given."""
-    if content.get("format") != FORMAT:
-        raise ValueError(f"it is not of format {FORMAT}")
-    if tasks and content["task"] not in tasks:
-        raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
-    return content
 
 
 class Loaded(NamedTuple):
@@ -138,26 +134,17 @@ class Loaded(NamedTuple):
         return self.encoder or self.model
 
 
-def load_model(path, heads=None, tasks=None, untrained_seed=None):
-    """Any checkpoint of `tasks` (None: of all), ours or a published one, as `Loaded`. `heads` is K
-    of a published file. With an `untrained_seed` the weights are random. Raises UserError, and
-    ConfigError for a config that no model has."""
+def load_model(path, heads=None, tasks=(), untrained_seed=None):
+    """Any checkpoint of `tasks` (none: of all), ours or a published one, as `Loaded`. `heads` is K
+    of a published file. With an `untrained_seed` the weights are random. Raises UserError."""
+    content = read_checkpoint(path, *tasks, heads=heads)
     with reading(path):
-        content = _read(path)
-        if "format" not in content:
-            content = translated(content, heads)
-        task, state = _checked(content, tasks, path)["task"], content["model"]
-        given, meta = content["model_config"], content["data_meta"]
-    model_class, config_class = TASKS[task]
+        task, state, meta = content["task"], content["model"], content["data_meta"]
+        model_class, config_class = TASKS[task]
+        config = config_class(**content["model_config"])
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
-    known = {field.name for field in fields(config_class)}
-    config = make_config(config_class, **{k: v for k, v in given.items() if k in known})
-    decided = config.family._asdict() | dict(channels=3)      # older files hold these too
-    for name in given.keys() - known:
-        if given[name] != decided.get(name):
-            raise UserError(f"{path} has {name}={given[name]}, which no {config.arch} has here")
     if untrained_seed is not None:
         torch.manual_seed(untrained_seed)
         model = model_class(config)
@@ -165,40 +152,19 @@ def load_model(path, heads=None, tasks=None, untrained_seed=None):
         with torch.device("meta"):      # without memory: it takes the file's tensors
             model = model_class(config)
         state = {name: tensor.to(torch.get_default_dtype()) for name, tensor in state.items()}
-        load_into(model, state, path, assign=True)
+        with reading(path):
+            model.load_state_dict(state, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
     return Loaded(task, model, encoder, meta, content)
 
 
-def load_into(module, state, path, assign=False):
-    """module.load_state_dict(state); a UserError names the first tensor that does not fit."""
-    here, there = ({name: tuple(tensor.shape) for name, tensor in tensors.items()}
-                   for tensors in (module.state_dict(), state))
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            raise UserError(f"{path} does not fit this model: {name} is "
-                            f"{there.get(name, 'missing')} there, {here.get(name, 'missing')} here")
-    module.load_state_dict(state, assign=assign)
-
-
 def load_resized(encoder, loaded, path):
-    """Fills `encoder` from a loaded one, learned positions interpolated to its own image size."""
-    c, theirs, state = encoder.config, loaded.encoder.config, loaded.encoder.state_dict()
-    if c.image_size != theirs.image_size:
-        state["positions"] = encoder.positions.detach()
-        if theirs.positions == "learned":
-            state["positions"] = loaded.encoder.position_table(c.side, c.side).detach()
-    load_into(encoder, state, path)
-
-
-def load_optimizers(optimizers, saved, path):
-    """Fills the state of each parameter. Rates, betas and decays stay those of the flags."""
-    for optimizer, content in zip(optimizers, saved, strict=True):
-        groups = optimizer.state_dict()["param_groups"]
-        if [g["params"] for g in content["param_groups"]] != [g["params"] for g in groups]:
-            raise UserError(f"{path} does not fit this optimizer: it groups parameters otherwise")
-        optimizer.load_state_dict(dict(state=content["state"], param_groups=groups))
+    """Fills `encoder` from a loaded one, the positions interpolated to its own image size."""
+    state, side = loaded.encoder.state_dict(), encoder.config.side
+    state["positions"] = loaded.encoder.position_table(side, side).detach()
+    with reading(path):
+        encoder.load_state_dict(state)
 
 
 # ---- The authors' published files ---------------------------------------------------------------
@@ -231,10 +197,13 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
 )
 
 
+HEADS = {384: 6, 576: 12, 768: 12, 1024: 16}       # K of the authors' models, by width
+
+
 def translated(content, heads=None):
-    """What `load_model` needs of a published file, which is a state dict or holds one.
-    Sizes are read off the tensors, heads off the published sizes: a width that none of these has
-    needs `heads`, except crate-lm's (d / 64). Raises ValueError."""
+    """What `load_model` needs of a published file, which is a state dict or holds one. Sizes are
+    read off the tensors. `heads` leave no trace in them: those of the published widths are known,
+    crate-lm has one for each 64 dimensions, other widths need them. Raises ValueError."""
     for key in ("state_dict", "model"):         # one of them, or none, is around it
         content = content.get(key, content)
     state = {}
@@ -269,17 +238,13 @@ def translated(content, heads=None):
             config |= dict(classes=len(state["head.1.weight"]))
 
     d, atoms = state[dictionaries[0]].shape
-    source = "as given"
     if heads is None:
-        source = "which the file does not hold"
-        if (task, arch, d) == ("vit", "crate", 768):
-            source += ": the authors' emergence demo has this width and needs --heads=6"
-        sizes = sizes_of(TASKS[task][1].kind, arch).values()
-        heads = {size["width"]: size["heads"] for size in sizes}.get(d)
-        heads = d // 64 if task == "gpt" else heads
-    if heads is None:
-        raise ValueError(f"no published {arch} has width {d}: say how many --heads this one has")
-    note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, {source}")
+        heads = d // 64 if task == "gpt" else HEADS.get(d)
+        if heads is None:
+            raise ValueError(f"no published {arch} has width {d}: say how many --heads it has")
+        demo = ": the authors' emergence demo has this width and needs --heads=6"
+        note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, which the file "
+             f"does not hold{demo if (task, arch, d) == ('vit', 'crate', 768) else ''}")
     config |= dict(arch=arch, width=d, heads=heads, layers=layers)
     if atoms > d:
         config["expansion"] = atoms // d

@@ -77,13 +77,9 @@ def classify(model, split, data, config, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
     total = zero_sums(2, processes.device)
-    batch_size = min(batch_size, math.ceil(len(split) / processes.world))
     for batch, labels in batches_of(split, batch_size, config, processes):
-        n = len(labels)
-        if 0 < n < batch_size:      # a full last batch: a compiled model sees one shape
-            batch = torch.cat([batch, batch[:1].expand(batch_size - n, -1, -1, -1)])
         with processes.autocast():
-            logits = model(model_input(batch, data, model.config.image_size))[:n]
+            logits = model(model_input(batch, data, model.config.image_size))
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
         total += torch.stack([loss, right])
@@ -143,8 +139,6 @@ def logistic_regression(x, y, classes, decay):
 def linear_probe(x, y, x_test, y_test, classes, seed=0):
     """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
     decay), the decay chosen on a held-out tenth of the training samples."""
-    if len(x) < 2:
-        raise UserError("a linear probe needs two training images or more: one is held out")
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
     x, x_test = (x - mean) / std, (x_test - mean) / std
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
@@ -207,8 +201,6 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
                 loss = model(x, y) * count
         total += torch.stack([loss, right, count])
     loss, right, n = processes.sum(total).tolist()
-    if n == 0:
-        raise UserError("there is no token to predict: the text is too short, or nothing is masked")
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
 

@@ -59,9 +59,6 @@ def not_one_of(word, words):
 
 
 # ---- Command lines ------------------------------------------------------------------------------
-COMMAND = {}        # the flags of the command that runs, by name: for hints
-
-
 class Parser(argparse.ArgumentParser):
     """Argparse whose errors are one line, and status 2."""
 
@@ -80,9 +77,6 @@ def converter(f, kind, optional):
             return None
         text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
-        too_large = {int: 2 ** 63, float: float("inf")}         # PyTorch's integers end there
-        if kind in too_large and abs(value) >= too_large[kind]:
-            raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):
@@ -96,8 +90,9 @@ def converter(f, kind, optional):
 def add_flag(parser, f, kind, optional, default):
     """One flag of `parser` for the dataclass field f of type `kind`, or None too if `optional`."""
     shown = {None: "auto", MISSING: "needed"}.get(default, default)
+    bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
-        f"--{f.name}", help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
+        f"--{f.name}", **bare, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
         metavar="|".join(f.metadata.get("choices", [kind.__name__])),
         type=converter(f, kind, optional), required=default is MISSING)
 
@@ -105,7 +100,6 @@ def add_flag(parser, f, kind, optional, default):
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     """[PRESET] [--name=value ...] as (config, name of the run's folder). Raises UserError."""
     argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
-    COMMAND.update(flags)
     if presets and argv and not argv[0].startswith("-"):
         name = argv.pop(0)
         if name not in presets:
@@ -119,22 +113,16 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
     for flag, f in flags.items():
         kinds = typing.get_args(hints[flag]) or (hints[flag],)      # (int, NoneType) of int | None
         if kinds[0] is tuple:               # takes the words that are no flags
-            parser.add_argument(flag, nargs="*", help=f.metadata["help"])
+            parser.add_argument(flag, nargs="+" if f.default is MISSING else "*",
+                                help=f.metadata["help"])
         else:
             add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
-    switches = {f"--{flag}" for flag in flags if hints[flag] in (bool, bool | None)}
-    for i, (word, after) in enumerate(zip(argv, [*argv[1:], ""])):      # a bare --name means true
-        if word in switches and after.lower() not in ("true", "false", "auto", "none"):
-            argv[i] = f"{word}=true"
     namespace, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
         hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
-    for flag, value in given.items():
-        if value == [] and hints[flag] is not tuple:        # what argparse makes of --flag=--
-            raise UserError(f"argument --{flag}: expected one argument")
     displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
     config = config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
     if name and preset.get("data") != getattr(config, "data", None):

@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -87,30 +87,24 @@ class Attention(nn.Module, ABC):
         """U_k^* Z for every head, (B, K, n, p)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
-    def products(self, n):
-        """Multiply-adds for n tokens besides those with its matrices, 0 if they are few."""
-        return 0
-
     @abstractmethod
     def map(self, Z):
         """What a picture of the attention to Z (B, n, d) shows, (B, K, n, n) or (B, K, n)."""
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). A cache holds the tokens before Z, and keeps those of Z."""
+        """Z (B, n, d) -> (B, n, d). A cache keeps the tokens of Z; unless it is empty, n is 1."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
-        n, m = q.shape[2], k.shape[2]                   # in generation, q are k's last n tokens
+        n = q.shape[2]
+        causal = self.causal and n == k.shape[2]        # else, in generation, q is k's last token
         dropout = self.dropout if self.training else 0.0
-        causal, mask = self.causal and n == m, None
-        if self.causal and 1 < n < m:
-            mask = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n)
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and mask is None and n <= 512:
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and n <= 512:
             out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale=self.scale)
+            out = F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
 
@@ -138,10 +132,6 @@ class SoftmaxAttention(Attention):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
-
-    def products(self, n):
-        """Scores and averages: 2 n^2 K p."""
-        return 2 * n * n * self.heads * self.p
 
     def shifted_and_rotated(self, q, k, v):
         """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
@@ -665,48 +655,47 @@ class Family(NamedTuple):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-FAMILIES = {
-    "crate": Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None),
-    "alpha": Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
-                    embed_kaiming=True),
-    "vit": Family(),
-    "text": Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False),
-    "text-biases": Family(norm_eps=1e-5, qkv_bias=False, mlp_bias=False)}
+CRATE = Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None)
+ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
+               embed_kaiming=True)
+VIT = Family()
+TEXT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+CRATE_LM = TEXT._replace(norm_bias=True, out_bias=True)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
 class Arch(NamedTuple):
-    """The operators of a layer, and the families of its models."""
+    """The operators of a layer, and what is around them."""
     attention: type
     sparsification: type | None         # None: attention only
-    family: str                         # of image models
+    family: Family                      # of image models
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    text_family: str = "text"           # of language models: nanoGPT's, and ToST's too
+    text_family: Family = TEXT          # of language models: nanoGPT's, and ToST's too
 
 
 ARCHS = {
-    "crate": Arch(MSSA, ISTA, "crate"),                             # [J] Eq. (45)
-    "crate-c": Arch(MSSA, ISTA, "crate", output="subspace"),        # [S]
-    "crate-n": Arch(MSSA, ISTA, "crate", output="negative"),        # [S]
-    "crate-t": Arch(MSSA, ISTA, "crate", output="transpose"),       # [S]
-    "crate-mm": Arch(MSSA, MMProx, "crate"),                        # [N] Eq. (92), Table 3
-    "crate-relu": Arch(MSSA, Threshold, "crate"),                   # an ablation: no dictionary
+    "crate": Arch(MSSA, ISTA, CRATE),                               # [J] Eq. (45)
+    "crate-c": Arch(MSSA, ISTA, CRATE, output="subspace"),          # [S]
+    "crate-n": Arch(MSSA, ISTA, CRATE, output="negative"),          # [S]
+    "crate-t": Arch(MSSA, ISTA, CRATE, output="transpose"),         # [S]
+    "crate-mm": Arch(MSSA, MMProx, CRATE),                          # [N] Eq. (92), Table 3
+    "crate-relu": Arch(MSSA, Threshold, CRATE),                     # an ablation: no dictionary
     # another: CRATE with one of CRATE-alpha's changes, the residual around step 2
-    "crate-residual": Arch(MSSA, ISTA, "crate", residual=True),
-    "crate-alpha": Arch(MSSA, ODL, "alpha", residual=True),         # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, "alpha", text_family="text-biases"),   # Bai and Ma 2025
-    "cbsa": Arch(CBSA, ISTA, "crate"),                              # Wen et al. 2025
+    "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),
+    "crate-alpha": Arch(MSSA, ODL, ALPHA, residual=True),           # [B] Eq. (7.5.3)-(7.5.5)
+    "crate-lm": Arch(MSSA, TiedODL, ALPHA, text_family=CRATE_LM),   # Bai and Ma 2025
+    "cbsa": Arch(CBSA, ISTA, CRATE),                                # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
-    "tost": Arch(TSSA, MLP, "vit", residual=True, layer_scale=1.0),
-    "aot": Arch(MSSA, None, "vit"),                                 # [B] Eq. (7.5.8)
-    "aot-mhsa": Arch(MHSA, None, "vit"),                            # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, "vit", residual=True),           # [B] Eq. (7.2.13)-(7.2.22)
+    "tost": Arch(TSSA, MLP, VIT, residual=True, layer_scale=1.0),
+    "aot": Arch(MSSA, None, VIT),                                   # [B] Eq. (7.5.8)
+    "aot-mhsa": Arch(MHSA, None, VIT),                              # [B] Eq. (7.5.8) with MHSA
+    "transformer": Arch(MHSA, MLP, VIT, residual=True),             # [B] Eq. (7.2.13)-(7.2.22)
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
-    "mssa-mlp": Arch(MSSA, MLP, "vit", residual=True),
-    "mhsa-ista": Arch(MHSA, ISTA, "crate"),
+    "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
+    "mhsa-ista": Arch(MHSA, ISTA, CRATE),
 }
 
 
@@ -717,9 +706,9 @@ def _size(width, heads, layers):
 SMALL, BASE, LARGE = _size(576, 12, 12), _size(768, 12, 12), _size(1024, 16, 24)
 CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
-VIT_DECODER = dict(mask_tokens="after", decoder_layers=8, decoder_heads=16)
+GPT_SIZES = dict(small=_size(512, 8, 12), base=BASE)
 
-# kind -> arch or family -> size -> fields; an arch without a row has its family's, else vit's.
+# kind of model -> arch -> size -> fields. An arch without a row has that of crate or transformer.
 # Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
 # sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
@@ -728,26 +717,16 @@ SIZES = {
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
                      medium=_size(512, 8, 24) | dict(layer_scale=1e-5)),
-        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "vit": VIT_SIZES},
+        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "transformer": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
-        "tost": dict(small=_size(384, 8, 12)),
-        "aot": dict(small=SMALL, base=BASE),
-        "transformer": dict(small=_size(384, 6, 12) | dict(decoder_width=512, **VIT_DECODER),
-                            base=BASE | dict(decoder_width=768, **VIT_DECODER)),
-        "vit": dict(small=_size(384, 6, 12), base=BASE)},
+        "transformer": dict(small=_size(384, 6, 12), base=BASE)},
     "text": {
+        "crate": GPT_SIZES,
         "tost": dict(base=BASE, medium=LARGE, large=_size(1280, 20, 36)),
         "aot": dict(base=LARGE, medium=_size(1280, 20, 36)),
         "aot-mhsa": dict(base=_size(896, 14, 24)),
-        "vit": dict(small=_size(512, 8, 12), base=BASE)}}
-
-
-def sizes_of(kind, arch):
-    """The named sizes of an arch: {name: fields}."""
-    check_word("arch", arch, ARCHS)
-    table = SIZES[kind]
-    return table.get(arch) or table.get(ARCHS[arch].family) or table["vit"]
+        "transformer": GPT_SIZES}}
 
 
 @dataclass(kw_only=True)
@@ -772,7 +751,7 @@ class BackboneConfig:
     @property
     def family(self):
         arch = ARCHS[self.arch]
-        return FAMILIES[arch.text_family if self.kind == "text" else arch.family]
+        return arch.text_family if self.kind == "text" else arch.family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -809,9 +788,6 @@ class ImageConfig(BackboneConfig):
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
-        check_word("pool", self.pool, ("class", "mean"))
-        check_word("positions", self.positions, ("learned", "sincos"))
-        check_word("stem", self.stem, ("norm", "plain"))
         self.side = self.image_size // self.patch_size              # in patches
         self.patches = self.side ** 2
         self.context = 1 + self.patches                             # tokens of an image
@@ -819,37 +795,21 @@ class ImageConfig(BackboneConfig):
 
 @dataclass(kw_only=True)
 class MAEConfig(ImageConfig):
-    """An encoder of `layers` layers and its decoder.  [B] Section 7.6."""
+    """An encoder of `layers` layers and its decoder, of the same width and heads.  [B] 7.6."""
     kind: ClassVar = "mae"
     lambd: float = 0.5                      # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
-    decoder_width: int | None = None        # None: the encoder's; another needs mask_tokens=after
-    decoder_heads: int | None = None
     mask_ratio: float = 0.75
-    mask_tokens: str = "before"             # before the encoder (CRATE-MAE), or after (He et al.)
     stem: str | None = "plain"
     positions: str = "sincos"
     final_norm: bool | None = True
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("layers", "width", "heads"):
-            if getattr(self, f"decoder_{name}") is None:
-                setattr(self, f"decoder_{name}", getattr(self, name))
-        check_word("mask_tokens", self.mask_tokens, ("before", "after"))
-        n, masked, d = self.patches, self.masked_patches(), self.decoder_width
+        self.decoder_layers = self.decoder_layers or self.layers
+        n, masked = self.patches, self.masked_patches()
         if not 1 <= masked < n:
             raise ConfigError(f"mask_ratio={self.mask_ratio} masks {masked} of {n} patches")
-        if self.mask_tokens == "after" and ARCHS[self.arch].attention.needs_grid:
-            raise ConfigError(f"{self.arch} pools all patches: it needs mask_tokens=before")
-        if self.mask_tokens == "before" and d != self.width:
-            raise ConfigError(f"decoder_width={d}, not the encoder's, needs mask_tokens=after")
-
-    def decoder(self):
-        """The decoder's config. With the encoder's width and heads it has its head_dim too."""
-        own = (self.decoder_width, self.decoder_heads) != (self.width, self.heads)
-        return replace(self, layers=self.decoder_layers, width=self.decoder_width,
-                       heads=self.decoder_heads, head_dim=None if own else self.head_dim)
 
     def masked_patches(self):
         """How many are masked. As released, the visible ones are rounded down."""
@@ -880,7 +840,9 @@ class TextConfig(BackboneConfig):
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
-        sizes = sizes_of(cls.kind, arch)
+        check_word("arch", arch, ARCHS)
+        like = "crate" if ARCHS[arch].family is CRATE else "transformer"
+        sizes = SIZES[cls.kind].get(arch, SIZES[cls.kind][like])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)
@@ -975,8 +937,6 @@ class ImageEncoder(Backbone):
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        if H != W and ARCHS[self.config.arch].attention.needs_grid:
-            raise ConfigError(f"{self.config.arch} pools a square grid, not {H} x {W} pixels")
         Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
@@ -1031,25 +991,21 @@ class MaskedAutoencoder(nn.Module):
     """Masks mask_ratio of the patches and learns to reconstruct them.  [B] Eq. (7.6.1)-(7.6.7).
 
     model(x, noise) takes images (B, C, H, W) and uniform noise (B, n) that chooses the patches to
-    mask, and returns the mean squared error on those. mask_tokens="before": a mask token stands for
-    these patches in the encoder ([B] sets them to 0); positions are added once, as released
-    (in [B] Eq. (7.6.6) the unembedding removes them). "after": the encoder sees the others only."""
+    mask, and returns the mean squared error on those. A mask token stands for them in the encoder
+    ([B] sets them to 0; ViT-MAE's encoder sees the other patches only). Positions are added once,
+    as released; in [B] Eq. (7.6.6) the unembedding removes them."""
 
     def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.encoder = ImageEncoder(c)
-        d = c.decoder_width
-        self.mask_token = nn.Parameter(torch.zeros(1, 1, d))
-        if c.mask_tokens == "after":
-            self.decoder_embed = nn.Linear(c.width, d)
-            self.register_buffer("decoder_positions", sincos_positions(d, c.side))
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        arch, decoder = ARCHS[c.arch], c.decoder()
+        arch = ARCHS[c.arch]
         layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
-        self.decoder = nn.Sequential(*(layer(decoder) for _ in range(decoder.layers)))
-        self.decoder_norm = nn.LayerNorm(d, FINAL_EPS)
-        self.predict = nn.Linear(d, 3 * c.patch_size ** 2)
+        self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
+        self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
+        self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)
         init_linears(self, nn.init.xavier_uniform_)
         nn.init.normal_(self.mask_token, std=0.02)
         nn.init.normal_(self.encoder.class_token, std=0.02)
@@ -1061,20 +1017,11 @@ class MaskedAutoencoder(nn.Module):
 
     def predicted(self, x, masked):
         """The prediction for every patch, (B, n, P^2 C), of images with `masked` (B, n) patches."""
-        encoder, c = self.encoder, self.config
-        Z = encoder.embed(patchify(x, c.patch_size))
-        if c.mask_tokens == "before":
-            Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
+        encoder = self.encoder
+        Z = encoder.embed(patchify(x, self.config.patch_size))
+        Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
         Z = torch.cat([encoder.class_token.expand(len(x), -1, -1), Z], 1) + encoder.positions
-        if c.mask_tokens == "before":
-            Z = encoder.norm(encoder.layers(Z))
-        else:
-            order = F.pad(masked.byte(), (1, 0)).argsort(dim=1, stable=True)    # masked tokens last
-            visible = order[:, :c.context - c.masked_patches(), None].expand(-1, -1, c.width)
-            Z = self.decoder_embed(encoder.norm(encoder.layers(Z.gather(1, visible))))
-            filled = self.mask_token.to(Z.dtype).expand(len(x), c.masked_patches(), -1)
-            back = order.argsort(1)[..., None].expand(-1, -1, c.decoder_width)
-            Z = torch.cat([Z, filled], 1).gather(1, back) + self.decoder_positions
+        Z = encoder.norm(encoder.layers(Z))
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def forward(self, x, noise):

@@ -5,7 +5,7 @@ import math
 import torch
 
 from flags import UserError
-from model import MAEConfig, MHSA
+from model import MHSA, SoftmaxAttention
 from processes import is_fast_in_bfloat16
 
 
@@ -37,15 +37,12 @@ def train_flops(model):
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
     causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
     CBSA, the heads of images."""
-    c, seen = model.config, model.config.context
-    if isinstance(c, MAEConfig) and c.mask_tokens == "after":
-        seen -= c.masked_patches()
-    multiply_adds = c.context * model.embed.weight.numel() if c.kind == "text" else 0
-    for n, layers in ((seen, getattr(model, "encoder", model).layers),
-                      (c.context, getattr(model, "decoder", []))):
-        for layer in layers:
-            multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-            multiply_adds += layer.attention.products(n)
+    n = model.config.context
+    multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
+    for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
+        multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+        if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
+            multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
@@ -138,31 +135,31 @@ class Muon(torch.optim.Optimizer):
                 torch._foreach_add_(params, update.unbind(), alpha=-scale)
 
 
-def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=lambda key: 1.0):
+def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None):
     """[Lion], [AdamW], or [Muon for the matrices in the modules `hidden`, AdamW for the rest];
-    scale(key) multiplies the learning rate of the parameter key.
+    scale(key), if given, multiplies the learning rate of the parameter key.
 
     `hidden` are the layers and MLPs. As Jordan advises, embeddings, classifiers and prototypes stay
     AdamW's, and MHSA's Q, K, V count as three matrices. Matrices are decayed; vectors, positions,
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
-    CRATE all). ValueError if Muon gets none."""
+    CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     stacks = {p: len(p) // (m.heads * m.p) for m in model.modules() if isinstance(m, MHSA)
               for p in m.QKV.parameters() if p.ndim == 2 and p in inside}
-    muon, rest = {}, {}             # (decays, scale, parts) -> the parameters of a group
+    groups = {}                 # (with Muon?, decays, scale, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-            own = muon if decays and p in inside else rest
-            own.setdefault((decays, scale(key), stacks.get(p, 1)), []).append(p)
-    muon, rest = ([dict(params=params, weight_decay=weight_decay * decays, decays=decays,
-                        scale=factor, parts=parts)
-                   for (decays, factor, parts), params in sorted(groups.items(), reverse=True)]
-                  for groups in (muon, rest))
+            factor = scale(key) if scale else 1.0
+            group = decays and p in inside, decays, factor, stacks.get(p, 1)
+            groups.setdefault(group, []).append(p)
+    muon, rest = [], []
+    for (with_muon, decays, factor, parts), params in sorted(groups.items(), reverse=True):
+        (muon if with_muon else rest).append(dict(
+            params=params, weight_decay=weight_decay * decays, decays=decays, scale=factor,
+            parts=parts))
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
-    if name == "muon" and not muon:
-        raise ValueError("no matrix of the model is in `hidden`")
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
     return [Muon(muon, lr=lr), adamw] if name == "muon" else [adamw]
 

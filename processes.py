@@ -1,11 +1,8 @@
 """This process among those of torchrun: rank, device, precision, seeds, what it prints, its end."""
-import errno
 import hashlib
 import math
 import os
-import select
 import shutil
-import signal
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from flags import COMMAND, option, UserError
+from flags import option, UserError
 
 
 # ---- Devices ------------------------------------------------------------------------------------
@@ -52,15 +49,13 @@ def device_name(device):
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}     # dense bf16 FLOP/s of the data sheets
 
 
-def wants_compile(config, device):
-    """--compile; auto: on cuda. On a CPU compiling takes 15 to 55 s once; then a step in bfloat16
-    takes 0.7 of its time, but one in float32 as long as before."""
-    wanted = device.type == "cuda" if config.compile is None else config.compile
+def wants_compile(wanted, device):
+    """The value of --compile; auto, None: on cuda. On a CPU compiling takes 15 to 55 s once; then a
+    step in bfloat16 takes 0.7 of its time, but one in float32 as long as before."""
+    wanted = device.type == "cuda" if wanted is None else wanted
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if wanted and device.type == "cpu" and shutil.which(compiler) is None:
         note(f"not compiled, since there is no C++ compiler ({compiler})")
@@ -162,7 +157,6 @@ class Processes:
         if self.world > 1:
             dist.broadcast_object_list(outcome, 0, group=self.control)
         if isinstance(outcome[0], UserError):
-            outcome[0].shared = True
             raise outcome.pop()     # a variable would keep its traceback, and a run's lock
         return outcome[0]
 
@@ -184,43 +178,22 @@ class Processes:
 class RunEnded(Exception):
     """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
     SIGINT or SIGTERM 128 + the signal's number, as in shells."""
-    shared = True
 
     def __init__(self, exit_status, message):
         super().__init__(message)
         self.exit_status = exit_status
 
 
-# How the RuntimeErrors of PyTorch's allocators on a CPU and on mps begin; cuda's have a type
-NO_MEMORY = ("[enforce fail at alloc_cpu.cpp", "Storage size calculation overflowed",
-             "MPS backend out of memory", "Invalid buffer size")
-
-
-def is_out_of_memory(error):
-    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or isinstance(error, RuntimeError) and str(error).startswith(NO_MEMORY)
-            or isinstance(error, OSError) and error.errno == errno.ENOMEM)
-
-
-def nobody_reads_stdout():
-    """Whether stdout is a pipe whose other end is closed; poll reports that unasked."""
-    stdout = select.poll()
-    stdout.register(sys.stdout.fileno(), 0)
-    return bool(stdout.poll(0))
-
-
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
-    if hasattr(error, "exit_status"):
+    if hasattr(error, "exit_status"):           # UserError, ConfigError, RunEnded
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
-    if isinstance(error, BrokenPipeError) and nobody_reads_stdout():
-        return 0, ""                # `... | head`: the reader has what it wanted
-    if is_out_of_memory(error):
-        smaller = [f"--{name}" for name in ("micro_batch", "batch_size", "samples", "context")
-                   if name in COMMAND]
-        return 2, f"this does not fit in memory: try a smaller {', '.join(smaller) or 'model'}"
+    if isinstance(error, BrokenPipeError):
+        return 141, ""                          # SIGPIPE in shells: `... | head` has what it wanted
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return 2, "this does not fit in memory: try a smaller batch (--micro_batch) or model"
     if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
         return 2, str(error)
 
@@ -228,35 +201,27 @@ def ending(error):
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
     sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
-    status, returned = 0, False
+    status = 0
     try:
         main(sys.argv[1:])
-        returned = True
         sys.stdout.flush()                              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
         if ending(error) is None:
             raise
         status, line = ending(error)
-        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
-        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        # what has an exit status is the same in every process, and rank 0 reports it
+        alone = dist.is_initialized() and not hasattr(error, "exit_status")
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
-    flush_or_mute()
+    try:
+        sys.stdout.flush()
+    except OSError:                 # dropped, or Python would try to write it once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_initialized():
-        if returned:
+        if status == 0:
             dist.barrier()          # gloo aborts a process whose peers have left before it
         dist.destroy_process_group()
         os._exit(status)            # skips gloo's destructors, which crash now and then
     sys.exit(status)
-
-
-def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

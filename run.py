@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import shlex
 import signal
 import sys
 import time
@@ -15,10 +14,10 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import load_into, load_optimizers, newest_whole, read_checkpoint, write_checkpoint
-from flags import CACHE, DataFlags, option, ROOT, UserError
+from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
+from flags import DataFlags, option, ROOT, UserError
 from optim import train_flops
-from processes import flush_or_mute, PrecisionFlags, RunEnded
+from processes import PrecisionFlags, RunEnded
 
 
 @dataclass(kw_only=True)
@@ -63,27 +62,24 @@ class Run:
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c = self.config
-        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.dir / ".lock", "a+")
+            self._lock = open(self.dir / ".lock", "w")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun has restarted this very run if .lock names the same launch
-        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
+        restarted = self.processes.restarts > 0         # by torchrun, after one process has died
         resuming = saved and (c.resume or restarted)
         files = {path.name for path in self.dir.iterdir()} - {".lock"}
         if files and not (resuming or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
         if not resuming:
-            for name in ("ckpt*.pt", "best.pt", "metrics.jsonl", "step*.png"):
+            for name in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(name):
                     path.unlink()
-        (self.dir / ".lock").write_text(launch)
         return resuming
 
     def resume(self, model, optimizers, data_meta, extra=None):
@@ -96,30 +92,30 @@ class Run:
         if not self.resuming:
             return None
         path = self.processes.main_only(partial(newest_whole, self.dir, self.task))
-        try:
-            content = read_checkpoint(path, self.task)
-        except UserError as error:
-            raise UserError(f"{error}; --out_dir must be one folder for all processes") from None
+        content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(self.model_config)
-        fixed = ("optimizer", "data", "once", "val", "train_images", "batch_size", "seed")
+        fixed = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once",
+                 "val", "train_images", "batch_size", "seed")
         for name in (*fixed, *asdict(self.model_config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
-        version = content["data_meta"].get("version")               # older ones have none
-        if version and version != data_meta.get("version"):
+        before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
+        if before != now:
             raise UserError(f"cannot resume {self.dir}: {data_meta['name']} was prepared anew: it "
-                            f"had {version}, it has {data_meta.get('version')}")
-        load_into(model, content["model"], self.dir)
-        load_optimizers(optimizers, content["optimizer"], self.dir)
+                            f"had {before}, it has {now}")
+        with reading(path):
+            model.load_state_dict(content["model"])
+            for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
+                optimizer.load_state_dict(state)
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, text, eval_every, cost=1.0):
+    def steps(self, total, text, eval_every):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained. For MFU, a sample costs `cost` training passes."""
-        self._begin(total, text, eval_every, cost)
+        checkpoint. `text` says what is trained."""
+        self._begin(total, text, eval_every)
         while self.step < total:
             self.step_began = time.perf_counter()
             yield self.step
@@ -133,7 +129,7 @@ class Run:
                 self.close()
                 raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
-    def _begin(self, total, text, eval_every, cost):
+    def _begin(self, total, text, eval_every):
         """Opens the files, takes the signals, starts the clock and the bar."""
         self.total, self.start = total, self.step
         self.eval_every = self.config.eval_every or eval_every
@@ -142,9 +138,10 @@ class Run:
         self.per_step = self.config.batch_size
         if self.task == "gpt":
             self.per_step *= self.model_config.context
-        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown
-        flops = cost * train_flops(self.model) * self.config.batch_size / self.per_step
-        self.mfu_per_speed = flops / self.processes.peak_flops()
+        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown. It
+        # is not counted for SimDINO, whose views have two sizes
+        flops = 0 if self.task == "simdino" else train_flops(self.model) * self.config.batch_size
+        self.mfu_per_speed = flops / self.per_step / self.processes.peak_flops()
         self.processes.main_only(self._start_files)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
@@ -156,12 +153,12 @@ class Run:
 
     def _start_files(self):
         """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
-        lines = read_metrics(self.dir)
+        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
+        lines = read_metrics(self.dir) if path.exists() else []
         if self.step >= self.total and lines and "event" in lines[-1]:
             return
         kept = [line for line in lines if line["step"] <= self.step and "event" not in line]
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
-        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         tmp.write_text("".join(json.dumps(line) + "\n" for line in kept))
         os.replace(tmp, path)
         self.metrics = open(path, "a", buffering=1)
@@ -169,16 +166,16 @@ class Run:
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
         but not with several processes, to which torchrun sends every signal again."""
-        if self.received and number == signal.SIGINT and self.processes.world == 1:
-            self.say("stopped at once, nothing saved since the last checkpoint")
-            raise KeyboardInterrupt
         if not self.received:
             self.received = number
             self.say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and self.processes.world == 1:
+            raise KeyboardInterrupt
 
-    def log(self, loss, lr, values=lambda: {}):
+    def log(self, loss, lr, numbers=None):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
-        stay on the device until then, and values(). Returns whether an evaluation is due."""
+        stay on the device until then, and numbers(), if given. Returns whether an evaluation is
+        due."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update(1)
@@ -192,11 +189,11 @@ class Run:
         else:
             self.seconds.append(time.perf_counter() - self.step_began)
         if write:
-            self._write_line(sum(losses) / len(losses), lr, values())
+            self._write_line(sum(losses) / len(losses), lr, numbers() if numbers else {})
             self.losses, self.seconds = [], []
         return due
 
-    def _write_line(self, loss, lr, values):
+    def _write_line(self, loss, lr, numbers):
         line = dict(step=self.step, split="train", loss=loss, lr=lr)
         text = f"loss {loss:.4f}"
         if self.seconds:
@@ -207,12 +204,10 @@ class Run:
             if mfu := speed * self.mfu_per_speed:
                 line["mfu"] = mfu
                 text += f", mfu {mfu:.1%}"
-        self.write(line | values)
+        self.write(line | numbers)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            done = (self.step - self.start) / (self.total - self.start)
-            left = (time.perf_counter() - self.began) * (1 / done - 1)
-            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
+            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}")
 
     def _finite_losses(self):
         """The losses since the last line, means over processes. RunEnded if one is not finite."""
@@ -235,8 +230,7 @@ class Run:
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        lowest = math.inf if self.best is None else self.best
-        best = chosen_by is not None and chosen_by < lowest         # a NaN never is
+        best = chosen_by is not None and (self.best is None or chosen_by < self.best)
         if best:
             self.best = chosen_by
         self.save(best)
@@ -265,7 +259,7 @@ class Run:
         if self.is_main:
             with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
-                flush_or_mute()
+                sys.stdout.flush()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
@@ -275,7 +269,7 @@ class Run:
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
-        commands to try next: {data} in them becomes --data_dir, if it was given."""
+        commands to try next, with the folder in place of {dir}."""
         seconds = time.perf_counter() - self.began
         speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
         line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
@@ -283,11 +277,8 @@ class Run:
         self.write(line)
         text = f", {speed:,.0f} {self.unit}/s" if speed else ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
-        folder, data_dir = (shlex.quote(str(path)) for path in (self.dir, self.config.data_dir))
-        data = "" if self.config.data_dir == str(CACHE) else f" --data_dir={data_dir}"
         for command in ("python analyze.py curves {dir}", *then):
-            self.say("  " + command.format(dir=folder, ckpt=f"{folder}/ckpt.pt",
-                                           best=f"{folder}/best.pt", data=data))
+            self.say("  " + command.format(dir=self.dir))
         self.close()
         return line
 
@@ -303,10 +294,9 @@ class Run:
 
 
 def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
-    path, lines = Path(folder) / "metrics.jsonl", []
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for line in text.splitlines():
+    """The lines of a run's metrics.jsonl, except one that a kill has torn."""
+    lines = []
+    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    return lines

@@ -131,7 +131,7 @@ def main(argv):
     run = Run(c, "gpt", name, processes)
     run.resume(model, optimizers, data.meta())
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         model.compile()
 
     what = (f"{model.config.arch}, {count(model, without=('positions',)):,} parameters without "
@@ -179,8 +179,8 @@ def main(argv):
             if c.sample and not masked and run.is_main and scores["loss"] < float("inf"):
                 scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
-    sample = [] if masked else ["python sample.py --ckpt={best} --prompt='The '"]
-    return run.done("python evaluate.py lm --ckpt={best}{data}", *sample)
+    sample = [] if masked else ["python sample.py --ckpt={dir}/best.pt --prompt='The '"]
+    return run.done("python evaluate.py lm --ckpt={dir}/best.pt", *sample)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""Masked autoencoding with CRATE-MAE; ViT-MAE is --arch=transformer --mask_tokens=after.
+"""Masked autoencoding with CRATE-MAE, or with another arch in its place.
 
     python train_mae.py shapes                                   drawn images, two CPU cores
-    python train_mae.py cifar10 --arch=transformer --width=96    any preset, any flag
+    python train_mae.py cifar10-small --arch=transformer         any preset, any flag
     torchrun --standalone --nproc_per_node=8 train_mae.py        ImageNet, the setting of [B] 7.6
 
 [B] 7.6: mask three quarters of the patches, encode with CRATE layers, decode with layers that
-reverse CRATE's, and compare the masked patches with their pixels. Each evaluation writes a PNG:
-input, masked, reconstruction, and both combined."""
+reverse CRATE's, and compare the masked patches with their pixels."""
 from dataclasses import dataclass
 
 import torch
 
-import figures
 from data import augment, images
 from evaluate import model_input, validation_noise
 from flags import model_fields, ModelFlags, option, parse
@@ -23,16 +21,12 @@ from run import Run, RunFlags
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """--width, --heads and --layers are those of the encoder."""
+    """--layers are those of the encoder."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
-    decoder_width: int | None = option(None, "d of the decoder; auto is the encoder's", low=1)
-    decoder_heads: int | None = option(None, "K of the decoder; auto is the encoder's", low=1)
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
-    mask_tokens: str | None = option(None, "where they enter; auto: before the encoder",
-                                     choices=("before", "after"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)
@@ -47,7 +41,7 @@ class Config(RunFlags, ModelFlags):
 
 
 PRESETS = {
-    "imagenet": dict(       # [B] 7.6; ViT-MAE (--arch=transformer): --lr=2.4e-3 --weight_decay=0.05
+    "imagenet": dict(       # [B] 7.6
         data="imagenet", image_size=224, size="base", weight_decay=0.1, batch_size=4096,
         lr=4.8e-4,          # [B]'s 3e-5 as MAE's base rate: x batch_size / 256
         micro_batch=256,    # two a step on each of 8 GPUs
@@ -103,15 +97,6 @@ def validate(model, val, data, c, processes, batch_size=256):
     return dict(loss=loss / n, n=int(n))
 
 
-def write_reconstructions(model, val, data, c, run):
-    """A PNG of the first validation images; their noise is that of `validate`."""
-    pixels, _ = val.batch(torch.arange(min(8, len(val))))
-    x = model_input(pixels, data, c.image_size)
-    noise = validation_noise(model, 0, len(x), x.device)
-    pictures, titles = figures.reconstructions(model, x, noise, data.mean, data.std)
-    figures.write_sheet(run.dir / f"step{run.step}.png", pictures, titles)
-
-
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
@@ -138,7 +123,7 @@ def main(argv):
     run.resume(model, optimizers, data.meta())
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         model.compile()
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -167,11 +152,9 @@ def main(argv):
 
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
-            if run.is_main:
-                write_reconstructions(model, val, data, c, run)
             run.record(validate(model, val, data, c, processes))
-    return run.done("python evaluate.py linear --ckpt={ckpt}{data}",
-                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
+    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Self-supervised learning with SimDINO, and with the DINO that it simplifies.
 
     python train_simdino.py shapes                               drawn images, two CPU cores
-    python train_simdino.py cifar10 --arch=transformer --width=192   any preset, any flag
+    python train_simdino.py cifar10-small --method=dino          any preset, any flag
     torchrun --standalone --nproc_per_node=8 train_simdino.py    ImageNet, the setting of [B] 7.2
 
 [B] 7.2: a student sees two large and several small views of an image, a teacher (the student's
@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import checkpoint
 from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse, UserError
@@ -38,8 +37,6 @@ class Config(RunFlags, ModelFlags):
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))
     eps: float = option(0.05 ** 0.5, "distortion of the coding rate; the published run's", low=1e-6)
     gamma: float | None = option(None, "the rate's weight; auto 1 / output + 1 / batch_size", low=0)
-    rate_of: str = option("student", "the features in the rate: the student's ([B]), or the mean "
-                          "with the teacher's (released)", choices=("student", "mean"))
     hidden: int = option(2048, "width of the projector", low=1)
     output: int = option(256, "p, the projector's output", low=2)
     momentum: float = option(0.996, "of the teacher's average; a cosine up to 1", low=0, high=1)
@@ -64,21 +61,18 @@ PRESETS = {
     "imagenet": dict(       # [B] 7.2, areas from the released code; CRATE is --arch=crate
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,        # its lr is 5e-4 x batch_size / 256
-        # as released, like gamma. The gradient through the mean is about half of the student's own,
-        # so gamma weighs about double in the presets below, which follow [B] Eq. (7.2.34)
-        rate_of="mean",
         eval_every=6255),   # five epochs
     "cifar10": dict(        # width, lr and length are our choice
-        data="cifar10", width=384, heads=6, layers=12,
-        patch_size=4,       # 65 tokens a global view, 17 a local one
-        blur=0.0,           # a deviation of 2 px leaves little of 32 px
+        data="cifar10", width=384, heads=6, layers=12, patch_size=4, blur=0.0,
         momentum=0.99,      # 13 times fewer steps than ImageNet's run: the teacher follows faster
         batch_size=512, hidden=1024, prototypes=4096, warmup_temp_epochs=10, local_area=0.1,
         eval_every=485),    # five epochs
     "cifar10-small": dict(  # a quarter of an hour on one CPU core
-        data="cifar10", width=128, heads=4, layers=4, patch_size=4, blur=0.0,
+        data="cifar10", width=128, heads=4, layers=4, patch_size=4,
+        blur=0.0,           # a deviation of 2 px leaves little of 32 px
         optimizer="muon", lr=1e-3,      # 20-NN 36.2 %; AdamW with lr=5e-4 33.9
-        momentum=0.98, epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
+        momentum=0.98,      # fewer steps than ImageNet's run: the teacher follows faster
+        epochs=2, warmup_epochs=0.5, batch_size=128, hidden=256, output=128,
         drop_path=0.0, local_area=0.1, prototypes=1024, teacher_temp=0.04),
     "shapes": dict(
         data="shapes", width=64, heads=4, layers=3, patch_size=4, blur=0.0, lr=1.5625e-3,
@@ -244,12 +238,12 @@ def main(argv):
     run = Run(c, "simdino", name, processes)
     extra = dict(student=student.state_dict(), center=center)
     if resumed := run.resume(teacher, optimizers, data.meta(), extra):
-        checkpoint.load_into(student, resumed["extra"]["student"], run.dir)
+        student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(student)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
 
@@ -258,13 +252,7 @@ def main(argv):
     what = (f"{c.method}, {student.config.arch}, {count(student.encoder):,} of {count(student):,} "
             f"parameters in the encoder, {c.data} of {data.image_size} px, 2 views of "
             f"{c.image_size} px and {c.local_views} of {c.local_size}, batches of {c.batch_size}")
-    # in training steps on one global view: the student's two and its local ones, and two forward
-    # passes of the teacher, each about a third of a step
-    cost = 2 + c.local_views * (c.local_size / c.image_size) ** 2 + 2 / 3
-    for step in run.steps(total, what, eval_every=epoch, cost=cost):
-        if step == 0:                       # what a score is to be compared with
-            untrained = score_neighbours(teacher, train, val, data, c, processes)
-            run.say(f"before training: {untrained}")
+    for step in run.steps(total, what, eval_every=epoch):
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -281,8 +269,8 @@ def main(argv):
         # loss and backward
         if c.method == "simdino":
             distance = squared_distance(s, t)
-            Z = s[:2] if c.rate_of == "student" else (s[:2] + t) / 2
-            loss = distance - gamma * global_coding_rate(Z, c.eps, processes)
+            # of the student's features, as in [B]; released, of their mean with the teacher's
+            loss = distance - gamma * global_coding_rate(s[:2], c.eps, processes)
         else:
             loss = dino_loss(s_logits, t_logits, center, temperature[step])
             mean = processes.sum(t_logits.float().mean((0, 1))) / processes.world
@@ -302,8 +290,8 @@ def main(argv):
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         if run.log(loss, lr[step], numbers):
             run.record(score_neighbours(teacher, train, val, data, c, processes))
-    return run.done("python evaluate.py knn --ckpt={ckpt}{data}",
-                    "python analyze.py saliency --ckpt={ckpt}{data}")
+    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",
+                    "python analyze.py saliency --ckpt={dir}/ckpt.pt")
 
 
 if __name__ == "__main__":

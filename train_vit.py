@@ -18,7 +18,7 @@ from evaluate import classify, images_for, pooling
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
-from processes import cli, derive_seed, Processes, wants_compile
+from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
 
@@ -52,7 +52,7 @@ class Config(RunFlags, ModelFlags):
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's only term with a gradient", low=0)
-    srr_layers: str = option("all", "where: all, random (another each step), or a layer's number")
+    srr_layers: int | None = option(None, "the layer, from 1, that has it; auto: all", low=1)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
                        "and aspect; none", choices=("pad", "resized", "none"))
@@ -150,18 +150,17 @@ def lr_scale(name, L, decay):
 
 
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
-def srr_loss(model, x, which, seed, eps=0.5):
-    """The mean of R^c(Z^{l+1} | U^l) over all layers l, or of one, drawn from seed or numbered.
+def srr_loss(model, x, layer=None, eps=0.5):
+    """R^c(Z^{l+1} | U^l) of layer l, counted from 1, or the mean over all layers.
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     layers = model.encoder.layers
-    L = len(layers)
-    chosen = range(L) if which == "all" else [seed % L if which == "random" else int(which) - 1]
+    chosen = [layer - 1] if layer else range(len(layers))
     with torch.no_grad():       # a second pass, so that the first is what it is without SRR
         Z = [model.encoder.tokens(x)]
-        for layer in layers[:max(chosen) + 1]:
-            Z.append(layer(Z[-1]))
+        for l in range(max(chosen) + 1):
+            Z.append(layers[l](Z[-1]))
     rates = [subspace_coding_rate(Z[l + 1], layers[l].attention.bases(), eps) for l in chosen]
     return torch.stack(rates).mean()
 
@@ -181,16 +180,15 @@ def main(argv):
     else:
         loaded = checkpoint.load_model(c.init_from, c.heads, ("vit", "mae", "simdino"))
         data = images_for(c.data, loaded.meta, c.data_dir)
-    if c.crop == "pad" and data.image_size > c.image_size and processes.rank == 0:
-        print(f"note: the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
-    kept = max(len(data.train_labels) - c.val, 0)           # the first are trained on
-    n = c.train_images or kept
-    if not 0 < n <= kept:
-        raise UserError(f"--val={c.val} leaves {kept} of {c.data}: --train_images={n} does not fit")
-    train_arrays = data.train_images[:n], data.train_labels[:n]
-    val_arrays = data.val_images, data.val_labels
+    if c.crop == "pad" and data.image_size > c.image_size:
+        note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
+    kept = len(data.train_labels) - c.val                   # the first are trained on
+    if kept < 1:
+        raise UserError(f"--val={c.val} leaves no image of {c.data} to train on")
     if c.val:
-        val_arrays = data.train_images[kept:], data.train_labels[kept:]
+        data.val_images, data.val_labels = data.train_images[kept:], data.train_labels[kept:]
+    n = min(c.train_images or kept, kept)
+    data.train_images, data.train_labels = data.train_images[:n], data.train_labels[:n]
     epoch = steps_per_epoch(n, c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
@@ -201,8 +199,8 @@ def main(argv):
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        if c.srr_layers not in ("all", "random", *map(str, range(1, L + 1))):
-            raise UserError(f"--srr_layers={c.srr_layers}: all, random, or a number from 1 to {L}")
+        if c.srr_layers and c.srr_layers > L:
+            raise UserError(f"--srr_layers={c.srr_layers}: the layers are 1 to {L}")
 
     # ---- optimizer
     scale = partial(lr_scale, L=L, decay=c.layer_decay)
@@ -213,9 +211,9 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.resume(model, optimizers, data.meta())
-    train, val = images.Images(*train_arrays, device), images.Images(*val_arrays, device)
+    train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
-    if wants_compile(c, device):
+    if wants_compile(c.compile, device):
         model.compile()
     index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
     batches = train.batches(index, c.workers)
@@ -240,8 +238,7 @@ def main(argv):
                 micro_loss = F.cross_entropy(ddp(micro_x), micro_labels,
                                              label_smoothing=c.label_smoothing)
                 if c.srr_weight:
-                    seed = derive_seed(c.seed, step, "srr")
-                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers, seed)
+                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers)
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()
@@ -251,8 +248,8 @@ def main(argv):
         # log, and evaluate if that is due
         if run.log(loss, schedule[step]):
             run.record(classify(model, val, data, c, processes))
-    return run.done("python analyze.py layers --ckpt={ckpt} --untrained{data}",
-                    "python analyze.py predict --ckpt={ckpt} PICTURE ...")
+    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
 
 
 if __name__ == "__main__":

@@ -64,11 +64,10 @@ def bpe(monkeypatch):
 
 
 @pytest.fixture
-def train(cache, text_cache, tmp_path, monkeypatch):
+def train(cache, text_cache, tmp_path):
     """train(module, name, *flags): a tiny run of a training script in this process, into
-    tmp_path/name, without its pictures; returns its last line of metrics."""
+    tmp_path/name; returns its last line of metrics."""
     from helpers import FLAGS
-    monkeypatch.setattr("figures.write_sheet", lambda *picture: None)
 
     def run(module, name, *flags):
         data_dir = text_cache if module.__name__ == "train_gpt" else cache

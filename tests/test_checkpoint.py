@@ -1,13 +1,11 @@
 """Checkpoint files, and loading models of every task.
 
 Damage is in test_survive.py, runs in test_run.py."""
-import re
 from argparse import Namespace
 from dataclasses import asdict
 
 import pytest
 import torch
-from conftest import ROOT
 from helpers import same
 from test_image_model import patches_literally
 from test_model import assert_near, float64  # noqa: F401 (a fixture)
@@ -63,9 +61,9 @@ def config(**fields):
 
 
 REFUSED = {"KeyError: 'task'": dict(a=1), "task gpt, not vit": content("gpt"),
-           r"\(40, 16\) here": config(heads=5), "32768": config(width=2 ** 15),  # without memory
-           "layers.0.scale1 is missing there": config(layer_scale=7),
-           "qkv_bias=True, which no crate has": config(qkv_bias=True)}      # an older file's field
+           r"\[40, 16\]": config(heads=5), "32768": config(width=2 ** 15),  # without memory
+           "Missing key.*layers.0.scale1": config(layer_scale=7),
+           "argument .qkv_bias": config(qkv_bias=True)}      # an older file's field
 
 
 @pytest.mark.parametrize("says", REFUSED)
@@ -73,9 +71,8 @@ def test_other_files_are_refused(tmp_path, says):
     checkpoint.write_checkpoint(tmp_path / "x.pt", REFUSED[says])
     with pytest.raises(UserError, match=f"x.pt.*{says}"):
         load_model(tmp_path / "x.pt", tasks=("vit",))
-    for path, reason in (("/dev/zero", "not a file"), ("nowhere.pt", "No such file")):
-        with pytest.raises(UserError, match=f"{path}.*{reason}"):
-            load_model(path)
+    with pytest.raises(UserError, match="nowhere.pt.*No such file"):
+        load_model("nowhere.pt")
 
 
 def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
@@ -87,9 +84,10 @@ def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", checkpoint.TASKS)
 def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
-    """By the recipe of records/README.md, pretrained:NAME is the model with its weights rounded to
+    """By the recipe in data/pretrained, pretrained:NAME is the model, its weights rounded to
     float16, and no more than it needs: no projector, no folder of the machine that trained."""
-    recipe = (ROOT / "records/README.md").read_text().split("```python\n")[1].split("```")[0]
+    readme = (checkpoint.PRETRAINED / "README.md").read_text()
+    recipe = readme.split("```python\n")[1].split("```")[0]
     monkeypatch.setattr(checkpoint, "PRETRAINED", tmp_path / "data/pretrained")
     monkeypatch.chdir(tmp_path)
     for folder in ("out/gpt-pydoc", "data/pretrained"):
@@ -110,16 +108,6 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     assert not any("projector" in name for name in mine.content["model"])
     assert mine.content["run_config"] == dict(seed=7)
     pytest.raises(UserError, load_model, "pretrained:../mine")
-
-
-def test_hyperparameters_are_the_flags():
-    """And an optimizer's state is that of the same parameters."""
-    fresh, used = (torch.optim.SGD(make("vit").parameters(), lr) for lr in (1e-3, 2e-3))
-    saved = used.state_dict()
-    checkpoint.load_optimizers([fresh], [saved], "a.pt")
-    assert fresh.param_groups[0]["lr"] == 1e-3
-    saved["param_groups"][0]["params"].pop()
-    pytest.raises(UserError, checkpoint.load_optimizers, [fresh], [saved], "a.pt")
 
 
 # ---- Published files, of random tensors, against the authors' networks written once more
@@ -228,17 +216,6 @@ def test_published_files_open_as_the_authors_networks(kind, tmp_path):
         load(tensors)
 
 
-@pytest.mark.parametrize("d, heads, said", [
-    (384, 6, "K = 6 heads, which the file does not hold"), (576, 12, "K = 12"),
-    (1024, 16, "K = 16"),
-    (768, 12, "K = 12 heads, which .* demo has this width and needs --heads=6")])
-def test_what_is_opened_is_said(d, heads, said, tmp_path, capsys):
-    torch.save(official("crate", d=d), tmp_path / "a.pth")
-    assert load_model(tmp_path / "a.pth").model.config.heads == heads
-    said = f"note: read as crate of width {d}, 2 layers and {said}"
-    assert re.search(said, capsys.readouterr().err)
-
-
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
 @torch.no_grad()
 def test_crate_lm(prefix, tmp_path):
@@ -256,8 +233,8 @@ def test_crate_lm(prefix, tmp_path):
     t["lm_head.weight"] = t["transformer.wte.weight"]
     path = tmp_path / "ckpt.pt"
     torch.save(dict(model={prefix + name: x for name, x in t.items()}, args=Namespace(lr=1)), path)
-    loaded = load_model(path, tasks=("gpt",))
-    assert loaded.model.config.heads == 2 and loaded.meta["tokenizer"]["kind"] == "gpt2"
+    loaded = load_model(path, 2, ("gpt",))
+    assert loaded.meta["tokenizer"]["kind"] == "gpt2"
 
     def norm(Z, name):
         return F.layer_norm(Z, (d,), t[f"{name}.weight"], t[f"{name}.bias"])
@@ -276,4 +253,4 @@ def test_crate_lm(prefix, tmp_path):
     assert_near(loaded.model(ids), norm(Z, "transformer.ln_f") @ t["lm_head.weight"].T)
     for wrong in ("lm_head.weight", "transformer.h.0.attn.c_attn.bias"):    # untied, a query's bias
         torch.save(t | {wrong: torch.ones(V, d)}, path)
-        pytest.raises(UserError, load_model, path)
+        pytest.raises(UserError, load_model, path, 2)

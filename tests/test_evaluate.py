@@ -79,7 +79,8 @@ def test_accuracy_and_probes(train, tmp_path, run, cache):
     result = run("accuracy", "--batch_size=30")
     assert result["n"] == 100 and result["acc"] == line["acc"]
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-5)
-    trained, fresh = (run("linear", "--features=mean", *more) for more in ([], ["--untrained"]))
+    assert run("linear", "--features=mean")["acc"] > 0.1
+    trained, fresh = (run("knn", *more) for more in ([], ["--untrained"]))
     assert fresh["acc"] != trained["acc"] and fresh["encoder"] == "random"
     pixels = ["knn", "--features=pixels", "--data=shapes", f"--data_dir={cache}"]
     assert evaluate.main(pixels)["encoder"] is None

@@ -15,8 +15,8 @@ PROCESSES = Processes("cpu")
 CONFIG = SimpleNamespace(workers=0, image_size=32)
 # With the tolerance: Python's manual and the drawing of shapes differ a little by versions
 SCORES = {"shapes-crate": (96.8, 0.3), "shapes-class": (95.4, 0.3), "shapes-mae": (0.232, 0.002),
-          "shapes-simdino": (15.6, 0.5), "pydoc-crate": (1.135, 0.1),
-          "pydoc-crate-alpha": (1.121, 0.1), "pydoc-transformer": (1.124, 0.1)}
+          "shapes-simdino": (15.6, 0.5), "pydoc-crate": (1.341, 0.1),
+          "pydoc-crate-alpha": (1.317, 0.1), "pydoc-transformer": (1.323, 0.1)}
 CIFAR10 = ["cifar10-crate", "cifar10-transformer"]
 
 
@@ -39,12 +39,14 @@ def drawn():
 
 @pytest.mark.parametrize("name", SCORES)
 def test_scores(name, text_cache, drawn):
-    """Accuracy in %, loss of the autoencoder, nats of text. simdino's neighbours are sought among
-    1,000 pictures here (among the 10,000 of the set it has 22.3 %)."""
+    """Accuracy in %, loss of the autoencoder, nats of the first 100 windows of text (of all they
+    have 1.135, 1.121 and 1.102). simdino's neighbours are sought among 1,000 pictures here (among
+    the 10,000 of the set it has 22.3 %)."""
     loaded = checkpoint.load_model(f"pretrained:{name}")
     model, task, (train, val) = loaded.model, loaded.task, drawn
     if task == "gpt":
-        found = language_scores(model, text.load("pydoc", text_cache).val, PROCESSES, 32)["loss"]
+        part = text.load("pydoc", text_cache).val[:12_801]         # 100 windows
+        found = language_scores(model, part, PROCESSES, 50)["loss"]
     else:
         data = images.ImageData(**loaded.meta)
     if task == "vit":

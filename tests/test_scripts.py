@@ -71,8 +71,7 @@ RESUMED = {
     "vit-lion": (train_vit, *KEEP_ALL),
     "vit-adamw": (train_vit, "--eval_every=3", "--optimizer=adamw", "--lr=1e-3"),
     "vit-muon": (train_vit, "--optimizer=muon", "--lr=5e-3"),
-    "mae-before": (train_mae, "--micro_batch=10"),
-    "mae-after": (train_mae, "--mask_tokens=after"),
+    "mae": (train_mae, "--micro_batch=10"),
     # step 8 has frozen prototypes
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
     "dino": (train_simdino, "--method=dino", "--freeze_epochs=0.5", "--epochs=0.8"),
@@ -133,7 +132,7 @@ MISTAKES = {        # one of each kind, and what the line says
                 "--data=cifar10": "--source DIR",
                 "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
                 "--device=mps": "this machine has none",
-                "--srr_weight=0.1 --srr_layers=0": "from 1 to 2"},
+                "--srr_weight=0.1 --srr_layers=3": "layers are 1 to 2"},
     train_mae: {"--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_size=12": "patch_size=8 does not divide local_size=12"},
     train_gpt: {"--context=50000": "too few for --context=50000",
@@ -157,7 +156,7 @@ def test_any_mistake_is_one_line(train, monkeypatch, capsys, script, line, says)
     assert all(line.endswith(" ...") for line in doing)         # what it was about to do
 
 
-OTHER = {train_vit: ("--val=9", "val=0, the flags say 9"),
+OTHER = {train_vit: ("--train_images=300", "train_images=None, the flags say 300"),
          train_mae: ("--layers=1", "layers=2, the flags say 1"),
          train_simdino: ("--method=dino", "prototypes"),
          train_gpt: ("--objective=masked", "vocab_size=97, the flags say 98")}

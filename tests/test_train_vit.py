@@ -26,7 +26,7 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     c.lambd = 0.7                                               # a flag that is given counts
     assert train_vit.build_model(c, 5, start).encoder.layers[0].sparsification.lambd == 0.7
     c.layers = 3
-    with pytest.raises(UserError, match="layers.2.* is missing there"):
+    with pytest.raises(UserError, match="Missing key.*layers.2"):
         train_vit.build_model(c, 5, start)
 
 
@@ -85,32 +85,27 @@ def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset, ar
 
 
 def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
-    """Its gradient reaches the bases of the chosen layers alone; random ones are drawn evenly."""
+    """Its gradient reaches the bases of the chosen layers alone."""
     fields = dict(width=16, heads=4, layers=3, image_size=32, patch_size=8, classes=10)
     model, x = ImageClassifier(ImageConfig(**fields)), torch.randn(4, 3, 32, 32)
     rates = []
     for trace, layer in zip(model.encoder.trace(x), model.encoder.layers):
         U = layer.attention.U.weight.view(4, 4, 16).mT.double()
         rates.append(subspace_coding_rate(trace.out.double(), U, eps=0.3).mean().item())
-    for which, chosen in {"all": (0, 1, 2), "1": (0,), "3": (2,)}.items():
+    for layer, chosen in {None: (0, 1, 2), 1: (0,), 3: (2,)}.items():
         model.zero_grad()
-        found = train_vit.srr_loss(model, x, which, seed=0, eps=0.3)
+        found = train_vit.srr_loss(model, x, layer, eps=0.3)
         expected = sum(rates[l] for l in chosen) / len(chosen)
         assert found.item() == pytest.approx(expected, rel=1e-5)
         found.backward()
         reached = [name for name, p in model.named_parameters() if p.grad is not None]
         assert reached == [f"encoder.layers.{l}.attention.U.weight" for l in chosen]
-    drawn = [train_vit.srr_loss(model, x, "random", derive_seed(0, step, "srr"), 0.3)
-             for step in range(150)]
-    counts = [sum(found.item() == pytest.approx(rate, rel=1e-5) for found in drawn)
-              for rate in rates]
-    assert sum(counts) == 150 and min(counts) > 30
 
 
 def test_held_out_images_are_not_trained_on(train, tmp_path, cache, monkeypatch):
     """They are the last ones."""
     splits, Images = [], images.Images
-    monkeypatch.setattr(train_vit.images, "Images", lambda x, y, device: (
+    monkeypatch.setattr(images, "Images", lambda x, y, device: (
         splits.append((x, y)) or Images(x, y, device)))
     train(train_vit, "a", "--val=90", "--epochs=0.1")
     data = images.load("shapes", cache=cache)

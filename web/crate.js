@@ -1,4 +1,4 @@
-// CRATE once more, in JavaScript, for page.html: the layers of model.py, in plain loops.
+// CRATE once more, in JavaScript, for both pages: the layers of model.py, in plain loops.
 //
 // A matrix is {rows, cols, at}: one token a row, as in model.py. It has four spare rows, because
 // `multiply` reads past its end. A model is a tree: layers[0].attention.U.weight is a matrix.
@@ -6,11 +6,13 @@
 const matrix = (rows, cols) => ({rows, cols, at: new Float32Array((rows + 4) * cols)});
 const rowsOf = (M, from, n) => ({rows: n - from, cols: M.cols, at: M.at.subarray(from * M.cols)});
 const transposed = M => made(M.cols, M.rows, t => M.at[t % M.rows * M.cols + (t / M.rows | 0)]);
-function stacked(M, more, from) {                               // rows 0 .. from - 1 of M, and more
-  const kept = from * more.cols;
-  return made(from + more.rows, more.cols, t => t < kept ? M.at[t] : more.at[t - kept]);
+function sumOf(list, value = y => y) {
+  let sum = 0;
+  for (let i = 0; i < list.length; i++) sum += value(list[i]);
+  return sum;
 }
-const sumOf = (list, value = y => y) => list.reduce((sum, y) => sum + value(y), 0);
+const show = y => (+(Math.abs(y) < 1e-6 ? 0 : y).toPrecision(3)).toLocaleString("en")
+  .replace("-", "−");
 
 function made(rows, cols, value) {                              // value(place)
   const M = matrix(rows, cols);
@@ -20,7 +22,7 @@ function made(rows, cols, value) {                              // value(place)
 
 // X W^T + b, two rows by four columns at a time: a number that is read serves several sums
 function multiply(X, W, b) {
-  const d = X.cols, x = X.at, w = W.at, sums = new Float64Array(8), out = matrix(X.rows, W.rows);
+  const d = X.cols, x = X.at, w = W.at, out = matrix(X.rows, W.rows);
   for (let i = 0; i < X.rows; i += 2)
     for (let j = 0; j < W.rows; j += 4) {
       let a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
@@ -30,7 +32,7 @@ function multiply(X, W, b) {
         a0 += u * w0; a1 += u * w1; a2 += u * w2; a3 += u * w3;
         b0 += v * w0; b1 += v * w1; b2 += v * w2; b3 += v * w3;
       }
-      sums.set([a0, a1, a2, a3, b0, b1, b2, b3]);
+      const sums = [a0, a1, a2, a3, b0, b1, b2, b3];
       for (let t = 0; t < 8; t++) {
         const row = i + (t >> 2), k = j + t % 4;
         if (k < W.rows) out.at[row * W.rows + k] = sums[t] + (b ? b.at[k] : 0);
@@ -40,30 +42,34 @@ function multiply(X, W, b) {
 }
 
 function normalize(Z, {weight, bias, eps}) {                    // LN
-  const d = Z.cols;
-  const rows = Array.from({length: Z.rows}, (_, i) => Z.at.subarray(i * d, i * d + d));
-  const means = rows.map(row => sumOf(row) / d);
-  const stds = rows.map((row, i) => Math.sqrt(sumOf(row, y => (y - means[i]) ** 2) / d + eps));
-  return made(Z.rows, d, t => (Z.at[t] - means[t / d | 0]) / stds[t / d | 0] * weight.at[t % d] +
-    (bias ? bias.at[t % d] : 0));
+  const d = Z.cols, out = matrix(Z.rows, d);
+  for (let i = 0; i < Z.rows; i++) {
+    const row = Z.at.subarray(i * d, i * d + d), mean = sumOf(row) / d;
+    const std = Math.sqrt(sumOf(row, y => (y - mean) * (y - mean)) / d + eps);
+    for (let j = 0; j < d; j++)
+      out.at[i * d + j] = (row[j] - mean) / std * weight.at[j] + (bias ? bias.at[j] : 0);
+  }
+  return out;
 }
 
 function softmax(row, scale = 1) {                              // in place
   let most = -Infinity, sum = 0;
   for (let j = 0; j < row.length; j++) most = Math.max(most, row[j]);
   for (let j = 0; j < row.length; j++) sum += row[j] = Math.exp(scale * (row[j] - most));
-  return row.map((y, j) => row[j] = y / sum);
+  for (let j = 0; j < row.length; j++) row[j] /= sum;
+  return row;
 }
 
 // stack_k SSA(X | U_k) from w = U^* X, which is query, key and value. With `shift`, keys and values
 // are mixed with the previous token; with `rotary`, queries and keys turn by their positions
-function attention({p, heads, mix, number}, w, from, c, off) {
-  const n = w.rows, width = heads * p, ssa = matrix(n - from, width), A = [];
+function attention({p, heads, mix, number}, w, c, off) {
+  const n = w.rows, width = heads * p, ssa = matrix(n, width), A = [];
   const mixed = first => !mix ? w : made(n, width, t => w.at[t] +
     mix[first + (t % width / p | 0)] * ((w.at[t - width] ?? 0) - w.at[t]));
   const turned = M => {
+    if (!c.rotary) return M;
     const out = made(n, width, t => M.at[t]);
-    for (let i = 0; c.rotary && i < n; i++)
+    for (let i = 0; i < n; i++)
       for (let j = 0; j < width; j += 2) {
         const angle = i * 1e4 ** (-(j % p) / p), t = i * width + j, x = M.at[t], y = M.at[t + 1];
         out.at[t] = x * Math.cos(angle) - y * Math.sin(angle);
@@ -75,14 +81,14 @@ function attention({p, heads, mix, number}, w, from, c, off) {
   for (let k = 0; k < heads; k++) {
     const place = t => (t / p | 0) * width + k * p + t % p;     // of the head's number t in w
     const [Q, K, V] = all.map(({at}) => made(n, p, t => at[place(t)]));
-    const weights = multiply(rowsOf(Q, from, n), K), end = i => c.causal ? from + i + 1 : n;
-    A[k] = Array.from({length: n - from}, (_, i) => {
-      const row = weights.at.subarray(i * n, i * n + n);
-      softmax(row.subarray(0, end(i)), p ** -0.5);
-      return row.fill(0, off.includes(`${number}.${k + 1}`) ? 0 : end(i));
+    const weights = multiply(Q, K), isOff = off.includes(`${number}.${k + 1}`);
+    A[k] = Array.from({length: n}, (_, i) => {
+      const row = weights.at.subarray(i * n, i * n + n), end = c.causal ? i + 1 : n;
+      softmax(row.subarray(0, end), p ** -0.5);
+      return row.fill(0, isOff ? 0 : end);
     });
     const means = multiply(weights, transposed(V)).at;
-    for (let t = 0; t < (n - from) * p; t++) ssa.at[place(t)] = means[t];
+    for (let t = 0; t < n * p; t++) ssa.at[place(t)] = means[t];
   }
   return {A, ssa};
 }
@@ -93,18 +99,16 @@ function step(A, X, {D, Dt}, {eta, lambda}) {
   return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * G[t] - eta * lambda));
 }
 
-// What a layer makes of Z, the tokens from `from` on; `past` is what it made of those before. Knobs
-// are eta, lambda, the heads that are `off`, and an entry of the code to `hold` at a value
-function layer(L, Z, past, from, c, knobs) {
+// What a layer makes of Z. Knobs are eta, lambda, the heads that are `off`, an entry to `hold`
+function layer(L, Z, c, knobs) {
   const [number, entry, value] = knobs.hold, D_hat = L.sparsification?.D_hat;
   const held = M => number !== L.number ? M :
     made(M.rows, M.cols, t => t % M.cols === entry ? value : M.at[t]);
   const add = (Z, y, sign, scale) => made(Z.rows, Z.cols, t =>  // scale: LayerScale, if any
     Z.at[t] + sign * y.at[t] * (scale ? scale.at[t % Z.cols] : 1));
   const compress = (Z, X, sign) => {
-    const w = stacked(past?.w, multiply(X, L.U), from);
-    const {A, ssa} = attention(L, w, from, c, knobs.off);
-    return {Z, w, A, half: add(Z, multiply(ssa, L.W, L.bias), sign, L.scale1)};
+    const {A, ssa} = attention(L, multiply(X, L.U), c, knobs.off);
+    return {A, half: add(Z, multiply(ssa, L.W, L.bias), sign, L.scale1)};
   };
   if (L.decodes) {                                              // the same in reverse
     const X = normalize(Z, L.norm1), code = held(multiply(X, L.D));
@@ -118,17 +122,11 @@ function layer(L, Z, past, from, c, knobs) {
   return {...T, X, code, out: D_hat ? add(T.half, multiply(code, D_hat), 1, L.scale2) : code};
 }
 
-function* forward(model, Z, from, knobs) {                      // pauses after each layer
+function forward(model, Z, knobs) {
   for (const L of model.layers) {
     if (L.number === model.c.layers + 1) Z = normalize(Z, model.norm);      // a decoder begins
-    const T = layer(L, Z, L.T, from, model.c, knobs);
-    Z = T.out;
-    if (from) {
-      for (const key of ["Z", "half", "X", "code", "out"]) T[key] = stacked(L.T[key], T[key], from);
-      T.A = T.A.map((rows, k) => [...L.T.A[k].slice(0, from), ...rows]);
-    }
-    L.T = T;
-    yield L.number;
+    L.T = layer(L, Z, model.c, knobs);
+    Z = L.T.out;
   }
 }
 
@@ -142,8 +140,7 @@ function read({c, task, norm, decoder_norm, head, predict, embed}, Z) {
   return multiply(head[0] ? normalize(pooled, head[0]) : pooled, head[1].weight, head[1].bias);
 }
 
-const bytes = base64 =>
-  Uint8Array.fromBase64?.(base64) ?? Uint8Array.from(atob(base64), y => y.charCodeAt());
+const bytes = base64 => Uint8Array.from(atob(base64), y => y.charCodeAt());
 const float16 = b => (b & 32768 ? -1 : 1) *
   (b & 31744 ? (1024 + (b & 1023)) * 2 ** ((b >> 10 & 31) - 25) : (b & 1023) * 2 ** -24);
 // The trained or the untrained model of the file
@@ -162,13 +159,12 @@ function build({config: c, task, output, eps, tensors, ...kinds}, kind) {
   model.layers = [...Object.values(model.layers), ...Object.values(model.decoder ?? {})];
   model.layers.forEach((L, l) => {
     const {U: {weight: U}, W, mix} = L.attention, D = L.D ?? L.sparsification.D;
-    const heads = l < c.layers ? c.heads : c.decoder_heads;
     const own = output === "transpose" ? U : transposed(U);
     const s = output === "negative" ? -c.step_size : c.step_size;           // of crate-c, -n, -t
     L.number = l + 1;
     L.decodes = !!L.D;                                          // a layer of a decoder
-    L.heads = heads;
-    L.p = U.rows / heads;
+    L.heads = c.heads;
+    L.p = U.rows / c.heads;
     L.U = U;
     L.W = W?.weight ?? made(U.cols, U.rows, t => s * own.at[t]);
     L.bias = W?.bias;
@@ -194,16 +190,30 @@ function embedPicture({c, embed, positions, class_token, mask_token}, {mean, std
     masked.has((t / d | 0) - 1) ? mask_token.at[t % d] : X.at[t - d]));
 }
 
+function painted(pixels, x, y, colour) {                        // with a round dab
+  const rgb = colour.match(/\w\w/g).map(hex => parseInt(hex, 16)), out = pixels.slice();
+  const H = Math.sqrt(pixels.length / 3);
+  for (let i = 0; i < H * H; i++)
+    if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 16) out.set(rgb, 3 * i);
+  return out;
+}
+
+function paintCanvas(canvas, width, height, rgba) {             // rgba(t) of pixel t
+  const image = new ImageData(width, height);
+  for (let t = 0; t < width * height; t++) image.data.set(rgba(t), 4 * t);
+  Object.assign(canvas, {width, height}).getContext("2d").putImageData(image, 0, 0);
+  return canvas;
+}
+
 const idsOf = ({characters}, words) => [...words].map(y => [...characters, y].indexOf(y));
-const embedText = ({embed: {weight: {cols: d, at}}, positions}, ids, from) =>
-  made(ids.length - from, d, t =>
-    at[ids[from + (t / d | 0)] * d + t % d] + (positions ? positions.at[from * d + t] : 0));
+const embedText = ({embed: {weight: {cols: d, at}}, positions}, ids) =>
+  made(ids.length, d, t => at[ids[t / d | 0] * d + t % d] + (positions ? positions.at[t] : 0));
 // The largest difference from what PyTorch made of the first picture or text
 function check(data, model) {
   const {config: c, task} = data, knobs = {eta: c.eta, lambda: c.lambd, off: [], hold: []};
-  const Z = task === "gpt" ? embedText(model, idsOf(data, data.text), 0) :
+  const Z = task === "gpt" ? embedText(model, idsOf(data, data.text)) :
     embedPicture(model, data, bytes(data.pictures), new Set(data.masked));
-  for (const _ of forward(model, Z, 0, knobs));
+  forward(model, Z, knobs);
   const out = read(model, model.layers.at(-1).T.out), skip = task === "mae" ? out.cols : 0;
   return new Float32Array(bytes(data.expected).buffer).reduce((most, y, i) =>
     Math.max(most, Math.abs(y - out.at[skip + i])), 0);         // NaN stays NaN
@@ -223,21 +233,7 @@ function halfLogdet(w, first, p, n, a) {                        // 1/2 logdet(I 
   return sum;
 }
 
-// As `analyze.py layers --unit_bases`: R^c of U_k^* LN(Z), each of norm 1; its change by attention,
-// the tokens after it scaled to their norm before; the share of the code's entries that are not 0
-function numbers({T, p, heads, U}, n, eps = 0.1) {
-  const rate = (w, a) => sumOf(T.A.map((_, k) => halfLogdet(w, k * p, p, n, a)));
-  const square = ({at}, start, end) => sumOf(at.subarray(start, end), y => y * y);
-  const d = U.cols, m = T.code.cols, a = p / (n * eps ** 2);
-  const unit = square(U, 0, d * U.rows) / U.rows;               // of U as of orthonormal bases: 1
-  const size = Array.from({length: n * heads}, (_, i) => square(T.w, i * p, i * p + p) ** .5 || 1);
-  const [was, is] = [T.Z, T.half].map(M => rate(multiply(rowsOf(M, 0, n), U),
-    a / unit * square(T.Z, 0, n * d) / square(M, 0, n * d)));
-  return {rate: rate(made(n, U.rows, t => T.w.at[t] / size[t / p | 0]), a), change: is - was,
-    nonzeros: sumOf(T.code.at.subarray(0, n * m), y => y !== 0) / (n * m)};
-}
-
-// ---- For the lesson: matrices; the objective and its slopes. U is a layer's, [U_1 .. U_K]^*
+// ---- Matrices; the objective and its slopes. U is a layer's, [U_1 .. U_K]^*
 const matrixOf = rows => made(rows.length, rows[0].length, t =>
   rows[t / rows[0].length | 0][t % rows[0].length]);
 const flat = M => M.at.subarray(0, M.rows * M.cols);
@@ -249,16 +245,27 @@ const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
 const nonzeros = M => sumOf(flat(M), y => y !== 0);
 
 const codingRate = (Z, eps) => halfLogdet(Z, 0, Z.cols, Z.rows, Z.cols / (Z.rows * eps ** 2));
-function subspaceRate(Z, U, p, eps) {                           // R^c(Z | U), Eq. (13)
-  const w = multiply(Z, U), firsts = Array.from({length: U.rows / p}, (_, k) => k * p);
-  return sumOf(firsts, first => halfLogdet(w, first, p, w.rows, p / (w.rows * eps ** 2)));
-}
+const ratesOf = (w, p, eps) =>                                  // the sum of each p columns' R
+  sumOf(Array.from({length: w.cols / p}, (_, k) =>
+    halfLogdet(w, k * p, p, w.rows, p / (w.rows * eps ** 2))));
+const subspaceRate = (Z, U, p, eps) => ratesOf(multiply(Z, U), p, eps);        // R^c, Eq. (13)
+const unit = U => times(Math.sqrt(U.rows) / sizeOf(U), U);        // as long as orthonormal bases
+const atNorm = (M, N) => times(sizeOf(N) / sizeOf(M), M);
 
-function inverse(M) {                                           // of a symmetric positive matrix
-  let X = times(sizeOf(M) ** -2, M);
-  for (let s = 0; s < 40; s++)                                  // Newton: X becomes 2 X - X M X
-    X = plus(times(2, X), multiply(multiply(X, M), transposed(X)), -1);
-  return X;
+function inverse(M) {                                           // of a positive matrix, in place
+  const d = M.rows, G = M.at;
+  for (let s = 0; s < d; s++) {                                 // Gauss and Jordan
+    const pivot = G[s * d + s];
+    G[s * d + s] = 1;
+    for (let t = 0; t < d; t++) G[s * d + t] /= pivot;
+    for (let r = 0; r < d; r++) {
+      if (r === s) continue;
+      const y = G[r * d + s];
+      G[r * d + s] = 0;
+      for (let t = 0; t < d; t++) G[r * d + t] -= y * G[s * d + t];
+    }
+  }
+  return M;
 }
 
 // grad R(Z) = a Z (I + a Z^* Z)^-1, a = d / (n eps^2). With `terms` I - a Z^* Z is the inverse

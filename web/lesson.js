@@ -6,26 +6,20 @@ const $$ = (words, within = document) => [...within.querySelectorAll(words)];
 const data = JSON.parse($("#data").textContent), {config: c, classes} = data;
 const H = c.image_size, side = H / c.patch_size;
 const models = ["trained", "untrained"].map(kind => build(data, kind));
-const [shelf, many] = [data.pictures, data.many].map(bytes), P = matrixOf(data.points);
+const [shelf, many] = [data.pictures, data.many].map(bytes);
 const pictureAt = (i, from = shelf) => from.slice(3 * H * H * i, 3 * H * H * (i + 1));
-const point = (t, k) => P.at[t * P.cols + k];
-const cloud = made(12, 2, t => point(t >> 1, t % 2) * (t % 2 ? .4 : 1.5));       // of step 1
-const head = made(24, 2, t => point(t >> 1, 2 + t % 2) * (t % 2 ? .3 : 1));      // of 4 and 5
-const lines = made(24, 3, t => (t / 3 | 0) % 2 === t % 3 ? 1.2 * point(t / 3 | 0, 4) : 0);
+const [cloud, near, lines, head] = Object.values(data.points).map(matrixOf);
+const plane = matrixOf([[1, 0], [0, 1]]);                   // U of a head that is all of R^2
 const knobs = {};
 let pixels, known;                                          // the picture in sight, and its traces
 let turn = 0, held, worst;
 
-const show = y => String(Math.abs(y) < 1e-6 ? 0 : +y.toPrecision(3)).replace("-", "−");
 const percent = y => `${Math.round(100 * y)} %`;
-const plane = matrixOf([[1, 0], [0, 1]]);                   // U of a head that is all of R^2
-
-$$(".choose").forEach(box => box.innerHTML = $(".choose").innerHTML);
 
 // ---- The trained model, with switches
 function averaged(L, w, kind, root = 1) {                   // heads side by side
   const s = root ? 1 : L.p ** .25;                          // s^2 undoes the division by sqrt(p)
-  if (kind === "softmax") return times(1 / s, attention(L, times(s, w), 0, c, []).ssa);
+  if (kind === "softmax") return times(1 / s, attention(L, times(s, w), c, []).ssa);
   if (kind === "each token alone") return w;
   const mean = multiply(made(1, w.rows, () => 1 / w.rows), transposed(w)).at;
   return made(w.rows, w.cols, t => mean[t % w.cols]);
@@ -54,25 +48,19 @@ function chancesOf(model, picture, switches) {
 const model = () => models[+knobs.untrained];
 const traces = () => known[+knobs.untrained] ??= run(model(), pixels);
 const trace = () => traces()[knobs.layer - 1];
-const unit = L => Math.sqrt(L.U.rows) / sizeOf(L.U);        // scales U as if it were orthonormal
 
 // ---- Drawing
 const hot = [217, 94, 30], dark = [128, 128, 136];          // as --accent, --soft, light or dark
 const dot = ([x, y], r, more = "") => `<circle cx="${x}" cy="${y}" r="${r}" ${more}/>`;
-const arrow = ([x, y], [u, v], kind) => line([[x, y], [x + u, y + v]], kind);
 const line = (points, kind = "") => `<path class="${kind}" d="M${points.join("L")}"/>`;
-const word = (x, y, words) => `<text x="${x}" y="${y}">${words}</text>`;
+const arrow = ([x, y], [u, v], kind) => line([[x, y], [x + u, y + v]], kind);
+const table = rows => `<table>${rows.map(row => `<tr><th>${row.join("<td>")}`).join("")}</table>`;
 function bars(box, rows, high = 0) {                        // [name, value, kind, words]
   const values = rows.map(row => row[1]), low = Math.min(0, ...values);
   const share = y => 100 * y / (Math.max(high, ...values) - low || 1);
-  box.innerHTML = "<table>" + rows.map(([name, y, kind = "", words = show(y)]) =>
-    `<tr><th>${name}<td><i class="${kind}" style="left: ${share(Math.min(0, y) - low)}%;
-    width: ${share(Math.abs(y))}%"></i><td>${words}`).join("") + "</table>";
-}
-function paintCanvas(canvas, width, height, rgba) {         // rgba(t) of pixel t
-  const image = new ImageData(width, height);
-  for (let t = 0; t < width * height; t++) image.data.set(rgba(t), 4 * t);
-  Object.assign(canvas, {width, height}).getContext("2d").putImageData(image, 0, 0);
+  $(".bars", box).innerHTML = table(rows.map(([name, y, kind = "", words = show(y)]) => [name,
+    `<i class="${kind}" style="left: ${share(Math.min(0, y) - low)}%;
+    width: ${share(Math.abs(y))}%"></i>`, words]));
 }
 const heat = (canvas, M, most) => paintCanvas(canvas, M.cols, M.rows, t =>
   [...M.at[t] < 0 ? dark : hot, 255 * Math.abs(M.at[t]) / most]);
@@ -82,13 +70,16 @@ function axesOf(Z) {                                        // of Z Z^*, for tok
     angle: Math.atan2(2 * G[1], G[0] - G[3]) / 2};
 }
 const inSpace = ([x, y, z]) => [.95 * y - .5 * x, .4 * x + .12 * y - z];
-function drawSpace(svg, Z, U) {                             // tokens and two lines
+function drawSpace(box, Z, U) {                             // tokens and two lines
   const axes = [[2, 0, 0], [0, 2, 0], [0, 0, 1.6]].map(end =>
     line([[0, 0], inSpace(end)], "faint"));
-  const ends = u => [-1.9, 1.9].map(s => inSpace(u.map(y => s * y)));
-  svg.innerHTML = axes.concat(U.map(u => line(ends(u), "hot")),
-    rowsIn(Z).map(z => dot(inSpace(z), .06)),
-    U.map((u, k) => word(...inSpace(u.map(y => -2.25 * y)), `U${k + 1}`))).join("");
+  const along = (u, s) => inSpace(u.map(y => s * y));
+  $("svg", box).innerHTML = axes.concat(
+    U.map(u => line([along(u, -1.9), along(u, 1.9)], "hot")),
+    rowsIn(Z).map(z => dot(inSpace(z), .06)), U.map((u, k) => {
+      const [x, y] = along(u, -2.2);
+      return `<text x="${x}" y="${y}">U${"₁₂"[k]}</text>`;
+    })).join("");
 }
 
 // ---- The steps: each draws its section and returns the numbers that it shows
@@ -103,48 +94,46 @@ box => {
     `<ellipse rx="${a}" ry="${b}" transform="rotate(${angle * 180 / Math.PI})"/>` +
     rowsIn(Z).map((z, i) => dot(z, .08, `data-i="${i}"`)).join("");
   $(".read", box).innerHTML =
-    `<b>R = ${show(R)}</b>, the log of ${show(Math.exp(R))} balls in the ellipse`;
+    `<b>R = ${show(R)}</b>: the ellipse has the area of ${show(Math.exp(R))} balls.`;
   return {R};
 },
 box => {
   const [a, b] = [knobs.turn2, knobs.tilt2].map(y => y * Math.PI / 180);
   const [ca, cb] = [Math.cos(a), Math.cos(b)];
   const U = [[ca * cb, Math.sin(a) * cb, Math.sin(b)], [-Math.sin(a), ca, 0]], frame = matrixOf(U);
-  const Z = made(24, 3, t => lines.at[t] + .06 * point(t / 3 | 0, 5 + t % 3));
-  const Rc = subspaceRate(Z, frame, 1, .5);
-  const missed = 1 - (sizeOf(multiply(Z, frame)) / sizeOf(Z)) ** 2;
-  drawSpace($("svg", box), Z, U);
-  bars($(".bars", box), [["R<sup>c</sup>", Rc / 2, "hot", show(Rc)],
+  const Rc = subspaceRate(near, frame, 1, .5);
+  const missed = 1 - (sizeOf(multiply(near, frame)) / sizeOf(near)) ** 2;
+  drawSpace(box, near, U);
+  bars(box, [["R<sup>c</sup>", Rc / 2, "hot", show(Rc)],
     ["energy missed", missed, "", percent(missed)]], 1);
   return {Rc, missed};
 },
 box => {
   const angle = knobs.turn3 * Math.PI / 180, [cos, sin] = [Math.cos(angle), Math.sin(angle)];
-  const turned = v => v.map((y, k) => y * cos + (1 - cos) * sumOf(v) / 3 +      // about (1, 1, 1)
-    (v[(k + 2) % 3] - v[(k + 1) % 3]) * sin / Math.sqrt(3)).map(y => Math.abs(y) < 1e-9 ? 0 : y);
-  const U = [[1, 0, 0], [0, 1, 0]].map(turned);
-  const Z = matrixOf(rowsIn(lines).map(turned));
+  const turned = ([x, y, z]) => [x * cos - y * sin, x * sin + y * cos, z]
+    .map(v => Math.abs(v) < 1e-9 ? 0 : v);
+  const U = [[1, 0, 0], [0, 1, 0]].map(turned), Z = matrixOf(rowsIn(lines).map(turned));
   const R = codingRate(Z, .5), Rc = subspaceRate(Z, matrixOf(U), 1, .5);
   const cost = knobs.lambda3 * nonzeros(Z);
-  drawSpace($("svg", box), Z, U);
-  bars($(".bars", box), [["R", R], ["− R<sup>c</sup>", -Rc],
-    ["− λ‖Z‖₀", -cost, "", `${show(-cost)} <small>of ${nonzeros(Z)}</small>`],
+  drawSpace(box, Z, U);
+  bars(box, [["R", R], ["− R<sup>c</sup>", -Rc],
+    ["− λ‖Z‖₀", -cost, "", `${show(-cost)} <small>= −λ × ${nonzeros(Z)}</small>`],
     ["objective", R - Rc - cost, "hot"]], 3.6);
-  return {R, Rc, objective: R - Rc - cost};
+  return {objective: R - Rc - cost};
 },
 box => {
   const eps = .5, paths = [head], beta = 2 / (24 * eps ** 2);
   const slope = Z => times(1 / beta, subspaceRateGrad(Z, plane, 2, eps));
   for (let s = 0; s < knobs.steps4; s++) paths.push(plus(paths[s], slope(paths[s]), -.1));
-  const Z = paths.at(-1), G = rowsIn(times(-1, slope(Z))), [was, is] = [paths[0], Z].map(axesOf);
+  const Z = paths.at(-1), G = rowsIn(times(-1, slope(Z))), [was, is] = [head, Z].map(axesOf);
   const [strong, weak] = ["large", "small"].map(key => percent(Math.sqrt(is[key] / was[key])));
-  const Rc = subspaceRate(Z, plane, 2, eps);
+  const cost = subspaceRate(Z, plane, 2, eps);
   $("svg", box).innerHTML = G.map((_, i) =>
     line(paths.map(M => [M.at[2 * i], M.at[2 * i + 1]]), "faint")).join("") +
     rowsIn(Z).map((z, i) => arrow(z, G[i], "hot") + dot(z, .05)).join("");
-  $(".read", box).innerHTML = `<b>R<sup>c</sup> = ${show(Rc)}</b>. What is left of the strong
-    direction: ${strong}; of the weak one: ${weak}.`;
-  return {Rc};
+  $(".read", box).innerHTML = `<b>R<sup>c</sup> = ${show(cost)}</b>. The strong direction has
+    ${strong} of its length left, the weak one ${weak}.`;
+  return {cost};
 },
 box => {
   const {eps5: eps, length5: length} = knobs, beta = 2 / (24 * eps ** 2);
@@ -154,10 +143,9 @@ box => {
   const [one, other] = [exact, two].map(M => rowsIn(times(-1 / beta / length, M)).map(shortened));
   $("svg", box).innerHTML = rowsIn(head).map((z, i) => arrow(z, one[i], "dark") +
     arrow(z, other[i], "hot") + dot(z, .05)).join("");
-  const [strong, weak] = [large, small].map(y => `<b>s = ${show(beta * y)}</b>: exact
-    ${show(1 / (1 + beta * y))}, two terms ${show(1 - beta * y)}`);
-  $(".read", box).innerHTML = `What a step takes away, as a share of its first term. Strong
-    direction, ${strong}. Weak, ${weak}. Grey arrows: exact. Colour: two terms.`;
+  const row = (name, s) => [name, show(s), show(1 / (1 + s)), `<b class="hot">${show(1 - s)}</b>`];
+  $(".read", box).innerHTML = table([["direction", "s", "exact: 1/(1 + s)", "two terms: 1 − s"],
+    row("strong", beta * large), row("weak", beta * small)]);
   return {exact: sizeOf(exact), two: sizeOf(two)};
 },
 box => {
@@ -165,83 +153,77 @@ box => {
   const own = made(n, p, t => w.at[(t / p | 0) * w.cols + first + t % p]), G = multiply(own, own);
   const rowOf = M => M.at.subarray(token * n, token * n + n), scale = root ? p ** -.5 : 1;
   const A = matrixOf(rowsIn(G).map(row => softmax(row, scale)));
-  const high = Math.max(...flat(G)), low = Math.min(...flat(G)), most = Math.max(...rowOf(A));
+  const most = Math.max(...rowOf(A));
   const [left, middle, right] = $$("figure canvas", box);
-  heat(left, G, Math.max(high, -low) / 2);
+  heat(left, G, Math.max(...flat(G)) / 2);
   heat(middle, A, .2);
   paintCanvas(right, side, side, t => t + 1 === token ? [...dark, 255] :
     [...hot, 255 * rowOf(A)[t + 1] / most]);
-  $(".read", box).innerHTML = `Similarities: ${show(scale * low)} to ${show(scale * high)}; the
-    token’s row has the sum ${show(scale * sumOf(rowOf(G)))}. Weights: 0 to ${show(most)}, sum 1.`;
-  return {largest: most};
+  const row = (name, M, s) => [name, Math.min(...flat(M)) * s, Math.max(...flat(M)) * s,
+    sumOf(rowOf(M)) * s].map(y => y === name ? y : show(y));
+  $(".read", box).innerHTML = table([["", "least", "most", "sum of the token’s row"],
+    row("similarities", G, scale), row("their softmax", A, 1)]);
+  return {most};
 },
 box => {
-  const {L, Z, w} = trace(), U = times(unit(L), L.U), rateOf = M => subspaceRate(M, U, L.p, .1);
+  const {L, Z, w, half} = trace(), U = unit(L.U), rateOf = M => subspaceRate(M, U, L.p, .1);
   const stepOf = kind => plus(lifted(L, Z, averaged(L, w, kind), "W"), Z, -1);
-  const attended = stepOf("softmax"), slope = subspaceRateGrad(Z, U, L.p, .1);
+  const attended = plus(half, Z, -1), slope = subspaceRateGrad(Z, U, L.p, .1), before = rateOf(Z);
   const changes = [attended, stepOf("each token alone"), stepOf("mean token"), times(-1, slope),
     times(-1, Z)].map(step => {                             // all as long as attention's
-    const moved = plus(Z, step, sizeOf(attended) / sizeOf(step));
-    return rateOf(knobs.equal7 ? times(sizeOf(Z) / sizeOf(moved), moved) : moved) - rateOf(Z);
+    const moved = plus(Z, atNorm(step, attended));
+    return rateOf(knobs.equal7 ? atNorm(moved, Z) : moved) - before;
   });
-  bars($(".bars", box), ["attention", "each token alone", "mean token", "− ∇R<sup>c</sup>", "− Z"]
+  bars(box, ["attention", "each token alone", "mean token", "− ∇R<sup>c</sup>", "− Z"]
     .map((name, k) => [name, changes[k], k ? "" : "hot"]));
-  return {attention: changes[0], alone: changes[1], length: sizeOf(attended) / sizeOf(Z)};
+  return {attention: changes[0], alone: changes[1]};
 },
 box => classify(box, {out: knobs.out}, models[0]),
 box => {
   const {L, X, code} = trace(), DA = multiply(code, L.D);
-  const rates = [X, DA, code].map(M => codingRate(M, .5));
-  const miss = sizeOf(plus(X, DA, -1)) / sizeOf(X);
+  const miss = 100 * sizeOf(plus(X, DA, -1)) / sizeOf(X);
   heat($("figure canvas", box), multiply(L.Dt, L.Dt), 1);
-  bars($(".bars", box), ["R(X)", "R(DA)", "R(A)"].map((name, k) =>
-    [name, rates[k], k ? "hot" : ""]));
-  $(".read", box).innerHTML = `‖X − DA‖ is <b>${percent(miss)}</b> of ‖X‖.`;
-  return {X: rates[0], DA: rates[1], miss};
+  bars(box, [["R(X)", X], ["R(DA)", DA], ["R(A)", code]].map(([name, M], k) =>
+    [name, codingRate(M, .5), k ? "hot" : ""]));
+  $(".read", box).innerHTML = `‖X − DA‖ is <b>${Math.round(miss)} %</b> of ‖X‖.`;
+  return {miss};
 },
 box => {
   const {L, X} = trace(), {token, lambd, eta, noD} = knobs, A = sparse(L, X, knobs);
-  const [relu, none] = [made(X.rows, X.cols, t => Math.max(0, X.at[t])), times(0, X)];
-  const [cost, costRelu, costNone] = [A, relu, none].map(M =>
-    lasso(X, M, times(noD ? 0 : 1, L.D), lambd));
+  const relu = made(X.rows, X.cols, t => Math.max(0, X.at[t])), D = times(noD ? 0 : 1, L.D);
+  const costs = [A, relu, times(0, X)].map(M => lasso(X, M, D, lambd));
   const y = v => 55 - 50 * Math.max(-1, Math.min(1, v / 3)), threshold = eta * lambd;
   const stick = (v, i, wide, kind) => `<rect class="${kind}" x="${5 * i + (5 - wide) / 2}"
     y="${Math.min(y(v), 55)}" width="${wide}" height="${Math.abs(y(v) - 55)}"/>`;
   $("svg", box).innerHTML = rowsIn(X)[token].map((v, i) => stick(v, i, 4)).join("") +
     rowsIn(A)[token].map((v, i) => stick(v, i, 2, "hot")).join("") +
     [threshold, -threshold].map(v => line([[0, y(v)], [320, y(v)]], "dark")).join("");
-  const share = nonzeros(A) / flat(A).length;
-  $(".read", box).innerHTML = `Bars: a token of X. Colour: its code. Lines: ± ηλ.
-    <b>${percent(share)}</b> of the code’s entries are not 0. LASSO of the code ${show(cost)}, of
-    ReLU(X) ${show(costRelu)}, of 0 ${show(costNone)}.`;
-  return {lasso: cost, relu: costRelu};
+  $(".read", box).innerHTML = `Grey: a token of X. Colour: its code. Lines: ± ηλ.
+    <b>${percent(nonzeros(A) / flat(A).length)}</b> of the entries of all codes are not 0.`;
+  bars(box, ["the step’s code", "ReLU(X)", "no code"].map((name, k) =>
+    [name, costs[k], k ? "" : "hot"]));
+  return {lasso: 100 * costs[0] / costs[2]};
 },
 box => {
-  const layers = traces().map(({L, Z, half, code}) => [Z, half, code].map(M => [
-    codingRate(M, .5) - subspaceRate(M, L.U, L.p, .5 / unit(L)), -knobs.lambda11 * nonzeros(M)]));
-  const [before, half, after] = layers[knobs.layer - 1], kinds = ["R − R<sup>c</sup>", "− λ‖Z‖₀"];
-  const [up, on] = [half, after].map((state, i) =>
-    state.map((y, k) => y - [before, half][i][k]));
-  bars($(".bars", box), [...kinds.map((name, k) => [`attention: ${name}`, up[k]]),
-    ...kinds.map((name, k) => [`ISTA: ${name}`, on[k]]),
-    ["the layer", sumOf([...up, ...on]), "hot"]]);
-  $(".read", box).innerHTML = `The objective rises by <b>${layers.map(([from, , to]) =>
-    show(sumOf(to) - sumOf(from))).join(", ")}</b> in layers 1 to 4.`;
-  return {attention: up[0], ISTA: on[0]};
+  const {L, Z, half, code} = trace(), U = unit(L.U), names = ["R − R<sup>c</sup>", "− λ‖Z‖₀"];
+  const [before, middle, after] = [Z, half, code].map(M =>
+    [codingRate(M, .1) - subspaceRate(M, U, L.p, .1), -knobs.lambda11 * nonzeros(M)]);
+  const rows = names.flatMap((name, k) => [[`attention: ${name}`, middle[k] - before[k]],
+    [`ISTA: ${name}`, after[k] - middle[k]]]);
+  bars(box, [...rows, ["the layer", sumOf(after) - sumOf(before), "hot"]]);
+  return {rise: after[0] - before[0]};
 },
 box => classify(box, knobs, model())];
 
 function classify(box, switches, model) {
   const chances = chancesOf(model, pixels, switches), order = [...chances.keys()];
   const best = order.sort((i, j) => chances[j] - chances[i]).slice(0, 4);
-  bars($(".bars", box), best.map((k, i) =>
-    [classes[k], chances[k], i ? "" : "hot", percent(chances[k])]), 1);
+  bars(box, best.map((k, i) => [classes[k], chances[k], i ? "" : "hot", percent(chances[k])]), 1);
   score(box, model, {...switches}, box.turn = ++turn);
   return {chance: chances[0]};
 }
 async function score(box, model, switches, mine) {          // of forty; the page stays alive
-  let right = 0;
-  for (let i = 0; i < 40; i++) {
+  for (let i = 0, right = 0; i < 40; i++) {
     await new Promise(done => setTimeout(done));
     if (box.turn !== mine) return;
     const chances = chancesOf(model, pictureAt(i, many), switches);
@@ -284,6 +266,19 @@ function look(picture) {
 const set = changes => draw(assign(changes));
 const valueOf = input => input.type === "checkbox" ? +input.checked :
   input.type === "range" ? +input.value : input.value;
+
+$$("[type=range]").forEach(input => input.after(document.createElement("output")));
+$$(".choose").forEach(box => box.innerHTML = $(".choose").innerHTML);
+for (const box of $$("[data-again]"))                       // inputs that other steps have, too
+  for (const name of box.dataset.again.split(" "))
+    box.append($(`[name=${name}]`).parentElement.cloneNode(true));
+for (const svg of $$("[data-changes]")) {                   // step 7's figure, [kind][layer]
+  const kinds = JSON.parse(svg.dataset.changes).map((row, k) => row.map((y, l) =>
+    dot([26 + 110 / (row.length - 1) * l, -y], 3.5, `class="kind${k}"`)));
+  const ticks = [0, -50, -100].map(y =>
+    line([[18, -y], [144, -y]], "faint") + `<text x="14" y="${3 - y}">${show(y)}</text>`);
+  svg.innerHTML = [...ticks, ...kinds.flat()].join("");
+}
 const initial = Object.fromEntries($$(".live [name]").map(input => [input.name, valueOf(input)]));
 oninput = ({target}) => target.name && set({[target.name]: valueOf(target)});
 onscroll = onresize = () => draw([]);
@@ -298,10 +293,7 @@ $$(".ask button").forEach(button => button.onclick = () => {
 $$(".sight").forEach(canvas => canvas.onpointerdown = canvas.onpointermove = e => {     // a brush
   if (!e.buttons) return;
   const [x, y] = [e.offsetX, e.offsetY].map(offset => offset / canvas.clientWidth * H);
-  const rgb = knobs.colour.match(/\w\w/g).map(digits => parseInt(digits, 16));
-  for (let t = 0; t < H * H; t++)
-    if (Math.hypot(t % H - x, (t / H | 0) - y) < 2) pixels.set(rgb, 3 * t);
-  look(pixels);
+  look(painted(pixels, x, y, knobs.colour));
   draw([...steps.keys()]);
 });
 $("#s1 svg").onpointerdown = ({target}) => held = target.dataset.i;
@@ -316,14 +308,11 @@ $("#s1 svg").onpointermove = ({buttons, movementX, movementY}) => {
 // ---- The comparison with PyTorch; with #test also every end of every knob
 function* faults() {
   assign({picture: 1});
-  for (const [n, numbers] of data.tests) {
-    const shown = drawNow(n);
-    for (const [key, y] of Object.entries(numbers)) {
-      const off = Math.abs(shown[key] - y) / Math.max(1, Math.abs(y));
-      worst = Math.max(worst, off);
-      if (!(off < 1e-3))
-        yield `step ${n}: ${key} ${shown[key]}, not ${y}`;
-    }
+  const shown = Object.assign({}, ...[...steps.keys()].map(drawNow));
+  for (const [key, y] of Object.entries(data.known)) {
+    const off = Math.abs(shown[key] - y) / Math.max(1, Math.abs(y));
+    worst = Math.max(worst, off);
+    if (!(off < 1e-3)) yield `${key} is ${shown[key]}, not ${y}`;
   }
 }
 function* stuck() {                                         // inputs with which a number is none

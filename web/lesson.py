@@ -1,15 +1,15 @@
 """The lesson, "From R(Z) to a layer": python -m web.lesson writes docs/index.html.
 
-Put together are lesson.html, .css, .js and crate.js; the lines of crate.py and model.py that the
-text names ({code crate.ISTA.forward}); its formulas ($...$) as MathML; its inputs ({knobs eps1});
-shapes-crate, trained and untrained; what was measured on it; and numbers to compare the page's."""
-import base64
+lesson.html is put together with *.css, crate.js and lesson.js; its formulas ($...$) become
+MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH STEP
+VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this model,
+trained and untrained, and numbers of PyTorch's, with which it compares its own."""
 import html
 import inspect
 import json
 import re
 import textwrap
-from collections import Counter, defaultdict
+from collections import defaultdict
 from operator import attrgetter
 
 import torch
@@ -17,79 +17,42 @@ from torch.nn import functional as F
 
 import crate
 import model
-from analyze import layer_numbers, Layers, unit_size
+from analyze import layer_numbers, Layers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
 from data.shapes import draw_shapes
 from flags import ROOT
-from run import read_metrics
 from web import page
 
-WORDS = "frac|sqrt|clean|logdet|log|softmax|ReLU|ISTA|MSSA|SSA|LN|arg|min|max"
-TOKEN = re.compile(rf"{WORDS}|\d+(?:\.\d+)?|\S")
-CLOSING = {"(": ")", "[": "]", "‖": "‖"}
-
-# Inputs by name: (label, values) of a choice, (label, on) of a box, (label, low, high, step, value)
-KNOBS = dict(
-    eps1=("error ε", 0.1, 2, 0.05, 0.5), far1=("far out by", 0.1, 2, 0.05, 1),
-    shift1=("moved by", 0, 2, 0.05, 0), turn2=("turn", 0, 90, 1, 0), tilt2=("tilt", 0, 90, 1, 0),
-    turn3=("turn all", 0, 360, 5, 0), lambda3=("λ", 0, 0.1, 0.005, 0.05),
-    steps4=("steps", 0, 100, 1, 0), eps5=("error ε", 0.1, 3, 0.05, 1.5),
-    length5=("length", 1, 8, 0.1, 1),
-    layer=("layer", 1, 4, 1, 4), head=("head", 1, 4, 1, 1), token=("token", 0, 64, 1, 28),
-    eta=("η", 0, 1, 0.02, 0.1), lambd=("λ", 0, 10, 0.1, 0.1), lambda11=("λ", 0, 0.2, 0.01, 0.1),
-    equal7=("at the norm of <i>Z</i>", True), root=("divide by √p", True),
-    noD=("D = 0", False), noLN=("no LayerNorm", False), untrained=("untrained", False),
-    picture=("picture", 1, 8, 1, 8), out=("way back", ("W", "U", "−U")),
-    att=("attention", ("softmax", "each token alone", "mean token")),
-    prox=("threshold", ("ReLU", "soft")))
+ATOM = r"(\{[^{}]*\}|√\w|[A-Za-z]{2,}|[\d.]+|\S)"
+SIGN = re.compile(rf"{ATOM}(?:_{ATOM})?(?:\^{ATOM})?")
 
 
-# ---- Formulas, code, inputs ---------------------------------------------------------------------
-def mathml(words, display="inline"):
-    """MathML of `R(Z) = frac{1}{2} logdet(I + α Z Z^*)`: one letter or number a sign, WORDS whole;
-    _ and ^ for below and above, braces for groups."""
-    tokens = TOKEN.findall(words)[::-1]
+# ---- Formulas and code --------------------------------------------------------------------------
+def mathml(words):
+    """MathML of `R(Z) = ½ logdet(I + α Z Z^*)`: one letter, number or word a sign; _ and then ^ for
+    below and above; braces for groups, which have none inside."""
+    def atom(word):
+        if word[0] == "{":
+            return mathml(word[1:-1])
+        if word[0] == "√":
+            return f"<msqrt>{atom(word[1:])}</msqrt>"
+        if word[0].isalnum() or word == "½":
+            kind = "mn" if not word.isalpha() else "mi" if len(word) == 1 else "mtext"
+            return f"<{kind}>{word}</{kind}>"
+        tight = ' lspace="0" rspace="0"' if word == "‖" else ""
+        return f'<mo stretchy="false"{tight}>{word.replace("*", "∗")}</mo>'
 
-    def row(end=None):
-        parts = []
-        while tokens and tokens[-1] != end:
-            parts.append(with_scripts())
-        if end:
-            tokens.pop()
-        return "<mrow>" + "".join(parts) + "</mrow>"
+    def sign(found):
+        base, *scripts = found.groups()
+        places = ("under", "over") if base in ("∑", "max", "min", "{arg min}") else ("sub", "sup")
+        name = "".join(place for place, script in zip(places, scripts) if script)
+        inside = "".join(atom(script).replace("<mo ", '<mo lspace="0" rspace="0" ')
+                         for script in scripts if script)
+        return f"<m{name}>{atom(base)}{inside}</m{name}>" if name else atom(base)
 
-    def atom():
-        """The next letter, number or group."""
-        token = tokens.pop()
-        if token == "{":
-            return row("}")
-        if token in CLOSING:
-            inner = row(CLOSING[token])
-            tall = "" if "<mfrac>" in inner else ' stretchy="false"'
-            space = ' lspace="0" rspace="0"' if token == "‖" else ""
-            return (f"<mrow><mo{tall}{space}>{token}</mo>{inner}"
-                    f"<mo{tall}{space}>{CLOSING[token]}</mo></mrow>")
-        if token in ("frac", "sqrt"):
-            return f"<m{token}>{atom()}{atom() if token == 'frac' else ''}</m{token}>"
-        if token.isalpha():
-            return f"<mi>{token}</mi>"
-        if token[0].isdigit():
-            return f"<mn>{token}</mn>"
-        return f"<mo>{token.replace('*', '∗')}</mo>"
-
-    def with_scripts():
-        names = ("under", "over") if tokens[-1] == "∑" else ("sub", "sup")
-        base, parts = atom(), {}
-        while tokens and tokens[-1] in "_^":
-            place = tokens.pop()
-            parts[place] = atom()
-        name = "".join(name for name, place in zip(names, "_^") if place in parts)
-        scripts = "".join(parts[place] for place in "_^" if place in parts)
-        return f"<m{name}>{base}{scripts}</m{name}>" if parts else base
-
-    return f'<math display="{display}">{row()}</math>'
+    return "<mrow>" + "".join(map(sign, SIGN.finditer(words))) + "</mrow>"
 
 
 def code(name):
@@ -98,109 +61,58 @@ def code(name):
     source = inspect.getsource(attrgetter(path)({"crate": crate, "model": model}[module]))
     source = re.sub(r'\n *""".*?"""', "", textwrap.dedent(source), count=1, flags=re.DOTALL)
     lines = re.sub(" +(#.*)", r"  <i>\1</i>", html.escape(source.rstrip(), quote=False))
+    lines = re.sub("^(.*)$", r"<code>\1</code>", lines, flags=re.MULTILINE)
     return f"<pre><small>{module}.py, {path}</small>\n{lines}</pre>"
 
 
-def knobs(names):
-    """The inputs of these names, as <label>s in one paragraph."""
-    found = []
-    for name in names.split():
-        label, *kind = KNOBS[name]
-        if len(kind) > 1:
-            low, high, step, value = kind
-            box = (f'<input type="range" name="{name}" min="{low}" max="{high}" step="{step}" '
-                   f'value="{value}"><output></output>')
-        elif isinstance(kind[0], bool):
-            box = f'<input type="checkbox" name="{name}"{" checked" * kind[0]}>'
-        else:
-            options = "".join(f"<option>{word}" for word in kind[0])
-            box = f'<select name="{name}">{options}</select>'
-        found.append(f"<label><span>{label}</span>{box}</label>")
-    return f'<p class="knobs">{"".join(found)}</p>'
-
-
 # ---- Numbers ------------------------------------------------------------------------------------
-def apart(A, B):
-    return (A - B).norm() / B.norm()
+def measured(layer, Z, trace):
+    """{name in the text: what a layer has, or does to the tokens Z (B, n, d)}, means over Z."""
+    attention, D, lambd = layer.attention, layer.sparsification.D, layer.sparsification.lambd
+    U, X, A, eye = attention.U.weight, layer.norm2(trace.half), trace.out, torch.eye(Z.shape[-1])
+    w, Q = attention.projections(layer.norm1(Z)), torch.linalg.qr(attention.bases())[0]
+    energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
+    cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
+    rates = layer_numbers(layer, Z, trace, Layers(ckpt="", unit_bases=True, lambd=0))
+
+    def lasso(A):
+        return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
+
+    def apart(A, B):
+        return 100 * (A - B).norm() / B.norm()
+    return dict(
+        attention=rates["Rc_change"].mean(), alone=rates["Rc_alone"].mean(),
+        rise=rates["rise"].mean(), lasso=100 * lasso(A) / lasso(0 * X),
+        relu=100 * lasso(X.relu()) / lasso(0 * X),
+        s=p / (n * 0.5 ** 2) * (torch.linalg.matrix_norm(w, 2) ** 2).mean(),
+        length=layer.norm1(Z).norm(dim=-1).mean(), near=(energy.amax(1) / energy.sum(1)).mean(),
+        u=torch.linalg.svdvals(attention.bases()).mean(), angles=cosines[:, 0].mean(),
+        sums=apart(U.T @ U, eye), gram=apart(D.T @ D, eye), miss=apart(A @ D.mT, X),
+        cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
 
 
-def traced(net, x):
-    """[(layer, Z^l, its trace, X = LN(Z^{l+1/2}), R - R^c at Z^l, Z^{l+1/2} and Z^{l+1})]."""
-    Z, found = net.encoder.tokens(x), []
+def by_layer(net, x):
+    """{name: its values in the layers, on the pictures x}."""
+    Z, found = net.encoder.tokens(x), defaultdict(list)
     for layer, trace in zip(net.encoder.layers, net.encoder.trace(x)):
-        U = unit_size(layer.attention.bases())
-        rates = [crate.sparse_rate_reduction(T, U, lambd=0) for T in (Z, trace.half, trace.out)]
-        found.append((layer, Z, trace, layer.norm2(trace.half), rates))
+        for name, value in measured(layer, Z, trace).items():
+            found[name].append(float(value))
         Z = trace.out
     return found
 
 
-def changes(layer, Z, trace):
-    """What attention adds to R^c at equal norm, and a step as long in which tokens are alone."""
-    numbers = layer_numbers(layer, Z, trace, Layers(ckpt="", eps=0.1, unit_bases=True))
-    return numbers["Rc_change"].mean(), numbers["Rc_alone"].mean()
-
-
-def lasso(layer, X, A):
-    s = layer.sparsification
-    return (0.5 * (X - A @ s.D.mT).square().sum() + s.lambd * A.abs().sum()) / len(X)
-
-
-def facts(net, untrained, x):
-    """{name in the text: what was measured on the pictures x}."""
-    spans, counts, eye = defaultdict(list), Counter(), torch.eye(net.config.width)
-    for (layer, Z, trace, X, rates), (*_, drawn) in zip(traced(net, x), traced(untrained, x)):
-        a, A, D, tokens = layer.attention, trace.out, layer.sparsification.D, layer.norm1(Z)
-        w, Q = a.projections(tokens), torch.linalg.qr(a.bases())[0]
-        energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
-        cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[..., 0]           # of each two heads
-        spans["s"].append(p / (n * 0.25) * (torch.linalg.matrix_norm(w, 2) ** 2).mean())
-        spans["length"].append(tokens.norm(dim=-1).mean())
-        spans["near"].append((energy.amax(1) / energy.sum(1)).mean())
-        spans["u"] += torch.linalg.svdvals(a.bases()).flatten()
-        spans["angles"] += cosines[~torch.eye(K, dtype=torch.bool)]
-        spans["sums"].append(100 * apart(a.U.weight.T @ a.U.weight, eye))
-        spans["cos"].append(F.cosine_similarity(a.W.weight.flatten(), a.U.weight.T.flatten(), 0))
-        spans["miss"].append(100 * apart(A @ D.mT, X))
-        spans["gram"].append(100 * apart(D.T @ D, eye))
-        (attention, alone), cost = changes(layer, Z, trace), lasso(layer, X, A)
-        counts["att_down"] += attention < 0
-        counts["alone_more"] += alone < attention
-        counts["below_relu"] += cost < lasso(layer, X, X.relu())
-        counts["above_zero"] += cost > lasso(layer, X, 0 * X)
-        counts["rise_trained"] += rates[2].mean() > rates[0].mean()
-        counts["rise_untrained"] += drawn[2].mean() > drawn[0].mean()
-    known = {name: int(count) for name, count in counts.items()}
-    for name, values in spans.items():
-        low, high = (f"{float(choose(values)):.3g}" for choose in (min, max))
-        known[name] = f"{low} to {high}".replace("-", "−")
-    for name, arch in dict(acc_w="crate", acc_u="crate-c", acc_n="crate-n").items():
-        lines = read_metrics(ROOT / "records" / f"cifar10-cpu-30-{arch}-0")
-        known[name] = f"{100 * [line['acc'] for line in lines if 'acc' in line][-1]:.1f}"
-    return known
-
-
-def expected(net, points, x):
-    """[(step, {what it shows of the points, or of picture x in the last layer: its value})]."""
-    P, eye = torch.tensor(points).double(), torch.eye(3).double()
-    cloud, head = P[:12, :2] * torch.tensor([1.5, 0.4]), P[None, :24, 2:4] * torch.tensor([1, 0.3])
-    line = 1.2 * P[:24, 4:5] * eye[torch.arange(24) % 2]
-    axes, plane = eye[:2, :, None], eye[None, :2, :2]
-    layer, Z, trace, X, rates = traced(net, x)[-1]
-    (attention, alone), DA = changes(layer, Z, trace), trace.out @ layer.sparsification.D.mT
-    return [
-        (1, dict(R=crate.coding_rate(cloud))),
-        (2, dict(Rc=crate.subspace_coding_rate((line + 0.06 * P[:24, 5:8])[None], axes))),
-        (3, dict(R=crate.coding_rate(line), Rc=crate.subspace_coding_rate(line[None], axes))),
-        (4, dict(Rc=crate.subspace_coding_rate(head, plane))),
-        (5, dict(two=torch.sub(*crate.neumann_terms(head, plane, 1.5)).norm(),
-                 exact=crate.subspace_coding_rate_grad(head, plane, 1.5).norm())),
-        (6, dict(largest=layer.attention.map(layer.norm1(Z))[0, 0, 28].max())),
-        (7, dict(attention=attention, alone=alone)),
-        (9, dict(X=crate.coding_rate(X), DA=crate.coding_rate(DA), miss=apart(DA, X))),
-        (10, dict(lasso=lasso(layer, X, trace.out), relu=lasso(layer, X, X.relu()))),
-        (11, dict(attention=rates[1] - rates[0], ISTA=rates[2] - rates[1])),
-        (12, dict(chance=net(x).softmax(1)[0, 0]))]
+def points():
+    """({name: the points of steps 1, 2, 3, and of 4 and 5}, what PyTorch computes of them)."""
+    torch.manual_seed(3)
+    cloud = torch.randn(12, 2) * torch.tensor([1.5, 0.4])
+    lines = (3.6 * torch.rand(24, 1) - 1.8) * torch.eye(3)[torch.arange(24) % 2]
+    near = lines + 0.06 * torch.randn(24, 3)
+    head = torch.randn(24, 2) * torch.tensor([1, 0.3])
+    axes, plane = torch.eye(3)[:2, :, None], torch.eye(2)[None]
+    return dict(cloud=cloud, near=near, lines=lines, head=head), dict(
+        R=crate.coding_rate(cloud), Rc=crate.subspace_coding_rate(near[None], axes),
+        exact=crate.subspace_coding_rate_grad(head[None], plane, 2).norm(),
+        two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -213,25 +125,32 @@ def content():
     data = page.content("shapes-crate", loaded, untrained, ImageData(
         **loaded.meta, val_images=images, val_labels=labels))           # rounds the model, too
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
-    points = torch.randn(32, 8, generator=torch.Generator().manual_seed(3)).tolist()
-    data |= dict(points=points, tests=expected(loaded.model, points, x[labels == 0][:1]),
-                 many=page.base64_of(torch.from_numpy(images[:40])),
-                 many_labels=labels[:40].tolist())
-    figure = base64.b64encode((ROOT / "docs" / "figures" / "compression.png").read_bytes())
-    return data, facts(loaded.model, untrained.model, x) | dict(
-        weights=data["weights"], compression=figure.decode())
+    first, (drawn, known) = x[labels == 0][:1], points()
+    numbers, chances = by_layer(loaded.model, first), loaded.model(first).softmax(1)
+    known |= {name: numbers[name][-1] for name in ("attention", "alone", "rise", "lasso", "miss")}
+    data |= dict(points={name: rows.tolist() for name, rows in drawn.items()},
+                 known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
+                 many=page.base64_of(torch.from_numpy(images[:40])))
+    numbers = by_layer(loaded.model, x)
+    numbers["untrained"] = by_layer(untrained.model, x)["rise"]
+    text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
+            for name, values in numbers.items()}
+    return data, text | dict(weights=data["weights"])
 
 
 def written():
     """The page's text."""
-    (data, known), out = content(), (ROOT / "web" / "lesson.html").read_text("utf-8")
+    (data, text), out = content(), (ROOT / "web" / "lesson.html").read_text("utf-8")
     out = re.sub(r"\$\$([^$]*)\$\$(\(.*\))", lambda found: (
-        f'<p class="equation">{mathml(found[1], "block")}<span>{found[2]}</span></p>'), out)
-    out = re.sub(r"\$([^$]*)\$", lambda found: mathml(found[1]), out)
+        f'<p class="equation"><math display="block">{mathml(found[1])}</math>'
+        f"<span>{found[2]}</span></p>"), out)
+    out = re.sub(r"\$([^$]*)\$", lambda found: f"<math>{mathml(found[1])}</math>", out)
     out = re.sub(r"\{code (.*?)\}", lambda found: code(found[1]), out)
-    out = re.sub(r"\{knobs (.*?)\}", lambda found: knobs(found[1]), out)
-    out = re.sub(r"\{(\w+)\}", lambda found: str(known.get(found[1], found[0])), out)
-    for part in ("lesson.css", "crate.js", "lesson.js"):
+    out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
+        r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
+        "</label>"), out)
+    out = re.sub(r"\{(\w+)\}", lambda found: text.get(found[1], found[0]), out)
+    for part in ("base.css", "lesson.css", "crate.js", "lesson.js"):
         out = out.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     return out.replace("{data}", json.dumps(data, default=float).replace("<", "\\u003c"))
 

@@ -16,7 +16,7 @@ const start = {
 };
 const chosen = {...start};              // and the pixels of a picture
 let model, L, n;                        // what is shown: a layer of a model, with n tokens
-let frame, rest;                        // the frame that will show it, and the pause after the last
+let frame;                              // the frame that will show it
 
 // Lists and pixels are replaced, never changed in place: so `run` knows what is new
 function set(changes) {
@@ -25,17 +25,14 @@ function set(changes) {
   frame = requestAnimationFrame(draw);
 }
 
-// Runs a model on what is new: a picture as a whole, a text from the first new character on
+// Runs a model, if anything is new
 function run(kind) {
   const model = models[kind], {eta, lambda, off, hold, mask, pixels} = chosen;
   const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
-  const seen = [eta, lambda, off, hold, mask, pixels];
-  const same = seen.every((value, i) => value === model.seen?.[i]);
-  if (same && `${ids}` === `${model.ids}`) return model;
-  let from = 0;
-  while (same && from < ids.length - 1 && ids[from] === model.ids[from]) from++;
-  const Z = isText ? embedText(model, ids, from) : embedPicture(model, data, pixels, new Set(mask));
-  for (const _ of forward(model, Z, from, {eta, lambda, off, hold}));
+  const seen = [eta, lambda, off, hold, mask, pixels, `${ids}`];
+  if (seen.every((value, i) => value === model.seen?.[i])) return model;
+  const Z = isText ? embedText(model, ids) : embedPicture(model, data, pixels, new Set(mask));
+  forward(model, Z, {eta, lambda, off, hold});
   return Object.assign(model, {seen, ids});
 }
 
@@ -54,8 +51,6 @@ function draw() {
   drawHeads();
   drawCode();
   drawEntry();
-  clearTimeout(rest);
-  rest = setTimeout(drawCharts, 300);
 }
 
 const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
@@ -64,7 +59,6 @@ const largest = values => Math.max(1e-9, ...values);            // never 0: one 
 const rowAt = (M, i = chosen.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
 const logits = () => read(model, model.layers.at(-1).T.out);
 const visible = letter => ({" ": "␣", "\n": "↵"}[letter] ?? letter);
-const digits = y => String(+y.toPrecision(3)).replace("-", "−");
 const percent = share => `${(100 * share).toFixed(1)} %`;
 
 function node(tag, properties, ...inside) {                     // words stay words, never markup
@@ -84,13 +78,8 @@ const note = words => node("small", {}, words);
 const svg = (box, inside) => node("div", {innerHTML: `<svg ${box}>${inside}</svg>`});
 const character = (i, above, below) => node("span", {className: i === chosen.at ? "at" : "",
   onclick: () => point(i)}, above, node("b", {}, visible(letters[model.ids[i]])), below);
-
-function canvas(pixels) {                                       // uint8 (H, H, 3)
-  const image = new ImageData(H, H), box = node("canvas", {width: H, height: H});
-  image.data.forEach((_, t) => image.data[t] = t % 4 < 3 ? pixels[3 * (t >> 2) + t % 4] : 255);
-  box.getContext("2d").putImageData(image, 0, 0);
-  return box;
-}
+const canvas = pixels => paintCanvas(node("canvas"), H, H, t =>  // of uint8 (H, H, 3)
+  [...pixels.subarray(3 * t, 3 * t + 3), 255]);
 
 // A picture with a share, 0 to 1, on each patch; page.css colours it, and frames the chosen patch
 function patches(pixels, kind, share) {
@@ -172,7 +161,7 @@ function drawCode() {                                           // before and af
   put($.code, note("before the step"), strip(before, "before"),
     note(`after it: ${nonzeros} of ${m} entries are not zero`), strip(after, "after"));
   put($.largest, note("largest"), order(after).slice(0, 6).map(j =>
-    button(`${j}: ${digits(after[j])}`, j === chosen.entry, () => set({entry: j}))));
+    button(`${j}: ${show(after[j])}`, j === chosen.entry, () => set({entry: j}))));
 }
 
 function drawEntry() {                                          // at every token
@@ -183,7 +172,7 @@ function drawEntry() {                                          // at every toke
   $.hold.min = Math.floor(2 * low);
   $.hold.max = Math.ceil(2 * high);
   $.hold.value = rowAt(code)[entry];
-  $.hold.nextElementSibling.value = digits($.hold.valueAsNumber);
+  $.hold.nextElementSibling.value = show($.hold.valueAsNumber);
   $.release.hidden = !hold.length;
   $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
   put($.where, view(Float32Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
@@ -191,33 +180,6 @@ function drawEntry() {                                          // at every toke
   const marked = ([words, i]) => node("p", {}, [...words].map((letter, j) =>
     i === j ? node("mark", {}, visible(letter)) : visible(letter)));
   put($.passages, note(passages.length ? "It is highest here:" : ""), passages.map(marked));
-}
-
-// Once nothing has changed for a while: what each layer measures, trained and untrained
-function drawCharts() {
-  const both = Object.keys(models).map(kind => run(kind).layers.map(L => numbers(L, n)));
-  for (const measure of ["rate", "change", "nonzeros"]) {
-    const [trained, untrained] = both.map(rows => rows.map(row => row[measure]));
-    const now = values => digits(values[L.number - 1]);
-    put($[measure], note(`layer ${L.number}: ● ${now(trained)}, untrained ○ ${now(untrained)}`),
-      chart({untrained, trained}));
-  }
-}
-
-function chart(curves) {                                        // {kind: a value for each layer}
-  const values = Object.values(curves).flat();
-  const low = Math.min(...values), high = Math.max(...values);
-  const [left, right, top, bottom] = [44, 284, 12, 112];
-  const x = l => left + (right - left) * l / Math.max(1, model.layers.length - 1);
-  const y = value => bottom - (bottom - top) * (value - low) / (high - low || 1);
-  const tick = value => `<text x="${left - 8}" y="${y(value) + 4}">${digits(value)}</text>`;
-  const curve = ([kind, values]) => `<g class="${kind}">
-    <polyline points="${values.map((value, l) => [x(l), y(value)]).join(" ")}"/>
-    ${values.map((value, l) => `<circle cx="${x(l)}" cy="${y(value)}" r="4"/>`).join("")}</g>`;
-  return svg('viewBox="0 0 300 124"', `${tick(low)}${tick(high)}
-    <path class="rule" d="M${left} ${y(clamp(0, low, high))}H${right}"/>
-    <path class="rule" d="M${x(L.number - 1)} ${top}V${bottom}"/>
-    ${Object.entries(curves).map(curve).join("")}`);
 }
 
 // ---- What the hand does
@@ -237,16 +199,6 @@ $.code.onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
 
 $.text.oninput = () => set({at: null, entry: null});
-$.write.onclick = async () => {
-  for (let i = 0; i < 20; i++) {                                // Gumbel's noise draws a softmax's
-    const noise = () => -Math.log(-Math.log(Math.random()));    // characters, at temperature 0.8
-    const noisy = rowAt(logits(), n - 1).map(y => y / .8 + noise());
-    $.text.value += letters[order(noisy.slice(0, -1))[0]];      // without the one for any other
-    $.text.oninput();
-    await new Promise(requestAnimationFrame);
-  }
-};
-
 $.class.onclick = () => point(0);
 $.picture.onclick = toggleMask;
 $.picture.onkeydown = $.tokens.onkeydown = e => {
@@ -261,16 +213,9 @@ $.picture.onpointerdown = $.picture.onpointermove = e => {
   const [x, y] = [e.offsetX, e.offsetY].map(offset =>
     clamp(offset / $.picture.clientWidth * H | 0, 0, H - 1));
   point(1 + (y / P | 0) * side + (x / P | 0));
-  if (e.buttons && e.type === "pointermove" && !isMae) paint(x, y);
+  if (e.buttons && e.type === "pointermove" && !isMae)
+    set({pixels: painted(chosen.pixels, x, y, $.colour.value)});
 };
-
-function paint(x, y) {                                          // a round dab of the chosen colour
-  const rgb = $.colour.value.match(/\w\w/g).map(hex => parseInt(hex, 16));
-  const pixels = chosen.pixels.slice();
-  for (let i = 0; i < H * H; i++)
-    if (Math.hypot(i % H - x, (i / H | 0) - y) < H / 20) pixels.set(rgb, 3 * i);
-  set({pixels});
-}
 
 // ---- What stays: names, equations, the check; then what is shown first
 const depth = models.trained.layers.length, worst = check(data, models.trained);

@@ -1,4 +1,4 @@
-"""Writes a checkpoint's page (`analyze.py page`): page.html with page.css, page.js and crate.js in
+"""Writes a checkpoint's page (`analyze.py page`): page.html with *.css, page.js and crate.js in
 it, the model's weights, and examples with PyTorch's outputs for them."""
 import base64
 import json
@@ -76,8 +76,6 @@ def content(name, loaded, untrained, data, tokens=None):
     model, c = loaded.model, loaded.model.config
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
-    if loaded.task == "mae" and c.mask_tokens == "after":
-        raise UserError(f"{name}: the page knows no mask_tokens=after")
     trained = model.half().float().state_dict()
     drawn = untrained.model.state_dict().values()       # int8 will do, a scale for each tensor
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in drawn]
@@ -96,7 +94,7 @@ def content(name, loaded, untrained, data, tokens=None):
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run, or is too large."""
     page = (ROOT / "web" / "page.html").read_text("utf-8")
-    for part in ("page.css", "crate.js", "page.js"):
+    for part in ("base.css", "page.css", "crate.js", "page.js"):
         page = page.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     inside = json.dumps(content(name, loaded, untrained, data, tokens))
     page = page.replace("{data}", inside.replace("<", "\\u003c"))   # nothing in it ends the script
