@@ -38,8 +38,14 @@ from analyze import at_norm, batches, OneModel, step_alone, unit_size
 from evaluate import open_model
 from figures import averages, new_figure, print_table
 from flags import option, parse, UserError
-from model import (attention_map, coding_rate, mssa, SoftmaxAttention, subspace_coding_rate,
-                   subspace_coding_rate_grad)
+from model import (
+    attention_map,
+    coding_rate,
+    mssa,
+    SoftmaxAttention,
+    subspace_coding_rate,
+    subspace_coding_rate_grad,
+)
 from processes import cli
 
 

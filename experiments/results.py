@@ -9,12 +9,10 @@ text      loss on Python's manual, a dot a seed, without and with --rotary --shi
 length    loss by position of three models that are read beyond the 128 characters of training, and
           if they are shown at most the last 128
 objective the objective of each layer's output by its parts, each divided by the number of tokens
-sparsity  nonzeros by layer for two weight decays and two lambdas, from records/TABLES.md
 training  rates, nonzeros and the objective by layer at five points of two runs, from
               python train_vit.py shapes --keep=48,200,600,1200,2400
               python train_gpt.py pydoc --keep=30,100,250,400,600
 """
-import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -173,24 +171,6 @@ def objective(c):
     return figure
 
 
-def sparsity(c):
-    figure, ((ax,),) = new_figure(1, 1, 7, 3)
-    table = (ROOT / "records" / "TABLES.md").read_text().split("\n## weight decay\n")[1]
-    named = {"width 96, untrained": ("untrained", "0.6", "o--"),
-             "lambda 0.1, decay 0.05": ("weight decay 0.05", "#6baed6", "o-"),
-             "`--lambd=0.5`": ("the same, five times $\\lambda$", "#6baed6", "o:"),
-             "`--weight_decay=0.5`": ("weight decay 0.5", "C0", "o-")}
-    ends = {}
-    for row, (label, color, style) in named.items():
-        found = re.search(rf"\| {re.escape(row)} \|[^|]*\| ([\d, ]+) \|", table)[1]
-        nonzeros = [int(percent) for percent in found.split(",")]
-        ax.plot(range(1, 1 + len(nonzeros)), nonzeros, style, color=color)
-        ends[label] = nonzeros[-1], color
-    ax.set(xlabel="layer", ylabel="entries that are not zero, %")
-    name_ends(ax, ends)
-    return figure
-
-
 def training(c):
     figure, axes = new_figure(2, 3, 2.3, 2.3)
     panels = {"Rc_tokens": "$R^c$ of the projections,\nnats, divided by n",
@@ -220,8 +200,7 @@ def training(c):
     return figure
 
 
-FIGURES = dict(images=images, text=text, length=length, objective=objective, sparsity=sparsity,
-               training=training)
+FIGURES = dict(images=images, text=text, length=length, objective=objective, training=training)
 
 
 def main(argv):
