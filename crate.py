@@ -48,7 +48,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5):
 
 
 def neumann_terms(Z, U, eps=0.5):
-    """The two terms of Eq. (33). Their difference is about the gradient, if both are small."""
+    """The two terms of Eq. (33): about the gradient, if the second is small beside the first."""
     w = Z[:, None] @ U
     n, p = w.shape[-2:]
     beta = p / (n * eps ** 2)

@@ -193,7 +193,7 @@ def ending(error):
     if isinstance(error, BrokenPipeError):
         return 141, ""                          # SIGPIPE in shells: `... | head` has what it wanted
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return 2, "this does not fit in memory: try a smaller batch (--micro_batch) or model"
+        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
     if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
         return 2, str(error)
 

@@ -78,7 +78,7 @@ PRESETS = {
         data="shapes", width=64, heads=4, layers=3, patch_size=4, blur=0.0, lr=1.5625e-3,
         momentum=0.98, epochs=6, warmup_epochs=0.5, batch_size=100, hidden=256, output=64,
         drop_path=0.0, local_area=0.1, prototypes=512,
-        teacher_temp=0.04),     # DINO collapses even so, but not with --freeze_epochs=6
+        teacher_temp=0.04),     # DINO collapses even so
 }
 
 

@@ -7,6 +7,7 @@ of Z. Two tables a model: changes of R^c and of R - R^c, Eq. (14), in nats, with
     attention    MSSA(LN(Z)); length is ||MSSA(LN(Z))||_F / ||Z||_F, before is R^c(Z)
     alone        the same layer on each token as a sequence of its own: the attention map is 1
     mean         the mean of what alone adds to all tokens (in text: to the tokens so far)
+    shuffled     attention whose weights for other tokens go to others at random
     noise        Gaussian             reversed     - MSSA(LN(Z))
     vs_alone, vs_mean                 attention's change of R^c minus theirs
 
@@ -37,7 +38,14 @@ from analyze import at_norm, batches, OneModel, step_alone, unit_size
 from evaluate import open_model
 from figures import averages, new_figure, print_table
 from flags import option, parse, UserError
-from model import coding_rate, mssa, subspace_coding_rate, subspace_coding_rate_grad
+from model import (
+    attention_map,
+    coding_rate,
+    mssa,
+    SoftmaxAttention,
+    subspace_coding_rate,
+    subspace_coding_rate_grad,
+)
 from processes import cli
 
 
@@ -58,6 +66,31 @@ def each_sample(**columns):
 
 
 # ---- The layers of a model ----------------------------------------------------------------------
+def shuffled(A, generator, causal):
+    """Maps A (B, K, n, n): the weights that a token gives to others go to others at random (of text
+    to those before it); what it gives to itself stays."""
+    n = A.shape[-1]
+    place = torch.arange(n).expand(n, n)
+    others = place < place.mT if causal else place != place.mT
+    in_order = torch.where(others, place, n + place).argsort(-1).expand_as(A)
+    at_random = torch.where(others, torch.rand(A.shape, generator=generator), n + place).argsort(-1)
+    return torch.zeros_like(A).scatter(-1, at_random, A.gather(-1, in_order))
+
+
+def step_shuffled(layer, Z, generator):
+    """What the attention of a layer adds to Z, if its maps are shuffled."""
+    attention = layer.attention
+
+    def attend(q, k, v):
+        A = shuffled(attention_map(q, k, attention.scale, attention.causal), generator,
+                     attention.causal)
+        return (A @ v).transpose(1, 2).flatten(2)
+    attention.attend = attend
+    step = layer.compress(Z) - Z
+    del attention.attend
+    return step
+
+
 def steps(layer, Z, generator, own_length=False):
     """{name: what it adds to Z (B, n, d)}, the steps of the docstring."""
     n = Z.shape[1]
@@ -70,8 +103,11 @@ def steps(layer, Z, generator, own_length=False):
     if not own_length:
         alone, mean = at_norm(alone, attention), at_norm(mean, attention)
     noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
-    return dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
-                reversed=-attention)
+    found = dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
+                 reversed=-attention)
+    if isinstance(layer.attention, SoftmaxAttention):
+        found["shuffled"] = at_norm(step_shuffled(layer, Z, generator), attention)
+    return found
 
 
 def changes(layer, Z, generator, c):
@@ -138,18 +174,20 @@ def draw(runs, path):
     """The change of R^c in each layer of trained models, and that of two controls."""
     runs = [run for run in runs if not run["untrained"]]
     figure, (axes,) = new_figure(1, len(runs), 7 / len(runs), 2.9)
-    marks = dict(mean=("the mean token", dict(mfc="white", mec="black")),
+    marks = dict(shuffled=("weights shuffled", dict(color="C1", marker="x")),
+                 mean=("the mean token", dict(mfc="white", mec="black")),
                  alone=("each token alone", dict(color="0.6")),
                  attention=("attention", dict(color="C0")))
     for ax, run in zip(axes, runs):
         layers = range(1, len(run["layers"]) + 1)
         ax.axhline(0, color="black", lw=0.8)
         for name, (label, style) in marks.items():
-            ax.plot(layers, [row[name] for row in run["layers"]], "o", label=label, **style)
+            ax.plot(layers, [row[name] for row in run["layers"]], ls="", label=label,
+                    **dict(marker="o") | style)
         ax.set(title=run["names"][0].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("change of $R^c$, nats\n(below 0: the step compresses)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
     figure.savefig(path, dpi=200)
 

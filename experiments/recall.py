@@ -7,15 +7,9 @@ values may repeat). aot is aot-mhsa with one matrix for all three; --tie shares 
     python -m experiments.recall
     python -m experiments.recall --archs=aot-mhsa --tie=qk          # or kv
     python -m experiments.recall --archs=crate --shift              # or --rotary
-    python -m experiments.recall --ckpt=pretrained:pydoc-crate      # which heads of it copy
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
-
-With --ckpt a trained model reads random tokens, then the same again. "copies" is the mean weight
-that a token gives, the second time, to what followed it the first time (induction heads: Olsson et
-al., 2022); "before" is the mean weight of the previous token. Chance is about 0.01. a and b are the
-shares of the previous token in --shift's keys and values.
 
 Verdict (2026-11-22; 2 layers, 5 seeds, 1,500 steps): it costs the model most of recall, at this
 size. With three matrices attention alone learns it in 260 +- 10 steps; with one it does not (60.5 %
@@ -28,18 +22,16 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from checkpoint import load_model
 from figures import averages, COLORS, new_figure, print_table
 from flags import option, parse, UserError
-from model import LanguageModel, MHSA, MSSA, TextConfig
+from model import LanguageModel, MHSA, TextConfig
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
 
 @dataclass(kw_only=True)
 class Recall:
-    """The task and the models that learn it; or the trained model whose heads are shown."""
-    ckpt: str | None = option(None, "a trained model of text: show its heads instead")
+    """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
                              choices=("qk", "kv"))
@@ -138,33 +130,9 @@ def draw(curves, c):
     figure.savefig(c.figure, dpi=200)
 
 
-@torch.no_grad()
-def heads_of(model):
-    """[{"layer", "head", "copies", "before", "a", "b"}, ...] of every head of a causal model."""
-    n, rows = model.config.context // 2, []
-    torch.manual_seed(derive_seed("heads"))
-    ids = torch.randint(model.config.vocab_size, (32, n)).repeat(1, 2)
-    for l, (step, layer) in enumerate(zip(model.trace(ids), model.layers), 1):
-        A, mix = step.attention.mean(0), layer.attention.mix            # (K, 2 n, 2 n)
-        copies, before = A.diagonal(1 - n, -2, -1)[:, 1:], A.diagonal(-1, -2, -1)
-        parts = dict(copies=copies.mean(-1), before=before.mean(-1))
-        if mix is not None:
-            parts["a"], parts["b"] = mix.sigmoid().chunk(2)
-        rows += [dict(layer=l, head=k + 1) | {name: part[k].item() for name, part in parts.items()}
-                 for k in range(len(A))]
-    return rows
-
-
 def main(argv):
-    """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...], or heads_of."""
+    """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...]."""
     c, _ = parse(Recall, {}, argv, __doc__)
-    if c.ckpt:
-        model = load_model(c.ckpt, tasks=("gpt",)).model
-        if not (model.config.causal and isinstance(model.layers[0].attention, (MSSA, MHSA))):
-            raise UserError(f"{c.ckpt} is no causal model with attention maps")
-        rows = heads_of(model)
-        print_table(rows)
-        return rows
     shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
     counts = {arch: count(build(c, arch), without=("positions",)) - shared
               for arch in c.archs.split(",")}

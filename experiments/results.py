@@ -6,23 +6,25 @@
 images    accuracy over the epochs of CIFAR-10: CRATE (three seeds), its variants, a transformer
 text      loss on Python's manual, a dot a seed, without and with --rotary --shift; and on books
           by how much three archs are behind a transformer, over the characters read
-length    loss of three pretrained models that are read in longer windows than they were trained on
+length    loss by position of three models that are read beyond the 128 characters of training, and
+          if they are shown at most the last 128
 objective the objective of each layer's output by its parts, each divided by the number of tokens
-sparsity  nonzeros by layer for two weight decays and two lambdas, from records/TABLES.md
 training  rates, nonzeros and the objective by layer at five points of two runs, from
               python train_vit.py shapes --keep=48,200,600,1200,2400
               python train_gpt.py pydoc --keep=30,100,250,400,600
 """
-import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib import colormaps
+from torch.nn import functional as F
 
 import evaluate
 from analyze import layer_table, Layers
+from checkpoint import load_model
 from figures import COLORS, new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
@@ -114,18 +116,33 @@ def text(c):
     return figure
 
 
+def losses_by_position(model, ids, at_most=128, step=32):
+    """(full, short), (N, n - at_most): the loss of each of ids (N, n + 1) that has at_most or more
+    before it, if the model sees all of them, or at_most - step to at_most of the last."""
+    def losses(part):
+        return F.cross_entropy(model(part[:, :-1]).mT, part[:, 1:], reduction="none")
+    short = [losses(ids[:, start - at_most:start + 1])[:, -step:]
+             for start in range(at_most + step, ids.shape[1], step)]
+    return losses(ids)[:, at_most:], torch.cat(short, 1)
+
+
+@torch.no_grad()
 def length(c):
     figure, ((ax,),) = new_figure(1, 1, 7, 3)
-    lengths, ends = (64, 128, 192, 256, 384, 512), {}
+    ends = {}
     for arch in ("crate", "crate-alpha", "transformer"):
-        y = [evaluate.main(["lm", f"--ckpt=pretrained:pydoc-{arch}", f"--context={n}",
-                            "--dtype=float32", f"--data_dir={c.data_dir}"])["loss"]
-             for n in lengths]
-        ax.plot(lengths, y, "o-", color=COLORS[arch])
-        ends[NAMES[arch]] = y[-1], COLORS[arch]
-    ax.axvline(128, color="0.7", ls=":")
-    ax.set(xlabel="characters in a window (dotted: in training)", ylabel="loss, nats a character",
-           xticks=lengths)
+        loaded = load_model(f"pretrained:pydoc-{arch}")
+        tokens = evaluate.tokens_for(None, "val", loaded.meta, c.data_dir)[2]
+        ids = torch.from_numpy(tokens[:len(tokens) // 513 * 513].astype("int64")).view(-1, 513)
+        found = losses_by_position(loaded.model, ids)
+        for losses, style in zip(found, ("o-", "--")):
+            y = losses.unflatten(1, (-1, 32)).mean((0, 2))
+            ax.plot(range(144, 512, 32), y, style, color=COLORS[arch], ms=3)
+            ends[NAMES[arch] + (", at most 128" if style == "--" else "")] = y[-1], COLORS[arch]
+        harm = (found[0] - found[1]).mean(1)
+        print(f"{arch}: {found[0].mean():.3f}, at most 128 {found[1].mean():.3f} nats, "
+              f"difference {harm.mean():.3f} +- {harm.std() / len(harm) ** 0.5:.3f}")
+    ax.set(xlabel="position of the character in its window", ylabel="loss, nats a character")
     name_ends(ax, ends)
     return figure
 
@@ -148,34 +165,17 @@ def objective(c):
         ax.axhline(0, color="black", lw=0.8)
         ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
         ax.set(xlabel="layer", xticks=layers)
-    axes[0].set_ylabel("nats a token")
+    axes[0].set_ylabel("nats, divided by n")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
     return figure
 
 
-def sparsity(c):
-    figure, ((ax,),) = new_figure(1, 1, 7, 3)
-    table = (ROOT / "records" / "TABLES.md").read_text().split("\n## weight decay\n")[1]
-    named = {"width 96, untrained": ("untrained", "0.6", "o--"),
-             "lambda 0.1, decay 0.05": ("weight decay 0.05", "#6baed6", "o-"),
-             "`--lambd=0.5`": ("the same, five times $\\lambda$", "#6baed6", "o:"),
-             "`--weight_decay=0.5`": ("weight decay 0.5", "C0", "o-")}
-    ends = {}
-    for row, (label, color, style) in named.items():
-        found = re.search(rf"\| {re.escape(row)} \|[^|]*\| ([\d, ]+) \|", table)[1]
-        nonzeros = [int(percent) for percent in found.split(",")]
-        ax.plot(range(1, 1 + len(nonzeros)), nonzeros, style, color=color)
-        ends[label] = nonzeros[-1], color
-    ax.set(xlabel="layer", ylabel="entries that are not zero, %")
-    name_ends(ax, ends)
-    return figure
-
-
 def training(c):
     figure, axes = new_figure(2, 3, 2.3, 2.3)
-    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats a token",
-              "nonzeros": "entries that are\nnot zero, %", "objective": "objective,\nnats a token"}
+    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats, divided by n",
+              "nonzeros": "entries that are\nnot zero, %",
+              "objective": "objective,\nnats, divided by n"}
     runs = {"vit-shapes": "shapes", "gpt-pydoc": "Python's manual"}
     for row, (folder, name) in zip(axes, runs.items()):
         kept = {int(path.stem.removeprefix("ckpt-")): path
@@ -201,8 +201,7 @@ def training(c):
     return figure
 
 
-FIGURES = dict(images=images, text=text, length=length, objective=objective, sparsity=sparsity,
-               training=training)
+FIGURES = dict(images=images, text=text, length=length, objective=objective, training=training)
 
 
 def main(argv):

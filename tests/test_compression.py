@@ -90,6 +90,24 @@ def test_controls(text):
         assert_near(F.normalize(scaled[name].flatten(1)), F.normalize(found[name].flatten(1)))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_shuffled_maps(causal):
+    """A row keeps its diagonal and its weights, and of text nothing is after the token. Each order
+    is as likely: over many maps the mean weight of the others is the same."""
+    scores = torch.randn(1, 2, 6, 6).double()
+    if causal:
+        scores = scores.masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
+    A = scores.softmax(-1).expand(4000, 2, 6, 6)
+    found = compression.shuffled(A, torch.Generator().manual_seed(0), causal)
+    assert_near(found.diagonal(0, -2, -1), A.diagonal(0, -2, -1))
+    assert_near(found.sort(-1).values, A.sort(-1).values)
+    others = ~torch.eye(6).bool()
+    others &= torch.ones(6, 6).tril().bool() if causal else others
+    equal = ((A * others).sum(-1) / others.sum(-1).clamp_min(1))[0]
+    mean = found.mean(0)
+    assert ((mean - equal[..., None]) * others).abs().max() < 0.02
+
+
 @torch.no_grad()
 def test_tables_and_figure(tmp_path, cache):
     """One checkpoint: errors are over samples. Two of one config: over checkpoints."""

@@ -4,7 +4,6 @@ import torch
 
 from experiments import recall
 from flags import UserError
-from model import LayerTrace
 
 
 def test_sequences():
@@ -28,16 +27,6 @@ def test_ties():
         attention = recall.build(c, "aot-mhsa").layers[0].attention
         q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
         assert [torch.equal(q, k), torch.equal(k, v)] == expected
-
-
-def test_heads(monkeypatch):
-    """A head of which each token looks 6 back, when 7 random tokens come twice, and one for 1."""
-    model = recall.build(recall.Recall(width=8, heads=2, layers=1, shift=True), "crate")
-    A = torch.stack([torch.eye(14).roll(back, 0) for back in (6, 1)])
-    monkeypatch.setattr(model, "trace", lambda ids: [LayerTrace(None, None, A[None])])
-    a, b = recall.heads_of(model)
-    assert (a["copies"], a["before"], b["copies"], b["before"]) == (1, 0, 0, 1)
-    assert (a["a"], a["b"]) == pytest.approx((0.119, 0.881), abs=1e-3)
 
 
 def test_recall():
