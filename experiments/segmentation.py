@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from data import augment
 from evaluate import Flags, images_for, model_input, open_model, pooling
 from figures import stretched
-from flags import option, parse, UserError
+from flags import option, parse
 from model import patchify, saliency, SoftmaxAttention
 from processes import cli, with_bar
 
@@ -31,7 +31,6 @@ from processes import cli, with_bar
 @dataclass(kw_only=True)
 class Config(Flags):
     data: str = option("camouflage", "which drawn set", choices=("shapes", "camouflage"))
-    layer: int | None = option(None, "which layer, from 1; auto is the last", low=1)
     features: str = option("keys", "what MaskCut compares: the keys U^* LN(Z), or pixels",
                            choices=("keys", "pixels"))
     batch_size: int = option(100, "images at once", low=1)
@@ -138,19 +137,16 @@ def overlap_at_thresholds(maps, truth):
 
 
 def open_objects(c):
-    """(`Loaded`, Processes, the number of the layer, the drawn set, {split: the objects' masks (n,
-    1, H, W) as the model sees them}) of the pictures of val, and as many of train."""
+    """(`Loaded`, Processes, the drawn set, {split: the objects' masks (n, 1, H, W) at the model's
+    size}) of the pictures of val, and as many of train."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
-    last, size = len(loaded.encoder.layers), loaded.encoder.config.image_size
-    number = c.layer or last
-    if number > last:
-        raise UserError(f"--layer={number}: the last layer of {c.ckpt} is {last}")
+    size = loaded.encoder.config.image_size
     data = images_for(c.data, loaded.meta, c.data_dir)
     masks = dict(train=data.train_masks[:len(data.val_masks)], val=data.val_masks)
     for split, array in masks.items():
         mask = torch.tensor(array)[:, None]
         masks[split] = augment.at_size(mask, min(size, mask.shape[-1])).bool()
-    return loaded, processes, number, data, masks
+    return loaded, processes, data, masks
 
 
 def pictures(c, loaded, processes, data, split, masks):
@@ -171,8 +167,8 @@ def segment(c):
 
     MaskCut gives one mask an image, in whole patches. Its box and mask AP are COCO's, averaged over
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
-    loaded, processes, number, data, masks = open_objects(c)
-    encoder = loaded.encoder
+    loaded, processes, data, masks = open_objects(c)
+    encoder, last = loaded.encoder, len(loaded.encoder.layers)
     side = encoder.config.image_size // encoder.config.patch_size
     overlaps, mean_mask = {}, masks["train"].float().mean(0, keepdim=True)
     of_boxes, of_masks, confidences = [], [], []
@@ -180,25 +176,24 @@ def segment(c):
         of_maps = []
         for x, truth in pictures(c, loaded, processes, data, split, objects):
             with processes.autocast():
-                maps = saliency(encoder.trace(x)[number - 1].attention, pooling(loaded))
+                maps = saliency(encoder.trace(x)[-1].attention, pooling(loaded))
             maps = maps.mean(1, keepdim=True).float().cpu().unflatten(-1, (side, side))
             of_maps.append(overlap_at_thresholds(maps, truth))
             if split == "val":
                 with processes.autocast():
-                    X = patch_features(encoder, x, number, c.features).float().cpu()
+                    X = patch_features(encoder, x, last, c.features).float().cpu()
                 cut, confidence = maskcut(X, side)
                 cut = F.interpolate(cut[:, None].float(), size=truth.shape[2:],
                                     mode="nearest-exact").bool()
                 of_boxes.append(iou(box(cut), box(truth))[:, 0])
                 of_masks.append(iou(cut, truth)[:, 0])
                 confidences.append(confidence)
-        of_maps = torch.cat(of_maps, 1).mean(1)
-        prior = overlap_at_thresholds(mean_mask, objects).mean(1)
-        overlaps[split] = torch.cat([of_maps, prior], 1)                    # (100, 2)
+        prior = overlap_at_thresholds(mean_mask, objects)                   # (100, N, 1)
+        overlaps[split] = torch.cat([torch.cat(of_maps, 1), prior], 2).mean(1)
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, prior = overlaps["val"].gather(0, best)[0].tolist()
-    result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, layer=number,
-                  features=c.features, n=len(masks["val"]), iou=mean, iou_prior=prior)
+    result = dict(data=c.data, encoder="random" if c.untrained else c.ckpt, features=c.features,
+                  n=len(masks["val"]), iou=mean, iou_prior=prior)
     thresholds = torch.arange(50, 100, 5).double() / 100
     for name, parts in (("box", of_boxes), ("mask", of_masks)):
         ap = detection_ap(torch.cat(parts), torch.cat(confidences), thresholds)

@@ -104,13 +104,13 @@ def test_maps(arch, tmp_path, cache):
     model, data = ImageClassifier(ImageConfig(arch=arch, **TINY)), images.load("shapes", cache)
     write_model(tmp_path / "m.pt", scrambled(model), "vit", data.meta())
     result = segmentation.main([f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--data=shapes",
-                                f"--data_dir={cache}", "--layer=1", "--batch_size=30"])
+                                f"--data_dir={cache}", "--batch_size=30"])
     prior = torch.tensor(data.train_masks[:100]).float().mean(0).expand(100, -1, -1)
     scores = []
     for x, truth in ((data.train_images[:100], data.train_masks[:100]),
                      (data.val_images, data.val_masks)):
         x = augment.normalize(augment.to_float(torch.tensor(x)), data.mean, data.std)
-        maps = saliency(model.encoder.trace(x)[0].attention, "class").mean(1).unflatten(-1, (8, 8))
+        maps = saliency(model.encoder.trace(x)[-1].attention, "class").mean(1).unflatten(-1, (8, 8))
         maps = F.interpolate(maps[:, None], size=(32, 32), mode="bilinear", antialias=True)[:, 0]
         maps, truth = torch.stack([maps, prior]), torch.tensor(truth) == 1
         maps = stretched(maps.flatten(2)).view_as(maps)
