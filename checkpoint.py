@@ -107,6 +107,9 @@ def _read(path):
         if name not in names:
             raise UserError(f"pretrained model {not_one_of(name, names)}")
         path = PRETRAINED / f"{name}.pt"
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a file such as RUN/ckpt.pt")       # /dev/zero would never end
     try:
         with zipfile.ZipFile(path) as file:
             if file.testzip() is not None:

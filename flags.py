@@ -77,6 +77,9 @@ def converter(f, kind, optional):
             return None
         text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
+        too_large = {int: 2 ** 63, float: float("inf")}         # PyTorch's integers end there
+        if kind in too_large and abs(value) >= too_large[kind]:
+            raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, option, ROOT, UserError
 from optim import train_flops
-from processes import PrecisionFlags, RunEnded
+from processes import flush_or_mute, PrecisionFlags, RunEnded
 
 
 @dataclass(kw_only=True)
@@ -62,16 +62,18 @@ class Run:
     def _open(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c = self.config
+        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         try:
             self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.dir / ".lock", "w")
+            self._lock = open(self.dir / ".lock", "a+")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        restarted = self.processes.restarts > 0         # by torchrun, after one process has died
+        # torchrun has restarted this very run if .lock names the same launch
+        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
         resuming = saved and (c.resume or restarted)
         files = {path.name for path in self.dir.iterdir()} - {".lock"}
         if files and not (resuming or c.overwrite or restarted):
@@ -80,6 +82,7 @@ class Run:
             for name in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(name):
                     path.unlink()
+        (self.dir / ".lock").write_text(launch)
         return resuming
 
     def resume(self, model, optimizers, data_meta, extra=None):
@@ -207,7 +210,9 @@ class Run:
         self.write(line | numbers)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}")
+            done = (self.step - self.start) / (self.total - self.start)
+            left = (time.perf_counter() - self.began) * (1 / done - 1)
+            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _finite_losses(self):
         """The losses since the last line, means over processes. RunEnded if one is not finite."""
@@ -259,7 +264,7 @@ class Run:
         if self.is_main:
             with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
-                sys.stdout.flush()
+                flush_or_mute()
 
     def write(self, line):
         """One JSON object to metrics.jsonl; NaN and infinity become null."""
@@ -294,9 +299,9 @@ class Run:
 
 
 def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except one that a kill has torn."""
+    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
     lines = []
-    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
+    for line in (Path(folder) / "metrics.jsonl").read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return lines
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]

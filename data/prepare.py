@@ -144,11 +144,7 @@ def hold_out(sets, share):
     """This share of the rows for training validates, if no others do."""
     if {"val", "validation"}.intersection(sets) or len(sets.get("train", [])) < 2:
         return sets
-    rows = sets["train"]
-    try:                    # pictures: the same share of each class, if none is too small for it
-        halves = rows.train_test_split(share, seed=SEED, stratify_by_column="label")
-    except ValueError:      # a small class, or texts, which have none
-        halves = rows.train_test_split(share, seed=SEED)
+    halves = sets["train"].train_test_split(share, seed=SEED)
     return {**sets, "train": halves["train"], "val": halves["test"]}
 
 

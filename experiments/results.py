@@ -3,13 +3,7 @@
     python -m experiments.results               to docs/figures, all but the last
     python -m experiments.results text          one of them
 
-images    accuracy over the epochs of CIFAR-10: CRATE (three seeds), its variants, a transformer
-text      loss on Python's manual, a dot a seed, without and with --rotary --shift; and on books
-          by how much three archs are behind a transformer, over the characters read
-length    loss by position of three models that are read beyond the 128 characters of training, and
-          if they are shown at most the last 128
-objective the objective of each layer's output by its parts, each divided by the number of tokens
-training  rates, nonzeros and the objective by layer at five points of two runs, from
+training draws two runs:
               python train_vit.py shapes --keep=48,200,600,1200,2400
               python train_gpt.py pydoc --keep=30,100,250,400,600
 """
@@ -76,6 +70,7 @@ def by_layer(c, ckpt, untrained=False):
 
 
 def images(c):
+    """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
     ends = {}
     for arch in ("crate", "crate-t", "crate-n", "crate-c", "transformer"):
@@ -90,6 +85,7 @@ def images(c):
 
 
 def text(c):
+    """Last losses of the runs pydoc-*, and the runs bookchars-* against the transformer's."""
     figure, ((left, right),) = new_figure(1, 2, 4, 3.2)
     rows = {"crate": ("", "-shift"), "crate-alpha": (None, "-shift"), "crate-alpha-one": (None, ""),
             "mssa-mlp": (None, "-shift"), "transformer": ("", "-shift")}
@@ -128,6 +124,7 @@ def losses_by_position(model, ids, at_most=128, step=32):
 
 @torch.no_grad()
 def length(c):
+    """Losses by position, means over blocks of 32, of three pretrained models; prints the means."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3)
     ends = {}
     for arch in ("crate", "crate-alpha", "transformer"):
@@ -148,6 +145,7 @@ def length(c):
 
 
 def objective(c):
+    """R, -R^c and -lambda ||Z||_0 of each layer's output, stacked, and their sum."""
     figure, (axes,) = new_figure(1, 4, 1.75, 3)
     axes[1].sharey(axes[0])
     axes[3].sharey(axes[2])
@@ -172,6 +170,7 @@ def objective(c):
 
 
 def training(c):
+    """Three numbers by layer, a line a checkpoint that --keep wrote, and one untrained."""
     figure, axes = new_figure(2, 3, 2.3, 2.3)
     panels = {"Rc_tokens": "$R^c$ of the projections,\nnats, divided by n",
               "nonzeros": "entries that are\nnot zero, %",

@@ -1,5 +1,5 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
-import os
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -52,7 +52,8 @@ def test_flags_take_their_fields_types():
     ("--width=3.5", "--width: invalid whole number value: '3.5'"), ("--arch=tots", "one of"),
     ("--width=0", "at least 1"), ("--rate=nan", "more than 0"), ("--rate=2", "at most 1"),
     ("--flip=maybe", "invalid true|false value"),
-    ("--width", "--width: expected one argument"), ("--width=3 tiny", "unknown argument tiny")])
+    ("--width", "--width: expected one argument"), ("--width=3 tiny", "unknown argument tiny"),
+    (f"--width={2 ** 63}", "invalid whole number value"), ("--rate=inf", "invalid number value")])
 def test_bad_flags_are_one_line(argv, says):
     with pytest.raises(UserError) as error:
         parse(*argv.split())
@@ -73,6 +74,7 @@ def test_subcommands():
     (ConfigError("d"), 2, "d"), (processes.RunEnded(3, "step 3"), 3, "step 3"),
     (KeyboardInterrupt(), 130, ""), (MemoryError(), 2, "does not fit in memory"),
     (torch.OutOfMemoryError("CUDA"), 2, "does not fit in memory"),
+    (OSError(12, "Cannot allocate memory"), 2, "does not fit in memory"),
     (OSError(28, "No space left on device", "a.pt"), 2, "No space left on device: 'a.pt'")])
 def test_exit_statuses(monkeypatch, capsys, error, status, says):
     def main(argv):
@@ -85,11 +87,22 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
 
 
-def test_a_closed_stdout_ends_a_command_without_a_word(monkeypatch, capsys):
-    """As SIGPIPE does: `... | head` has what it wanted. Nothing is left that fails at the end."""
-    read, write = os.pipe()
-    os.close(read)
-    with open(write, "w") as stdout, pytest.raises(SystemExit, match="141"):
-        monkeypatch.setattr("sys.stdout", stdout)
-        processes.cli(lambda argv: print("word"))
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT)])
+def test_ctrl_c_has_no_traceback(monkeypatch, main):
+    """Not in the end of a command either, and not a second one."""
+    def start(argv):
+        monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
+        main(argv)
+    monkeypatch.setattr(processes.os, "_exit", processes.sys.exit)
+    with pytest.raises(SystemExit, match="130"):
+        processes.cli(start)
+
+
+def test_errors_are_told_by_their_type():
+    """PyTorch's allocator is out of memory; a mistake that speaks of memory keeps its traceback; a
+    pipe that is not stdout is an error."""
+    with pytest.raises(RuntimeError) as error:
+        torch.empty(2 ** 62, dtype=torch.uint8)
+    assert processes.ending(error.value)[0] == 2
+    assert processes.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
+    assert processes.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2

@@ -1,14 +1,9 @@
-"""The control of reading beyond the length of training; what a run has kept is what is drawn."""
-import pytest
+"""The control of reading beyond the length of training."""
 import torch
-from helpers import write_model
 from torch.nn import functional as F
 
-from data import images, text
-from experiments import results
 from experiments.results import losses_by_position
-from flags import UserError
-from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
+from model import LanguageModel, TextConfig
 
 
 @torch.no_grad()
@@ -27,26 +22,3 @@ def test_losses_by_position():
         logits = model(ids[:, start:start + 8])[:, 4 + i % 4]
         torch.testing.assert_close(short[:, i], F.cross_entropy(logits, ids[:, 9 + i],
                                                                 reduction="none"))
-
-
-def test_training(tmp_path, cache, text_cache):
-    for folder in (cache / "shapes", text_cache / "pydoc"):
-        (tmp_path / folder.name).symlink_to(folder)
-    c = results.Figures(samples=5, runs=str(tmp_path), data_dir=str(tmp_path))
-    with pytest.raises(UserError, match="vit-shapes has no ckpt-STEP.pt: train with --keep"):
-        results.training(c)
-    small = dict(width=8, heads=2, layers=2)
-    runs = {"vit-shapes": ("vit", images.load("shapes", cache), lambda: ImageClassifier(
-                ImageConfig(**small, image_size=32, patch_size=8, classes=10))),
-            "gpt-pydoc": ("gpt", text.load("pydoc", text_cache), lambda: LanguageModel(
-                TextConfig(**small, context=16, vocab_size=97)))}
-    for folder, (task, data, build) in runs.items():
-        (tmp_path / folder).mkdir()
-        for step in (40, 200):
-            write_model(tmp_path / folder / f"ckpt-{step}.pt", build(), task, data.meta())
-    axes = results.training(c).axes
-    for ax, folder in zip(axes[1::3], runs):
-        for line, step in zip(ax.lines[1:], (40, 200), strict=True):        # after the untrained
-            table, _ = results.by_layer(c, tmp_path / folder / f"ckpt-{step}.pt")
-            assert line.get_ydata() == pytest.approx([100 * row["nonzeros"] for row in table])
-    assert [label.get_text() for label in axes[2].texts] == ["step 0", "step 40", "step 200"]

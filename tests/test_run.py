@@ -78,6 +78,18 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert not (tmp_path / "ckpt-2.pt").exists()
 
 
+def test_a_restart_goes_on_only_in_its_own_folder(tmp_path, monkeypatch):
+    """torchrun also starts again what its first start refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
+    run_in(tmp_path).close()
+    (tmp_path / "notes.txt").touch()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    run_in(tmp_path).close()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
+    with pytest.raises(UserError, match="is not empty"):
+        run_in(tmp_path)
+
+
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
@@ -138,6 +150,7 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
     assert read_metrics(tmp_path)[-1] == dict(step=4, split="val", loss=None)
     run.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write("\0" * 9 + '\n{"loss": 1}\n[1]\n\xff\n{"step": "1"}\n')
         file.write('{"step": 1, "spl')                                      # torn by a kill
     run, steps, _ = start(tmp_path, resume=True)
     next(steps)
