@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, option, ROOT, UserError
-from optim import train_flops
 from processes import flush_or_mute, PrecisionFlags, RunEnded
 
 
@@ -49,17 +48,17 @@ class Run:
         self.flags = dict(task=task, name=name) | vars(config)
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         self.is_main = processes.rank == 0
-        self.step = 0                       # how many are done
-        self.best = None                    # the lowest loss that chose best.pt
-        self.received = 0                   # the first signal
-        self.handlers = {}                  # signal -> the handler to put back
-        self.losses, self.seconds = [], []  # of the steps since the last line of metrics.jsonl
-        self.timed_steps, self.timed_seconds = 0, 0.0           # of all lines
-        self.bar = tqdm(disable=True)       # no bar and no file before the first step
+        self.step = 0                   # how many are done
+        self.best = None                # the lowest loss that chose best.pt
+        self.received = 0               # the first signal
+        self.handlers = {}              # signal -> the handler to put back
+        self.losses = []                # since the last line of metrics.jsonl
+        self.seconds, self.told = [], 0     # of all steps; how many of them the lines have told
+        self.bar = tqdm(disable=True)   # no bar and no file before the first step
         self.metrics = None
-        self.resuming = processes.main_only(self._open)
+        self.resuming = processes.main_only(self._take_folder)
 
-    def _open(self):
+    def _take_folder(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c = self.config
         launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
@@ -90,17 +89,16 @@ class Run:
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
         sets the step and returns the checkpoint's content; else None. UserError if flags differ."""
         self.model, self.optimizers = model, optimizers
-        self.model_config = model.config
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
             return None
         path = self.processes.main_only(partial(newest_whole, self.dir, self.task))
         content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
-        given = vars(self.config) | asdict(self.model_config)
+        given = vars(self.config) | asdict(model.config)
         fixed = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once",
                  "val", "train_images", "batch_size", "seed")
-        for name in (*fixed, *asdict(self.model_config)):
+        for name in (*fixed, *asdict(model.config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")
@@ -115,37 +113,13 @@ class Run:
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, text, eval_every):
+    def steps(self, total, text, eval_every, flops=0, tokens=None):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained."""
-        self._begin(total, text, eval_every)
-        while self.step < total:
-            self.step_began = time.perf_counter()
-            yield self.step
-            if str(self.step) in self.config.keep.split(","):
-                self.processes.main_only(partial(
-                    write_checkpoint, self.dir / f"ckpt-{self.step}.pt", self._content(), False))
-            stopping = self.processes.largest(self.received) if self.step < total else 0
-            if stopping:
-                self.save()
-                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
-                self.close()
-                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
-
-    def _begin(self, total, text, eval_every):
-        """Opens the files, takes the signals, starts the clock and the bar."""
-        self.total, self.start = total, self.step
+        checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
+        it is text it has `tokens`: its speed is in tokens."""
+        self.total, self.start, self.flops, self.tokens = total, self.step, flops, tokens
         self.eval_every = self.config.eval_every or eval_every
-        self.unit = "tokens" if self.task == "gpt" else "images"
-        self.speed_name = "tokens_per_s" if self.task == "gpt" else "examples_per_s"
-        self.per_step = self.config.batch_size
-        if self.task == "gpt":
-            self.per_step *= self.model_config.context
-        # MFU, the share of the GPUs' bfloat16 peak, is the speed times this; 0 if it is unknown. It
-        # is not counted for SimDINO, whose views have two sizes
-        flops = 0 if self.task == "simdino" else train_flops(self.model) * self.config.batch_size
-        self.mfu_per_speed = flops / self.per_step / self.processes.peak_flops()
-        self.processes.main_only(self._start_files)
+        self.processes.main_only(self._open_metrics)
         self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
                         disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
         self.handlers = {number: signal.signal(number, self._on_signal)
@@ -153,8 +127,20 @@ class Run:
         self.began = time.perf_counter()
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
+        kept = self.config.keep.split(",")
+        while self.step < total:
+            self.step_began = time.perf_counter()
+            yield self.step
+            if str(self.step) in kept:
+                self.save(f"ckpt-{self.step}.pt")
+            stopping = self.processes.largest(self.received) if self.step < total else 0
+            if stopping:
+                self.save("ckpt.pt")
+                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
+                self.close()
+                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
 
-    def _start_files(self):
+    def _open_metrics(self):
         """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
@@ -186,40 +172,30 @@ class Run:
         due = last or self.step % self.eval_every == 0
         write = last or self.step % self.config.log_every == 0
         if due or write:                        # waits for a GPU; raises before a NaN is evaluated
-            losses = self._finite_losses()
+            mean = self._mean_loss()
         if self.step == self.start + 1:         # may have compiled: it is not timed
             loss.item()
         else:
             self.seconds.append(time.perf_counter() - self.step_began)
         if write:
-            self._write_line(sum(losses) / len(losses), lr, numbers() if numbers else {})
-            self.losses, self.seconds = [], []
+            speed, words = self._speed(self.seconds[self.told:])
+            self.losses, self.told = [], len(self.seconds)
+            more = numbers() if numbers else {}
+            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
+            words = f"loss {mean:.4f}{words}"
+            self.bar.set_postfix_str(words)
+            if self.bar.disable:
+                left = (time.perf_counter() - self.began) / (self.step - self.start) * (
+                    self.total - self.step)
+                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
         return due
 
-    def _write_line(self, loss, lr, numbers):
-        line = dict(step=self.step, split="train", loss=loss, lr=lr)
-        text = f"loss {loss:.4f}"
-        if self.seconds:
-            self.timed_steps += len(self.seconds)
-            self.timed_seconds += sum(self.seconds)
-            line[self.speed_name] = speed = self.per_step * len(self.seconds) / sum(self.seconds)
-            text += f", {speed:,.0f} {self.unit}/s"
-            if mfu := speed * self.mfu_per_speed:
-                line["mfu"] = mfu
-                text += f", mfu {mfu:.1%}"
-        self.write(line | numbers)
-        self.bar.set_postfix_str(text)
-        if self.bar.disable:
-            done = (self.step - self.start) / (self.total - self.start)
-            left = (time.perf_counter() - self.began) * (1 / done - 1)
-            self.say(f"step {self.step}/{self.total}: {text}, lr {lr:.2e}, {left:,.0f} s left")
-
-    def _finite_losses(self):
-        """The losses since the last line, means over processes. RunEnded if one is not finite."""
+    def _mean_loss(self):
+        """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             self._check_finite(loss, step)
-        return losses
+        return sum(losses) / len(losses)
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
@@ -227,37 +203,50 @@ class Run:
             raise RunEnded(3, f"the loss or a weight is not finite at step {step}: try a lower "
                               f"--lr; any checkpoint in {self.dir} is of a step before")
 
+    def _speed(self, seconds):
+        """({for metrics.jsonl}, words) of steps that took `seconds`; nothing of no steps. MFU, the
+        share of the GPUs' bfloat16 peak, is there if that is known."""
+        if not seconds:
+            return {}, ""
+        samples = self.config.batch_size * len(seconds) / sum(seconds)
+        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
+        speed = {key: samples * (self.tokens or 1)}
+        words = f", {speed[key]:,.0f} {unit}/s"
+        if mfu := samples * self.flops / self.processes.peak_flops():
+            speed["mfu"] = mfu
+            words += f", mfu {mfu:.1%}"
+        return speed, words
+
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
-        is given and the lowest so far. Raises RunEnded if the validation loss is not finite."""
+        is given and the lowest so far. RunEnded if the validation loss or a weight is not finite.
+        """
         self._check_finite(scores.get("loss", 0.0), self.step)
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
                  for k, v in scores.items() if not isinstance(v, str)]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
-        best = chosen_by is not None and (self.best is None or chosen_by < self.best)
-        if best:
+        names = ["ckpt.pt"]
+        if chosen_by is not None and (self.best is None or chosen_by < self.best):
             self.best = chosen_by
-        self.save(best)
+            names.insert(0, "best.pt")      # first: a kill between them repeats an evaluation
+        self.save(*names)
 
-    def save(self, best=False):
-        """Writes ckpt.pt; if `best`, best.pt first: a kill between them repeats an evaluation."""
+    def save(self, *names):
+        """Writes checkpoints of these names; ckpt.pt alone holds what a resume needs more."""
         norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
         self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
-        self.processes.main_only(partial(self._write_checkpoints, best))
+        self.processes.main_only(partial(self._write_checkpoints, names))
 
-    def _content(self):
-        return dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
-                    model=self.model.state_dict(), model_config=asdict(self.model_config),
-                    optimizer=[o.state_dict() for o in self.optimizers],
-                    data_meta=self.data_meta, extra=self.extra)
-
-    def _write_checkpoints(self, best):
-        content = self._content()
-        if best:
-            write_checkpoint(self.dir / "best.pt", content | dict(optimizer={}, extra={}),
-                             keep_previous=False)
-        write_checkpoint(self.dir / "ckpt.pt", content)
+    def _write_checkpoints(self, names):
+        content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
+                       model=self.model.state_dict(), model_config=asdict(self.model.config),
+                       data_meta=self.data_meta, optimizer={}, extra={})
+        whole = content | dict(optimizer=[o.state_dict() for o in self.optimizers],
+                               extra=self.extra)
+        for name in names:
+            write_checkpoint(self.dir / name, whole if name == "ckpt.pt" else content,
+                             keep_previous=name == "ckpt.pt")
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
@@ -275,13 +264,12 @@ class Run:
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
-        seconds = time.perf_counter() - self.began
-        speed = self.per_step * self.timed_steps / max(self.timed_seconds, 1e-9)
-        line = {"event": "done", "step": self.step, "seconds": round(seconds, 3),
-                self.speed_name: speed, "best": self.best}
+        seconds, (speed, words) = time.perf_counter() - self.began, self._speed(self.seconds)
+        line = dict(event="done", step=self.step, seconds=round(seconds, 3), **speed,
+                    best=self.best)
         self.write(line)
-        text = f", {speed:,.0f} {self.unit}/s" if speed else ": there was nothing left to do"
-        self.say(f"done: {self.step} steps in {seconds:.0f} s{text}; written to {self.dir}")
+        words = words or ": there was nothing left to do"
+        self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()

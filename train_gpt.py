@@ -15,7 +15,7 @@ from data import text
 from evaluate import language_scores
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import LanguageModel, text_config, TextConfig
-from optim import count, make_optimizers, micro_batches, take_step, warmup_cosine
+from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
@@ -137,7 +137,7 @@ def main(argv):
     what = (f"{model.config.arch}, {count(model, without=('positions',)):,} parameters without "
             f"positions, {c.data} ({len(data.train):,} tokens), batches of {c.batch_size} x "
             f"{c.context} tokens")
-    for step in run.steps(c.steps, what, eval_every=1000):
+    for step in run.steps(c.steps, what, 1000, flops=train_flops(model), tokens=c.context):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 

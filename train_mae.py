@@ -14,7 +14,8 @@ from data import augment, images
 from evaluate import model_input, validation_noise
 from flags import model_fields, ModelFlags, option, parse
 from model import MAEConfig, make_config, MaskedAutoencoder
-from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
+from optim import (count, make_optimizers, micro_batches, steps_per_epoch, take_step, train_flops,
+                   warmup_cosine)
 from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
 from run import Run, RunFlags
 
@@ -130,7 +131,7 @@ def main(argv):
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
             f"patches masked, batches of {c.batch_size}")
-    for step in run.steps(total, what, eval_every=epoch):
+    for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
         model.train()
 
         # batch

@@ -17,7 +17,8 @@ from data import augment, images
 from evaluate import classify, images_for, pooling
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
-from optim import count, make_optimizers, micro_batches, steps_per_epoch, take_step, warmup_cosine
+from optim import (count, make_optimizers, micro_batches, steps_per_epoch, take_step, train_flops,
+                   warmup_cosine)
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -219,7 +220,7 @@ def main(argv):
     batches = train.batches(index, c.workers)
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, batches of {c.batch_size}")
-    for step in run.steps(total, what, eval_every=epoch):
+    for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 

@@ -69,7 +69,7 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert not (tmp_path / "ckpt-5.pt").exists()
     kept = read_checkpoint(tmp_path / "ckpt-2.pt", "vit")
     assert kept["step"] == 2 and torch.equal(next(iter(kept["model"].values())), weights[1])
-    run.save()
+    run.save("ckpt.pt")
     run.close()
     run, *_ = start(tmp_path, resume=True)
     run.close()
@@ -94,7 +94,7 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
     now = [0.0]
     monkeypatch.setattr("run.time.perf_counter", lambda: now[0])
     run, steps, work = start(tmp_path, eval_every=3, log_every=5)
-    monkeypatch.setattr("run.write_checkpoint", lambda *file: now.append(now.pop() + 100))
+    monkeypatch.setattr("run.write_checkpoint", lambda *file, **how: now.append(now.pop() + 100))
     for seconds, _ in zip([50] + 9 * [0.25], steps):
         now[0] += seconds
         if work():
@@ -143,7 +143,7 @@ def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
     for step in steps:
         work()
         if step == 2:
-            run.save()
+            run.save("ckpt.pt")
         if step == 3:
             break
     run.write(dict(step=4, split="val", loss=math.nan))
@@ -162,7 +162,7 @@ def test_a_set_that_was_prepared_anew_is_refused(tmp_path):
     run, steps, work = start(tmp_path, version="1")
     next(steps)
     work()
-    run.save()
+    run.save("ckpt.pt")
     run.close()
     start(tmp_path, version="1", resume=True)[0].close()
     with pytest.raises(UserError, match="prepared anew"):

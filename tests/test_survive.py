@@ -39,7 +39,7 @@ def test_a_kill_before_each_call_of_a_save(text_cache, tmp_path, monkeypatch, wh
     out, calls = tmp_path / "out", []
     flags = [*FLAGS, f"--data_dir={text_cache}", f"--out_dir={out}"]
 
-    def save_and_die(run, best=False, save=train_gpt.Run.save):
+    def save_and_die(run, *names, save=train_gpt.Run.save):
         for name in SAVE[:2] * (run.step == 8):
             def call(*args, name=name, real=getattr(os, name)):
                 if len(calls) == number:
@@ -48,7 +48,7 @@ def test_a_kill_before_each_call_of_a_save(text_cache, tmp_path, monkeypatch, wh
                 real(*args)
             patch.setattr(os, name, call)
         try:
-            save(run, best)
+            save(run, *names)
         except Killed:
             run.close()                                 # the lock, as the system does
             raise
