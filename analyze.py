@@ -17,7 +17,13 @@ import figures
 from checkpoint import CheckpointFlags, load_model
 from data import augment
 from flags import CACHE, option, parse_command, ROOT, UserError
-from model import coding_rate, saliency, sparse_rate_reduction, subspace_coding_rate
+from model import (
+    coding_rate,
+    saliency,
+    SoftmaxAttention,
+    sparse_rate_reduction,
+    subspace_coding_rate,
+)
 from processes import cli, with_bar
 from run import read_metrics
 from web import page
@@ -80,9 +86,10 @@ class Layers(OneModel):
     Rc_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
     caption has R^c(Z^{l+1/2} | U). Rc_change is what attention adds, derived to be negative:
     R^c(Z^{l+1/2} | U) - R^c(Z^l | U), with Z^{l+1/2} at the norm of Z^l, since longer tokens alone
-    raise R^c. Rc_alone is its control: a step of the same length, where the layer has each token
-    alone. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc - lambda ||Z^{l+1}||_0, and rise
-    is the objective of Z^{l+1} minus that of Z^l, under the same U ([J] Eq. (21))."""
+    raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length, where
+    each token attends to itself alone. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc -
+    lambda ||Z^{l+1}||_0, and rise is the objective of Z^{l+1} minus that of Z^l, under the same U
+    ([J] Eq. (21))."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -102,9 +109,14 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def step_alone(layer, Z):
-    """What the attention of a layer adds to Z (B, n, d) if each token is a sequence of its own."""
-    return layer.compress(Z.flatten(0, 1)[:, None]).view_as(Z) - Z
+def step_with(layer, Z, attend):
+    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
+    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
+    layer.attention.attend = lambda q, k, v: attend(v).transpose(1, 2).flatten(2)
+    try:
+        return layer.compress(Z) - Z
+    finally:
+        del layer.attention.attend          # the class's own is back
 
 
 def layer_numbers(layer, tokens, trace, c):
@@ -114,13 +126,15 @@ def layer_numbers(layer, tokens, trace, c):
     if c.unit_bases:
         U = unit_size(U)
 
+    before = subspace_coding_rate(Z, U, c.eps)
+
     def added(step):        # to R^c, at the norm of Z
         return subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
-    before = subspace_coding_rate(Z, U, c.eps)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=added(half - Z))
-    if not layer.attention.needs_grid:
-        numbers["Rc_alone"] = added(at_norm(step_alone(layer, tokens).cpu().double(), half - Z))
+    if isinstance(layer.attention, SoftmaxAttention):
+        alone = step_with(layer, tokens, lambda values: values).cpu().double()
+        numbers["Rc_alone"] = added(at_norm(alone, half - Z))
     numbers |= dict(R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
                     nonzeros=(out != 0).double().mean((-2, -1)))
     objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
@@ -175,13 +189,8 @@ def draw_layers(runs, c):
             name += ", untrained" if run["untrained"] else ""
             ax.plot(l, y, "o--" if run["untrained"] else "o-", color=f"C{i}", label=name)
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
-        ax.set_title(title, fontsize="medium")
-        ax.set_xlabel("layer")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
-                  frameon=False)
-    figure.savefig(c.out, dpi=200)
+        figures.over_layers(ax, title)
+    figures.finish(figure, axes[0, 0], c.out, 3)
 
 
 # ---- saliency, predict --------------------------------------------------------------------------

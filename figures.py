@@ -47,6 +47,21 @@ def new_figure(rows, columns, width, height):
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def over_layers(ax, title):
+    """Titles a panel whose x axis counts layers."""
+    ax.set_title(title, fontsize="medium")
+    ax.set_xlabel("layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def finish(figure, ax, path, columns):
+    """The labels of `ax` below all panels; then the file."""
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns,
+                  frameon=False)
+    figure.savefig(path, dpi=200)
+
+
 def write_sheet(path, pictures, columns, rows=None):
     """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
     names of the n rows, whose long lines lose their middle."""

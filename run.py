@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -54,6 +55,8 @@ class Run:
         self.handlers = {}              # signal -> the handler to put back
         self.losses = []                # since the last line of metrics.jsonl
         self.seconds, self.told = [], 0     # of all steps; how many of them the lines have told
+        if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
+            raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.bar = tqdm(disable=True)   # no bar and no file before the first step
         self.metrics = None
         self.resuming = processes.main_only(self._take_folder)
@@ -87,7 +90,8 @@ class Run:
     def resume(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
-        sets the step and returns the checkpoint's content; else None. UserError if flags differ."""
+        sets the step and returns the checkpoint's content; else None. UserError if the model or one
+        of the flags `fixed` below differs: with another --lr or --epochs it goes on."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:

@@ -5,8 +5,8 @@ and drops what shrinks Z. As R^c falls with the length of Z alone, every step he
 of Z. Two tables a model: changes of R^c and of R - R^c, Eq. (14), in nats, with U at unit size.
 
     attention    MSSA(LN(Z)); length is ||MSSA(LN(Z))||_F / ||Z||_F, before is R^c(Z)
-    alone        the same layer on each token as a sequence of its own: the attention map is 1
-    mean         the mean of what alone adds to all tokens (in text: to the tokens so far)
+    alone        the attention map is I: each token attends to itself alone
+    mean         all its weights are equal (in text: of the tokens so far)
     shuffled     attention whose weights for other tokens go to others at random
     noise        Gaussian             reversed     - MSSA(LN(Z))
     vs_alone, vs_mean                 attention's change of R^c minus theirs
@@ -18,28 +18,22 @@ over samples, or over checkpoints of one config, such as seeds. Without --ckpt: 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-26, one core of Zen 3): on images, but no more than simpler steps. Attention lowers
-R^c in all layers of shapes-crate (the last: -13.9 +- 0.1) and cifar10-crate (-74.0 +- 1.2), and
-raises it in all of pydoc-crate (17.9 +- 0.7). But in 39 of the 40 layers of data/pretrained one of
-two steps that compare no tokens lowers it more: alone (-23.2 +- 0.1, -47.1 +- 0.8, -22.5 +- 1.0),
-or mean (-11.9 +- 0.1, -117.3 +- 0.9, -45.5 +- 1.5). At their own length mean and alone lower it
-less than attention in layers 5 to 8 of cifar10-crate. R - R^c is higher after noise than after
-attention in all layers of shapes-crate and cifar10-crate. Random tokens, beta ||U^* Z||^2 at 2: Eq.
-(34) changes R^c by -3.157, its shrinkage alone by -3.257. + MSSA raises R^c and - MSSA lowers it,
-as [S] found, since one lengthens tokens and one shortens them; at equal norm + MSSA lowers it.
-Three training seeds of shapes and pydoc agree (the last layer: -14.3 +- 2.2 and 16.7 +- 1.8).
+Verdict (2026-11-27): attention lowers R^c in all layers of CRATE on images and on text, but in 55
+of the 56 layers of data/pretrained alone or mean lowers it more. --rotary --shift in the model
+end it. Shuffled weights are worse in nearly all layers. On random tokens + MSSA raises R^c and
+- MSSA lowers it, as [S] found, since one lengthens tokens and one shortens them; at equal norm +
+MSSA lowers it. Numbers: records/TABLES.md.
 """
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm, batches, OneModel, step_alone, unit_size
+from analyze import at_norm, batches, OneModel, step_with, unit_size
 from evaluate import open_model
-from figures import averages, new_figure, print_table
+from figures import averages, finish, new_figure, over_layers, print_table
 from flags import option, parse, UserError
 from model import (
-    attention_map,
     coding_rate,
     mssa,
     SoftmaxAttention,
@@ -77,37 +71,24 @@ def shuffled(A, generator, causal):
     return torch.zeros_like(A).scatter(-1, at_random, A.gather(-1, in_order))
 
 
-def step_shuffled(layer, Z, generator):
-    """What the attention of a layer adds to Z, if its maps are shuffled."""
-    attention = layer.attention
-
-    def attend(q, k, v):
-        A = shuffled(attention_map(q, k, attention.scale, attention.causal), generator,
-                     attention.causal)
-        return (A @ v).transpose(1, 2).flatten(2)
-    attention.attend = attend
-    step = layer.compress(Z) - Z
-    del attention.attend
-    return step
-
-
 def steps(layer, Z, generator, own_length=False):
     """{name: what it adds to Z (B, n, d)}, the steps of the docstring."""
-    n = Z.shape[1]
+    def mean(values):       # (B, K, n, p); of text over the tokens so far
+        if layer.attention.causal:
+            return values.cumsum(2) / torch.arange(1, values.shape[2] + 1).to(Z)[:, None]
+        return values.mean(2, keepdim=True).expand_as(values)
+
+    def at_random(values):
+        A = layer.attention.map(layer.norm1(Z))
+        return shuffled(A, generator, layer.attention.causal) @ values
     attention = layer.compress(Z) - Z
-    alone = step_alone(layer, Z)
-    if layer.attention.causal:
-        mean = alone.cumsum(1) / torch.arange(1, n + 1).to(Z)[:, None]
-    else:
-        mean = alone.mean(1, keepdim=True).expand_as(Z)
+    alone, mean = (step_with(layer, Z, values) for values in (lambda values: values, mean))
     if not own_length:
         alone, mean = at_norm(alone, attention), at_norm(mean, attention)
     noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
-    found = dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
-                 reversed=-attention)
-    if isinstance(layer.attention, SoftmaxAttention):
-        found["shuffled"] = at_norm(step_shuffled(layer, Z, generator), attention)
-    return found
+    return dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
+                reversed=-attention,
+                shuffled=at_norm(step_with(layer, Z, at_random), attention))
 
 
 def changes(layer, Z, generator, c):
@@ -132,6 +113,8 @@ def changes(layer, Z, generator, c):
 def by_layer(loaded, c):
     """The means and standard errors over samples, a dict for each layer. In float64."""
     backbone = loaded.backbone.cpu().double()
+    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
+        raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
     samples = [[] for _ in backbone.layers]
     generator = torch.Generator().manual_seed(c.seed)
     for _, x in batches(loaded, c):
@@ -173,7 +156,7 @@ def show(run, c):
 def draw(runs, path):
     """The change of R^c in each layer of trained models, and that of two controls."""
     runs = [run for run in runs if not run["untrained"]]
-    figure, (axes,) = new_figure(1, len(runs), 7 / len(runs), 2.9)
+    figure, (axes,) = new_figure(1, len(runs), 8 / len(runs), 2.9)
     marks = dict(shuffled=("weights shuffled", dict(color="C1", marker="x")),
                  mean=("the mean token", dict(mfc="white", mec="black")),
                  alone=("each token alone", dict(color="0.6")),
@@ -184,12 +167,10 @@ def draw(runs, path):
         for name, (label, style) in marks.items():
             ax.plot(layers, [row[name] for row in run["layers"]], ls="", label=label,
                     **dict(marker="o") | style)
-        ax.set(title=run["names"][0].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
-        ax.spines[["top", "right"]].set_visible(False)
+        name = run["names"][0].removeprefix("pretrained:")
+        over_layers(ax, name.replace("crate-", "crate\n"))
     axes[0].set_ylabel("change of $R^c$, nats\n(below 0: the step compresses)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  frameon=False)
-    figure.savefig(path, dpi=200)
+    finish(figure, axes[0], path, 4)
 
 
 # ---- Random tokens on random subspaces ----------------------------------------------------------

@@ -35,9 +35,9 @@ from torch.nn import functional as F
 from analyze import batches, OneModel, split_for
 from evaluate import open_model, validation_noise
 from experiments.compression import each_sample
-from figures import averages, new_figure, print_table
+from figures import averages, finish, new_figure, over_layers, print_table
 from flags import option, parse, UserError
-from model import coding_rate, ISTA
+from model import coding_rate, ISTA, ODL
 from processes import cli
 
 
@@ -99,8 +99,8 @@ def codes(X, operator):
 def tables(loaded, c):
     """(Rows of the first table, rows of the second)."""
     backbone = loaded.backbone.cpu().double()
-    if not all(hasattr(layer.sparsification, "D") for layer in backbone.layers):
-        raise UserError(f"{backbone.config.arch} has no dictionary D")
+    if not isinstance(backbone.layers[0].sparsification, (ISTA, ODL)):
+        raise UserError(f"{backbone.config.arch} has no sparse code in a dictionary D")
     samples, of_D = {}, []
     for _, x in batches(loaded, c):
         Z = backbone.tokens(x.double() if x.is_floating_point() else x)
@@ -156,7 +156,7 @@ def without_dictionary(c):
 def draw(results, path):
     """The LASSO of codes of each layer, in units of that of no code."""
     results = [result for result in results if not result["untrained"]]
-    figure, (axes,) = new_figure(1, len(results), 7 / len(results), 3)
+    figure, (axes,) = new_figure(1, len(results), 8 / len(results), 3)
     marks = dict(step=("the ISTA step", dict(color="C0")),
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
@@ -168,12 +168,10 @@ def draw(results, path):
         for code, (label, style) in marks.items():
             ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
                     **style)
-        ax.set(title=result["ckpt"].removeprefix("pretrained:"), xlabel="layer", xticks=layers)
-        ax.spines[["top", "right"]].set_visible(False)
+        name = result["ckpt"].removeprefix("pretrained:")
+        over_layers(ax, name.replace("crate-", "crate\n"))
     axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3,
-                  frameon=False)
-    figure.savefig(path, dpi=200)
+    finish(figure, axes[0], path, 3)
 
 
 def main(argv):

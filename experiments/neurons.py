@@ -73,7 +73,7 @@ def read_codes(loaded, c):
     backbone = loaded.backbone
     layers = backbone.layers
     number = c.layer or len(layers)
-    if number > len(layers) or layers[number - 1].sparsification is None:
+    if number > len(layers) or layers[number - 1].sparsification is None and not c.stream:
         raise UserError(f"layer {number} of {len(layers)} has no sparse code")
     layer = layers[number - 1]
     indices, codes = [], []                     # indices are of images, or token ids

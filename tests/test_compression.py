@@ -58,8 +58,8 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """Alone is attention with the map I, mean with a map of equal weights; with --shift a token
-    that is alone has 0 before it."""
+    """Alone is attention with the map I, mean with a map of equal weights, on the layer's values:
+    with --shift they have a part of the token before."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -70,9 +70,7 @@ def test_controls(text):
     attention = layer.attention
 
     def heads_joined(A):
-        values = attention.projections(layer.norm1(Z))
-        if text:
-            values = (1 - attention.mix.sigmoid()[2:, None, None]) * values
+        values = attention.queries_keys_values(layer.norm1(Z))[2]
         return attention.W((A @ values).transpose(1, 2).flatten(2))
     ones = torch.ones(9, 9).double()
     equal = ones.tril() if text else ones

@@ -275,7 +275,7 @@ for (const box of $$("[data-again]"))                       // inputs that other
 for (const svg of $$("[data-changes]")) {                   // step 7's figure, [kind][layer]
   const kinds = JSON.parse(svg.dataset.changes).map((row, k) => row.map((y, l) =>
     dot([26 + 110 / (row.length - 1) * l, -y], 3.5, `class="kind${k}"`)));
-  const ticks = [0, -50, -100].map(y =>
+  const ticks = [0, -50, -100, -150].map(y =>
     line([[18, -y], [144, -y]], "faint") + `<text x="14" y="${3 - y}">${show(y)}</text>`);
   svg.innerHTML = [...ticks, ...kinds.flat()].join("");
 }
