@@ -115,8 +115,8 @@ class SoftmaxAttention(Attention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.rotary, self.mix = getattr(config, "rotary", False), None          # of text alone
-        if getattr(config, "shift", False):
+        self.rotary, self.mix = config.rotary, None
+        if config.shift:
             # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads start out
             # different: the last takes mostly the previous token's key and the token's own value
             spread = torch.linspace(-2, 2, self.heads)
@@ -248,7 +248,7 @@ class Layer(nn.Module):
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if arch.sparsification is not None:
             self.norm2, self.sparsification = layer_norm(c), arch.sparsification(c)
-        self.residual, self.drop_path = arch.residual, drop_path
+        self.residual, self.dropout, self.drop_path = arch.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
             self.scale2 = nn.Parameter(self.scale1.detach().clone()) if arch.residual else None
@@ -265,7 +265,7 @@ class Layer(nn.Module):
     def compress(self, Z, cache=None):
         """Z^l -> Z^{l+1/2}."""
         out = self.attention(self.norm1(Z), cache)
-        out = F.dropout(out, self.attention.dropout, self.training)
+        out = F.dropout(out, self.dropout, self.training)
         return Z + self.scale_and_drop(out, self.scale1)
 
     def sparsify(self, Z):
@@ -668,11 +668,11 @@ class Arch(NamedTuple):
     """The operators of a layer, and what is around them."""
     attention: type
     sparsification: type | None         # None: attention only
-    family: Family                      # of image models
+    image_family: Family
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    text_family: Family = TEXT          # of language models: nanoGPT's, and ToST's too
+    text_family: Family = TEXT          # nanoGPT's, and ToST's too
 
 
 ARCHS = {
@@ -733,6 +733,8 @@ SIZES = {
 class BackboneConfig:
     """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
     how many tokens."""
+    rotary: ClassVar = False            # of text alone, as is shift
+    shift: ClassVar = False
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -751,7 +753,7 @@ class BackboneConfig:
     @property
     def family(self):
         arch = ARCHS[self.arch]
-        return arch.text_family if self.kind == "text" else arch.family
+        return arch.text_family if self.kind == "text" else arch.image_family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -841,7 +843,7 @@ def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
         check_word("arch", arch, ARCHS)
-        like = "crate" if ARCHS[arch].family is CRATE else "transformer"
+        like = "crate" if ARCHS[arch].image_family is CRATE else "transformer"
         sizes = SIZES[cls.kind].get(arch, SIZES[cls.kind][like])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given

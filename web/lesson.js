@@ -83,8 +83,7 @@ function drawSpace(box, Z, U) {                             // tokens and two li
 }
 
 // ---- The steps: each draws its section and returns the numbers that it shows
-const steps = [() => ({}),
-box => {
+function room(box) {
   const {eps1: eps, far1: far, shift1: shift} = knobs, blur = eps ** 2 / 2;
   const Z = made(12, 2, t => far * cloud.at[t] + (t % 2 ? 0 : shift));
   const {large, small, angle} = axesOf(Z), R = codingRate(Z, eps);
@@ -96,8 +95,8 @@ box => {
   $(".read", box).innerHTML =
     `<b>R = ${show(R)}</b>: the ellipse has the area of ${show(Math.exp(R))} balls.`;
   return {R};
-},
-box => {
+}
+function subspaces(box) {
   const [a, b] = [knobs.turn2, knobs.tilt2].map(y => y * Math.PI / 180);
   const [ca, cb] = [Math.cos(a), Math.cos(b)];
   const U = [[ca * cb, Math.sin(a) * cb, Math.sin(b)], [-Math.sin(a), ca, 0]], frame = matrixOf(U);
@@ -107,8 +106,8 @@ box => {
   bars(box, [["R<sup>c</sup>", Rc / 2, "hot", show(Rc)],
     ["energy missed", missed, "", percent(missed)]], 1);
   return {Rc, missed};
-},
-box => {
+}
+function objective(box) {
   const angle = knobs.turn3 * Math.PI / 180, [cos, sin] = [Math.cos(angle), Math.sin(angle)];
   const turned = ([x, y, z]) => [x * cos - y * sin, x * sin + y * cos, z]
     .map(v => Math.abs(v) < 1e-9 ? 0 : v);
@@ -120,8 +119,8 @@ box => {
     ["− λ‖Z‖₀", -cost, "", `${show(-cost)} <small>= −λ × ${nonzeros(Z)}</small>`],
     ["objective", R - Rc - cost, "hot"]], 3.6);
   return {objective: R - Rc - cost};
-},
-box => {
+}
+function gradient(box) {
   const eps = .5, paths = [head], beta = 2 / (24 * eps ** 2);
   const slope = Z => times(1 / beta, subspaceRateGrad(Z, plane, 2, eps));
   for (let s = 0; s < knobs.steps4; s++) paths.push(plus(paths[s], slope(paths[s]), -.1));
@@ -134,8 +133,8 @@ box => {
   $(".read", box).innerHTML = `<b>R<sup>c</sup> = ${show(cost)}</b>. The strong direction has
     ${strong} of its length left, the weak one ${weak}.`;
   return {cost};
-},
-box => {
+}
+function withoutInverse(box) {
   const {eps5: eps, length5: length} = knobs, beta = 2 / (24 * eps ** 2);
   const Z = times(length, head), {large, small} = axesOf(Z);
   const [exact, two] = [false, true].map(terms => subspaceRateGrad(Z, plane, 2, eps, terms));
@@ -147,8 +146,8 @@ box => {
   $(".read", box).innerHTML = table([["direction", "s", "exact: 1/(1 + s)", "two terms: 1 − s"],
     row("strong", beta * large), row("weak", beta * small)]);
   return {exact: sizeOf(exact), two: sizeOf(two)};
-},
-box => {
+}
+function softmaxForGram(box) {
   const {token, root} = knobs, {L: {p}, w} = trace(), n = w.rows, first = (knobs.head - 1) * p;
   const own = made(n, p, t => w.at[(t / p | 0) * w.cols + first + t % p]), G = multiply(own, own);
   const rowOf = M => M.at.subarray(token * n, token * n + n), scale = root ? p ** -.5 : 1;
@@ -164,8 +163,8 @@ box => {
   $(".read", box).innerHTML = table([["", "least", "most", "sum of the token’s row"],
     row("similarities", G, scale), row("their softmax", A, 1)]);
   return {most};
-},
-box => {
+}
+function leftOut(box) {
   const {L, Z, w, half} = trace(), U = unit(L.U), rateOf = M => subspaceRate(M, U, L.p, .1);
   const stepOf = kind => plus(lifted(L, Z, averaged(L, w, kind), "W"), Z, -1);
   const attended = plus(half, Z, -1), slope = subspaceRateGrad(Z, U, L.p, .1), before = rateOf(Z);
@@ -177,9 +176,8 @@ box => {
   bars(box, ["attention", "each token alone", "mean token", "− ∇R<sup>c</sup>", "− Z"]
     .map((name, k) => [name, changes[k], k ? "" : "hot"]));
   return {attention: changes[0], alone: changes[1]};
-},
-box => classify(box, {out: knobs.out}, models[0]),
-box => {
+}
+function dictionary(box) {
   const {L, X, code} = trace(), DA = multiply(code, L.D);
   const miss = 100 * sizeOf(plus(X, DA, -1)) / sizeOf(X);
   heat($("figure canvas", box), multiply(L.Dt, L.Dt), 1);
@@ -187,8 +185,8 @@ box => {
     [name, codingRate(M, .5), k ? "hot" : ""]));
   $(".read", box).innerHTML = `‖X − DA‖ is <b>${Math.round(miss)} %</b> of ‖X‖.`;
   return {miss};
-},
-box => {
+}
+function shrinking(box) {
   const {L, X} = trace(), {token, lambd, eta, noD} = knobs, A = sparse(L, X, knobs);
   const relu = made(X.rows, X.cols, t => Math.max(0, X.at[t])), D = times(noD ? 0 : 1, L.D);
   const costs = [A, relu, times(0, X)].map(M => lasso(X, M, D, lambd));
@@ -203,8 +201,8 @@ box => {
   bars(box, ["the step’s code", "ReLU(X)", "no code"].map((name, k) =>
     [name, costs[k], k ? "" : "hot"]));
   return {lasso: 100 * costs[0] / costs[2]};
-},
-box => {
+}
+function wholeLayer(box) {
   const {L, Z, half, code} = trace(), U = unit(L.U), names = ["R − R<sup>c</sup>", "− λ‖Z‖₀"];
   const [before, middle, after] = [Z, half, code].map(M =>
     [codingRate(M, .1) - subspaceRate(M, U, L.p, .1), -knobs.lambda11 * nonzeros(M)]);
@@ -212,9 +210,7 @@ box => {
     [`ISTA: ${name}`, after[k] - middle[k]]]);
   bars(box, [...rows, ["the layer", sumOf(after) - sumOf(before), "hot"]]);
   return {rise: after[0] - before[0]};
-},
-box => classify(box, knobs, model())];
-
+}
 function classify(box, switches, model) {
   const chances = chancesOf(model, pixels, switches), order = [...chances.keys()];
   const best = order.sort((i, j) => chances[j] - chances[i]).slice(0, 4);
@@ -231,6 +227,9 @@ async function score(box, model, switches, mine) {          // of forty; the pag
     $(".score", box).innerHTML = `<b>${right} of ${i + 1}</b> drawn pictures right`;
   }
 }
+const steps = [() => ({}), room, subspaces, objective, gradient, withoutInverse, softmaxForGram,
+  leftOut, box => classify(box, {out: knobs.out}, models[0]), dictionary, shrinking, wholeLayer,
+  box => classify(box, knobs, model())];
 
 // ---- What changes, and what is drawn again
 const dirty = new Set();                                    // steps to draw once they are in sight
