@@ -48,7 +48,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5):
 
 
 def neumann_terms(Z, U, eps=0.5):
-    """The two terms of Eq. (33): about the gradient, if the second is small beside the first."""
+    """(first, second) of Eq. (33): the gradient is near first - second if beta ||w||^2 << 1."""
     w = Z[:, None] @ U
     n, p = w.shape[-2:]
     beta = p / (n * eps ** 2)
@@ -59,7 +59,7 @@ def neumann_terms(Z, U, eps=0.5):
 
 class MSSA(nn.Module):
     """Multi-head subspace self-attention, Eq. (37): W stack_k U_k^*Z softmax((U_k^*Z)^* U_k^*Z). In
-    rows, U_k^*Z is w. As in the released code, scores are divided by sqrt(p) and W has a bias."""
+    rows, w is (U_k^*Z)^*. As in the released code scores are over sqrt(p), and W has a bias."""
 
     def __init__(self, d, K):
         super().__init__()

@@ -84,7 +84,7 @@ class Attention(nn.Module, ABC):
         return self.U.weight.view(self.heads, self.p, -1).mT
 
     def projections(self, Z):
-        """U_k^* Z for every head, (B, K, n, p)."""
+        """(U_k^* Z)^* for every head, (B, K, n, p)."""
         return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
     @abstractmethod

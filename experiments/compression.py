@@ -8,7 +8,8 @@ of Z. Two tables a model: changes of R^c and of R - R^c, Eq. (14), in nats, with
     alone        the attention map is I: each token attends to itself alone
     mean         all its weights are equal (in text: of the tokens so far)
     shuffled     attention whose weights for other tokens go to others at random
-    noise        Gaussian             reversed     - MSSA(LN(Z))
+    noise        Gaussian             reversed     - MSSA(LN(Z))        shorter      - LN(Z)
+    elsewhere    what attention does to the R^c of random subspaces of as many dimensions
     vs_alone, vs_mean                 attention's change of R^c minus theirs
 
 Every step has attention's length (with --own_length not alone and mean). +- is the standard error
@@ -87,7 +88,7 @@ def steps(layer, Z, generator, own_length=False):
         alone, mean = at_norm(alone, attention), at_norm(mean, attention)
     noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
     return dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
-                reversed=-attention,
+                reversed=-attention, shorter=-at_norm(layer.norm1(Z), attention),
                 shuffled=at_norm(step_with(layer, Z, at_random), attention))
 
 
@@ -102,6 +103,9 @@ def changes(layer, Z, generator, c):
     Rc, gain = rates(Z)
     added = steps(layer, Z, generator, c.own_length)
     numbers = dict(length=added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2)), before=Rc)
+    V = random_subspaces(*U.shape[1::-1], generator)
+    moved = at_norm(Z + added["attention"], Z)
+    numbers["elsewhere"] = subspace_coding_rate(moved, V, c.eps) - subspace_coding_rate(Z, V, c.eps)
     for name, step in added.items():
         Rc_after, gain_after = rates(at_norm(Z + step, Z))
         numbers |= {name: Rc_after - Rc, f"{name}_gain": gain_after - gain}

@@ -13,12 +13,13 @@ First table: each layer's codes A. Sums over a sample's tokens, mean +- standard
     step      what the layer computes         relu       ReLU(X)
     zero      no code                         threshold  ReLU(X - eta lambda): the step with D = 0
     optimum   of (42), within 1 %             lasso      l1 + fit, the two terms of (41)
+    at_best_length      lasso of A with each token times the best number >= 0
     error     ||X - D A||_F / ||X||_F         R_DA       R(D A)         nonzeros   of A, %
 (A of CRATE-alpha starts at 0 and has more entries than X.) Second table, of each layer's D: eta_D2,
 eta ||D||^2 (up to 2 no step from an A >= 0 raises (42)); orthogonal, ||D^* D - I||_F / ||I||_F.
 Last, the score of a trained CRATE, and with D = 0 (in a masked autoencoder that of the encoder).
 
-Verdict (2026-11-26, one core of Zen 3): no, a ReLU does. In 15 of the 16 layers of shapes-crate,
+Verdict (2026-11-26; RESULTS has more models): no, a ReLU does. In 15 of 16 layers of shapes-crate,
 cifar10-crate (20 samples) and pydoc-crate the code after the step has a higher LASSO than no code;
 in the last of pydoc-crate ReLU(X) has 29,010 +- 190, the step 25,760 +- 140, 0 16,910 +- 11, the
 optimum 14,450 +- 46. Untrained, all 16 do. In 15 of 16 layers the step has as many zeros as ReLU(X
@@ -55,6 +56,13 @@ def lasso(A, X, D, lambd):
     """(lambda ||A||_1, 1/2 ||X - D A||_F^2), the terms of [J] Eq. (41), (B,) each. A (B, n, m),
     X (B, n, d), D (d, m)."""
     return lambd * A.abs().sum((1, 2)), (X - A @ D.mT).square().sum((1, 2)) / 2
+
+
+def best_length(A, X, D, lambd):
+    """A, each token times the number >= 0 that makes (41) least."""
+    DA = A @ D.mT
+    gain = (X * DA).sum(-1) - lambd * A.abs().sum(-1)
+    return (gain.clamp_min(0) / DA.square().sum(-1).clamp_min(1e-12))[..., None] * A
 
 
 def lower_bound(A, X, D, lambd):
@@ -106,11 +114,14 @@ def tables(loaded, c):
         Z = backbone.tokens(x.double() if x.is_floating_point() else x)
         for l, layer in enumerate(backbone.layers, 1):
             X, operator = layer.norm2(layer.compress(Z)), layer.sparsification
+            D, lambd = operator.D, operator.lambd
             for name, A in codes(X, operator).items():
-                l1, fit = lasso(A, X, operator.D, operator.lambd)
-                R, R_DA = coding_rate(A, c.eps), coding_rate(A @ operator.D.mT, c.eps)
+                l1, fit = lasso(A, X, D, lambd)
+                scaled = sum(lasso(best_length(A, X, D, lambd), X, D, lambd))
+                R, R_DA = coding_rate(A, c.eps), coding_rate(A @ D.mT, c.eps)
                 samples.setdefault((l, name), []).extend(each_sample(
-                    lasso=l1 + fit, l1=l1, fit=fit, error=(2 * fit).sqrt() / X.norm(dim=(1, 2)),
+                    lasso=l1 + fit, at_best_length=scaled, l1=l1, fit=fit,
+                    error=(2 * fit).sqrt() / X.norm(dim=(1, 2)),
                     nonzeros=100 * (A != 0).double().mean((1, 2)), R=R, R_DA=R_DA,
                     l1_minus_R=l1 - R))
             Z = layer(Z)

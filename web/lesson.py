@@ -87,6 +87,7 @@ def measured(layer, Z, trace):
         s=p / (n * 0.5 ** 2) * (torch.linalg.matrix_norm(w, 2) ** 2).mean(),
         length=layer.norm1(Z).norm(dim=-1).mean(), near=(energy.amax(1) / energy.sum(1)).mean(),
         u=torch.linalg.svdvals(attention.bases()).mean(), angles=cosines[:, 0].mean(),
+        kept=100 * (crate.coding_rate(A) / crate.coding_rate(X)).mean(),
         sums=apart(U.T @ U, eye), gram=apart(D.T @ D, eye), miss=apart(A @ D.mT, X),
         cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
 
