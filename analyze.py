@@ -207,7 +207,7 @@ def open_pictures(c):
     loaded, _ = evaluate.open_model(c, "vit", "mae", "simdino")
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
-        return loaded, [Path(f).name for f in c.files], pixels, x
+        return loaded, [*c.files], pixels, x
     data, split = split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + c.pictures]
     if len(index) == 0:

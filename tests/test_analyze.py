@@ -173,7 +173,7 @@ def test_predict(tmp_path, save, call, sheets, cache, capsys):
         assert list(share.items()) == [(name, pytest.approx(y, abs=1e-4)) for name, y in wanted]
     lines = capsys.readouterr().out.splitlines()
     assert [row.replace("\n", "  ") for row in rows] == lines[:2]
-    assert lines[0].startswith("a.png  ")
+    assert lines[0].startswith(f"{paths[0]}  ")
 
     shares, shown, *_ = predict(models.MaskedAutoencoder(models.MAEConfig(**TINY)), "mae")
     std = torch.tensor(data.std).view(3, 1, 1)
