@@ -4,16 +4,8 @@ import math
 
 import torch
 
-from flags import UserError
 from model import MHSA, SoftmaxAttention
 from processes import is_fast_in_bfloat16
-
-
-def steps_per_epoch(samples, batch_size):
-    """Whole batches in an epoch. Raises UserError if there is none."""
-    if batch_size > samples:
-        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
-    return samples // batch_size
 
 
 def micro_batches(model, size, *batch):

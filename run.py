@@ -237,7 +237,7 @@ class Run:
         self.save(*names)
 
     def save(self, *names):
-        """Writes checkpoints of these names; ckpt.pt alone holds what a resume needs more."""
+        """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs."""
         norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
         self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
         self.processes.main_only(partial(self._write_checkpoints, names))

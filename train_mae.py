@@ -14,15 +14,7 @@ from data import augment, images
 from evaluate import model_input, validation_noise
 from flags import model_fields, ModelFlags, option, parse
 from model import MAEConfig, make_config, MaskedAutoencoder
-from optim import (
-    count,
-    make_optimizers,
-    micro_batches,
-    steps_per_epoch,
-    take_step,
-    train_flops,
-    warmup_cosine,
-)
+from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
 from run import Run, RunFlags
 
@@ -114,7 +106,7 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model

@@ -21,7 +21,7 @@ from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
-from optim import count, make_optimizers, steps_per_epoch, take_step, warmup_cosine
+from optim import count, make_optimizers, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -213,7 +213,7 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model

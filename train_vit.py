@@ -17,15 +17,7 @@ from data import augment, images
 from evaluate import classify, images_for, pooling
 from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
-from optim import (
-    count,
-    make_optimizers,
-    micro_batches,
-    steps_per_epoch,
-    take_step,
-    train_flops,
-    warmup_cosine,
-)
+from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -197,7 +189,7 @@ def main(argv):
         data.val_images, data.val_labels = data.train_images[kept:], data.train_labels[kept:]
     n = min(c.train_images or kept, kept)
     data.train_images, data.train_labels = data.train_images[:n], data.train_labels[:n]
-    epoch = steps_per_epoch(n, c.batch_size)
+    epoch = images.steps_per_epoch(n, c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model

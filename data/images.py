@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from data import prepare
-from flags import CACHE
+from flags import CACHE, UserError
 from processes import to_device
 
 
@@ -60,6 +60,13 @@ def load(name, cache=CACHE):
 
 
 # ---- Batches ------------------------------------------------------------------------------------
+def steps_per_epoch(samples, batch_size):
+    """Whole batches in an epoch. Raises UserError if there is none."""
+    if batch_size > samples:
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
+    return samples // batch_size
+
+
 def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
     """Endless generator: the indices of this rank's `rows` of the global batch, from start_step on.
     Step s is batch k of epoch e, where e, k = divmod(s, n // batch_size), of a permutation drawn
