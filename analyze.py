@@ -41,10 +41,10 @@ class OneModel(CheckpointFlags):
 
 def opened(c):
     """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
-    separate; with c.untrained each of them a second time, with random weights."""
-    for path in c.ckpt.split(","):
+    separate; with c.untrained each of them a second time, with random weights of its own."""
+    for i, path in enumerate(c.ckpt.split(",")):
         for untrained in (False, True) if c.untrained else (False,):
-            one = replace(c, ckpt=path, untrained=untrained)
+            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
             yield path, untrained, evaluate.open_model(one)[0]
 
 
@@ -119,10 +119,10 @@ def step_with(layer, Z, attend):
         del layer.attention.attend          # the class's own is back
 
 
-def layer_numbers(layer, tokens, trace, c):
+def layer_numbers(layer, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
     U, X, Z, half, out = (T.cpu().double() for T in (
-        layer.attention.bases(), layer.norm1(tokens), tokens, trace.half, trace.out))
+        layer.attention.bases(), layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
     if c.unit_bases:
         U = unit_size(U)
 
@@ -133,7 +133,7 @@ def layer_numbers(layer, tokens, trace, c):
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=added(half - Z))
     if isinstance(layer.attention, SoftmaxAttention):
-        alone = step_with(layer, tokens, lambda values: values).cpu().double()
+        alone = step_with(layer, trace.tokens, lambda values: values).cpu().double()
         numbers["Rc_alone"] = added(at_norm(alone, half - Z))
     numbers |= dict(R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
                     nonzeros=(out != 0).double().mean((-2, -1)))
@@ -147,10 +147,8 @@ def layer_table(loaded, c):
     backbone = loaded.backbone
     by_layer = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
-        Z = backbone.tokens(x)
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, Z, trace, c))
-            Z = trace.out
+            parts.append(layer_numbers(layer, trace, c))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
     for row, parts in zip(table, by_layer):

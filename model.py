@@ -219,7 +219,9 @@ class ISTA(Sparsification):
 
 
 class LayerTrace(NamedTuple):
+    tokens: torch.Tensor                # Z^l (B, n, d)
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
+    code: torch.Tensor | None           # of ISTA and ODL, or an MLP after its GELU, (B, n, m)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
     attention: torch.Tensor             # (B, K, n, n); of TSSA its memberships Pi (B, K, n)
 
@@ -280,7 +282,8 @@ class Layer(nn.Module):
 
     def trace(self, Z):
         half = self.compress(Z)
-        return LayerTrace(half, self.sparsify(half), self.attention.map(self.norm1(Z)))
+        code = self.sparsification and self.sparsification.code(self.norm2(half))
+        return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
 def make_layers(config):

@@ -25,13 +25,12 @@ end it. Shuffled weights are worse in nearly all layers. On random tokens + MSSA
 - MSSA lowers it, as [S] found, since one lengthens tokens and one shortens them; at equal norm +
 MSSA lowers it. Numbers: records/TABLES.md.
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm, batches, OneModel, step_with, unit_size
-from evaluate import open_model
+from analyze import at_norm, batches, OneModel, opened, step_with, unit_size
 from figures import averages, finish, new_figure, over_layers, print_table
 from flags import option, parse, UserError
 from model import (
@@ -122,23 +121,20 @@ def by_layer(loaded, c):
     samples = [[] for _ in backbone.layers]
     generator = torch.Generator().manual_seed(c.seed)
     for _, x in batches(loaded, c):
-        Z = backbone.tokens(x.double() if x.is_floating_point() else x)
-        for rows, layer in zip(samples, backbone.layers):
-            rows += changes(layer, Z, generator, c)
-            Z = layer(Z)
+        traces = backbone.trace(x.double() if x.is_floating_point() else x)
+        for rows, layer, trace in zip(samples, backbone.layers, traces):
+            rows += changes(layer, trace.tokens, generator, c)
     return [averages(rows) for rows in samples]
 
 
 def measure(c):
     """[{"names", "untrained", "layers"}, ...], one for the checkpoints of one config."""
     runs = {}
-    for i, path in enumerate(c.ckpt.split(",")):
-        for untrained in ((False, True) if c.untrained else (False,)):
-            loaded, _ = open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained))
-            key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
-            run = runs.setdefault(key, dict(names=[], untrained=untrained, tables=[]))
-            run["names"].append(path)
-            run["tables"].append(by_layer(loaded, c))
+    for path, untrained, loaded in opened(c):
+        key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
+        run = runs.setdefault(key, dict(names=[], untrained=untrained, tables=[]))
+        run["names"].append(path)
+        run["tables"].append(by_layer(loaded, c))
     for run in runs.values():
         layers = [*zip(*run.pop("tables"))]                 # by layer, a dict for each checkpoint
         run["layers"] = [each[0] if len(each) == 1 else averages(

@@ -89,8 +89,7 @@ def patch_features(encoder, x, number, kind):
     if kind == "pixels":
         return patchify(x, encoder.config.patch_size)
     layer = encoder.layers[number - 1]
-    Z = encoder.trace(x)[number - 2].out if number > 1 else encoder.tokens(x)
-    attention, X = layer.attention, layer.norm1(Z)
+    attention, X = layer.attention, layer.norm1(encoder.trace(x)[number - 1].tokens)
     if isinstance(attention, SoftmaxAttention):
         _, keys, _ = attention.queries_keys_values(X)
     else:

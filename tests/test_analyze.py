@@ -59,8 +59,8 @@ def test_rates_of_large_tokens_and_bases():
     layer = models.ImageClassifier(models.ImageConfig(**TINY)).encoder.layers[0]
 
     def numbers(Z, **flags):
-        trace = models.LayerTrace(Z, Z, None)
-        return analyze.layer_numbers(layer, Z, trace, analyze.Layers(ckpt="", **flags))
+        trace = models.LayerTrace(Z, Z, None, Z, None)
+        return analyze.layer_numbers(layer, trace, analyze.Layers(ckpt="", **flags))
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)

@@ -66,14 +66,14 @@ def code(name):
 
 
 # ---- Numbers ------------------------------------------------------------------------------------
-def measured(layer, Z, trace):
-    """{name in the text: what a layer has, or does to the tokens Z (B, n, d)}, means over Z."""
+def measured(layer, trace):
+    """{name in the text: what a layer has, or does to the traced tokens}, means over samples."""
     attention, D, lambd = layer.attention, layer.sparsification.D, layer.sparsification.lambd
-    U, X, A, eye = attention.U.weight, layer.norm2(trace.half), trace.out, torch.eye(Z.shape[-1])
-    w, Q = attention.projections(layer.norm1(Z)), torch.linalg.qr(attention.bases())[0]
+    U, X, A, eye = attention.U.weight, layer.norm2(trace.half), trace.code, torch.eye(len(D))
+    w, Q = attention.projections(layer.norm1(trace.tokens)), torch.linalg.qr(attention.bases())[0]
     energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
-    rates = layer_numbers(layer, Z, trace, Layers(ckpt="", unit_bases=True, lambd=0))
+    rates = layer_numbers(layer, trace, Layers(ckpt="", unit_bases=True, lambd=0))
 
     def lasso(A):
         return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
@@ -85,7 +85,8 @@ def measured(layer, Z, trace):
         rise=rates["rise"].mean(), lasso=100 * lasso(A) / lasso(0 * X),
         relu=100 * lasso(X.relu()) / lasso(0 * X),
         s=p / (n * 0.5 ** 2) * (torch.linalg.matrix_norm(w, 2) ** 2).mean(),
-        length=layer.norm1(Z).norm(dim=-1).mean(), near=(energy.amax(1) / energy.sum(1)).mean(),
+        length=layer.norm1(trace.tokens).norm(dim=-1).mean(),
+        near=(energy.amax(1) / energy.sum(1)).mean(),
         u=torch.linalg.svdvals(attention.bases()).mean(), angles=cosines[:, 0].mean(),
         kept=100 * (crate.coding_rate(A) / crate.coding_rate(X)).mean(),
         sums=apart(U.T @ U, eye), gram=apart(D.T @ D, eye), miss=apart(A @ D.mT, X),
@@ -94,11 +95,10 @@ def measured(layer, Z, trace):
 
 def by_layer(net, x):
     """{name: its values in the layers, on the pictures x}."""
-    Z, found = net.encoder.tokens(x), defaultdict(list)
+    found = defaultdict(list)
     for layer, trace in zip(net.encoder.layers, net.encoder.trace(x)):
-        for name, value in measured(layer, Z, trace).items():
+        for name, value in measured(layer, trace).items():
             found[name].append(float(value))
-        Z = trace.out
     return found
 
 

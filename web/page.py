@@ -39,11 +39,8 @@ def text_examples(model, data, tokens):
         start = max(t - 40, 0)
         return tokenizer.decode(windows[w, start:t + 24]), t - start
 
-    Z, entries = model.tokens(windows), []
-    for layer in model.layers:
-        half = layer.compress(Z)
-        code, Z = layer.sparsification.code(layer.norm2(half)), layer.sparsify(half)
-        entries.append([[passage(w, t) for w, t in places] for places in strongest(code, 5)])
+    entries = [[[passage(w, t) for w, t in places] for places in strongest(trace.code, 5)]
+               for trace in model.trace(windows)]
     after_stop = tokenizer.decode(tokens[:10_000]).partition(". ")[2]
     words = after_stop[:min(n, 64)] or tokenizer.decode(tokens[:n])
     ids = torch.from_numpy(tokenizer.encode(words).astype(np.int64))[None]
