@@ -4,7 +4,7 @@
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
     python evaluate.py linear --ckpt=out/vit-cifar10/ckpt.pt        logistic regression on features
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
-    python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=wikitext        loss per token
+    python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=mine            loss per token
 
 The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
 Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt."""
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
-from data.prepare import read_picture
+from data.files import read_picture
 from flags import DataFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 

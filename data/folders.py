@@ -1,6 +1,9 @@
 """A person's own folder, listed once: names alone tell which files are data, their split and class.
-SPLIT stands for a key of SPLITS in any case."""
-import json
+
+    pictures    [SPLIT/]CLASS/.../FILE
+    texts       SPLIT/.../FILE, SPLIT.EXT, NAME.SPLIT.EXT, SPLIT-00000-of-00002.EXT
+
+SPLIT is a key of SPLITS in any case. Folders around all of this do not count."""
 import os
 import re
 import sys
@@ -51,6 +54,7 @@ def refuse_missing_shards(files):
             raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
 
 
+# ---- Splits. `files` is {path: the names of the folders that it lies in} ------------------------
 def without_outer(files, depth):
     """Without the folders around all files, as an archive unpacks: down to a split, a choice or the
     last `depth` folders."""
@@ -63,8 +67,7 @@ def without_outer(files, depth):
 
 
 def split_of(path, above):
-    """The split that its first folder stands for, or the name of a file in none: SPLIT.EXT,
-    NAME.SPLIT.EXT, SPLIT-00000-of-00002.EXT. Or None."""
+    """The split that a file's first folder, or else its own name, stands for; or None."""
     if above:
         return SPLITS.get(above[0].lower())
     stem = re.sub(r"-\d+-of-\d+$", "", path.stem)
@@ -86,28 +89,26 @@ def refuse_mixed(paths):
 
 
 def split_up(files, depth):
-    """The parts that `listed` returns. There is a split if every name at the top is of one, or if
-    some are for training and some are not; then what lies outside is left out."""
+    """{split: files below it}. There is a split if every name at the top is of one, or if some are
+    for training and some are not; then what lies outside is left out. Else all is "train"."""
     splits = {path: split_of(path, above) for path, above in files.items()}
     named = set(splits.values()) - {None}
-    if None in splits.values() and not named > {"train"}:
-        refuse_mixed([above if depth else (*above, path.name) for path, above in files.items()])
-        tops = [(*above, path.name)[0] for path, above in files.items() if splits[path]]
-        if tops:
-            print(f"note: {tops[0]} counts as one {'class' if depth else 'text'} among others: "
-                  "a split has train and val or test", file=sys.stderr)
-        return dict(train=files)
-    parts = {split: {} for split in ("train", "val", "test") if split in named}
-    for path, above in files.items():
-        below = above[1:]
-        if splits[path] and len(below) >= depth:
-            parts[splits[path]][path] = below
-    return parts
+    if None not in splits.values() or "train" in named and len(named) > 1:
+        return {split: {path: above[1:] for path, above in files.items()
+                        if splits[path] == split and len(above[1:]) >= depth}
+                for split in ("train", "val", "test") if split in named}
+    whole = [above if depth else (*above, path.name) for path, above in files.items()]
+    refuse_mixed(whole)
+    tops = [(*above, path.name)[0] for path, above in files.items() if splits[path]]
+    if tops:
+        print(f"note: {tops[0]} counts as one {'class' if depth else 'text'} among others: "
+              "a split has train and val or test", file=sys.stderr)
+    return dict(train=files)
 
 
 def listed(source, suffixes, depth):
-    """{split: {file: the folders it lies in, below the split}}; without a split all is "train".
-    `depth` is the least number of folders: 1, a picture's class, or 0, for a text."""
+    """{split: {file: the folders it lies in, below the split}}. `depth` is the least number of
+    folders: 1, a picture's class, or 0, for a text. Raises UserError if there is no such file."""
     every = list(files_in(source))
     files = {path: path.relative_to(source).parts[:-1] for path in every
              if path.suffix.lower() in suffixes and path.is_file()}     # a link may be broken
@@ -124,18 +125,17 @@ def listed(source, suffixes, depth):
 
 
 def pictures(source):
-    """{split: dict(image=paths, label=classes)}; val is test if there is no other. The class is the
-    first folder."""
-    suffixes = [suffix for suffix, kind in Image.registered_extensions().items()
-                if kind in Image.OPEN]
-    parts = {split: dict(image=[dict(path=os.fsencode(path), bytes=None) for path in files],
-                         label=[shown(above[0]) for above in files.values()])
+    """{split: {file: its class}}, the class being the first folder; val is test if there is no
+    other. Raises UserError for a split without classes, or with none of train's."""
+    suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
+                if kind in Image.OPEN}
+    parts = {split: {path: shown(above[0]) for path, above in files.items()}
              for split, files in listed(source, suffixes, 1).items()}
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
-    classes = set(parts["train"]["label"]) if "train" in parts else set()
+    classes = set(parts.get("train", {}).values())
     for split, part in parts.items():
-        if classes.isdisjoint(part["label"]):
+        if classes.isdisjoint(part.values()):
             raise UserError(f"{shown(source)}: its {split} has no class folders, or none of "
                             "train's: pictures of a split lie in SPLIT/CLASS/FILE")
     return parts
@@ -145,47 +145,4 @@ def texts(source):
     """{split: files}, of Parquet, or else .jsonl, or else .txt."""
     suffixes = {path.suffix.lower() for path in files_in(source)}
     kind = next((kind for kind in (".parquet", ".jsonl") if kind in suffixes), ".txt")
-    return {split: list(files) for split, files in listed(source, [kind], 0).items()}
-
-
-def documents(files):
-    """Yields dict(text=...) of each document. A row whose `text` is none, or has half a surrogate
-    pair, is left out. Raises UserError if all are."""
-    left_out, found = [], False
-    for path in files:
-        for row, text in numbered(path):
-            if isinstance(text, str) and not re.search("[\ud800-\udfff]", text):
-                found = True
-                yield dict(text=text.removeprefix("\ufeff"))        # a byte order mark
-            else:
-                left_out.append(f"row {row} of {path}")
-    tell_left_out("rows without a `text` that is text", left_out)
-    if not found:
-        raise UserError(f"{shown(files[0])}: no row has a `text`")
-
-
-def numbered(path):
-    """Yields (row, its `text`), from 1. Raises UserError with the row that cannot be read."""
-    row = 0
-    try:
-        for row, text in enumerate(read(path), 1):
-            yield row, text
-    except Exception as error:
-        raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
-
-
-def read(path):
-    """Yields the `text` of each row of a file, or a whole .txt."""
-    if path.suffix.lower() == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        for batch in ParquetFile(path).iter_batches(64, columns=["text"]):      # may be books
-            yield from batch["text"].to_pylist()
-    elif path.suffix.lower() == ".jsonl":
-        for line in filter(bytes.strip, path.open("rb")):
-            yield json.loads(line).get("text")
-    else:
-        text = path.read_text("utf-8")
-        if "\0" in text:
-            raise ValueError("it has NUL characters, as UTF-16 has: save it as UTF-8")
-        yield text
+    return {split: list(files) for split, files in listed(source, {kind}, 0).items()}

@@ -22,14 +22,12 @@ import io
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,10 +35,10 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])      # in place of data/ itself
 
 import numpy as np
-from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from data import folders, shapes
+from data.files import documents, read_picture
 from data.tokenizer import CharTokenizer, make_tokenizer
 from flags import CACHE, not_one_of, option, parse, UserError
 from processes import cli
@@ -64,17 +62,17 @@ class ImageSet(NamedTuple):
 class TextSet(NamedTuple):
     hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
-    documents: object = itemgetter("text")     # of a split's rows
     one_text: bool = False          # all rows are one text
     held_out: float = 0.01          # of the rows, where none are for validation
     large: bool = False
-    topics: bool = False            # Python's own help
+    rows: object = None             # a function that makes them, where nothing is read
 
 
-def wikitext_articles(rows):
-    """Titles stand between empty lines, formulas such as ` = 1 / s = ` do not."""
-    whole = "".join(line or " \n" for line in rows["text"])     # the Hub's rows are lines
-    return re.split(r"(?<=\n \n)(?= = [^=\n]+ = \n \n)", whole)
+def pydoc():
+    """{split: rows}: one document, the English text of Python's own help topics."""
+    from pydoc_data.topics import topics
+
+    return dict(train=dict(text=["\n".join(topics[name] for name in sorted(topics))]))
 
 
 IMAGES = {
@@ -95,12 +93,7 @@ TEXTS = {
                            held_out=0.0005, large=True),
     "shakespeare": TextSet(SHAKESPEARE, one_text=True),
     "shakespeare_char": TextSet(SHAKESPEARE, tokenizer="char", one_text=True),
-    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True, topics=True),
-    # for zero-shot evaluation
-    "wikitext": TextSet(dict(path="Salesforce/wikitext", name="wikitext-2-raw-v1"),
-                        documents=wikitext_articles),
-    "lambada": TextSet(dict(path="EleutherAI/lambada_openai", revision=CONVERTED,
-                            data_files={"test": "default/test/*.parquet"})),
+    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True, rows=pydoc),
 }
 SETS = {**IMAGES, **TEXTS}
 SEED = 2357         # of every order and part that is drawn
@@ -118,24 +111,22 @@ def read_pictures(row, source, draft):
         return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
                             streaming=not row.by_class)
     parts = folders.pictures(source)
-    label = ClassLabel(names=sorted({name for part in parts.values() for name in part["label"]}))
-    return hold_out({split: Dataset.from_dict(part).cast_column("label", label)
-                     for split, part in parts.items()}, 0.1)
+    label = ClassLabel(names=sorted({name for part in parts.values() for name in part.values()}))
+    return hold_out({split: Dataset.from_dict(dict(
+        image=[dict(path=os.fsencode(path), bytes=None) for path in part],
+        label=[*part.values()])).cast_column("label", label) for split, part in parts.items()}, 0.1)
 
 
 def read_texts(row, source, draft):
     """The texts of a set on the Hub, or of the files in a folder: the Hub's or a user's own."""
     from datasets import Dataset, Features, load_dataset, Value
 
-    if row.topics:
-        return pydoc()
+    if row.rows:
+        return row.rows()
     if source is None:
         return load_dataset(**row.hub)
-    if row.hub:         # a repository may have several sets, each in a folder
-        folder = source / row.hub.get("name", "default")
-        source = folder if folder.is_dir() else source
     return {split: Dataset.from_generator(      # 64 at once: they may be books
-                partial(folders.documents, files), Features(text=Value("large_string")),
+                partial(documents, files), Features(text=Value("large_string")),
                 cache_dir=str(draft / "scratch"), writer_batch_size=64)
             for split, files in folders.texts(source).items()}
 
@@ -149,36 +140,6 @@ def hold_out(sets, share):
 
 
 # ---- Images: decoded by threads, in order -------------------------------------------------------
-def upright(file):
-    """The picture of a file as it is meant to be seen: turned by its tag, and on white."""
-    image = Image.open(file)
-    image.load()
-    with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
-        image = ImageOps.exif_transpose(image)
-    if image.mode[0] in "IF":               # convert() would clip them at 255
-        raise ValueError("16 or 32 bits a pixel")
-    if image.has_transparency_data:         # hidden colours are not meant to be seen
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
-def read_picture(file, size):
-    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
-    is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
-    try:
-        image = upright(file)
-        # a strip's ends are not kept, and would make it millions of pixels long
-        spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
-        image = ImageOps.crop(image, (*spare, *spare))
-        width, height = (side * size // min(image.size) for side in image.size)
-        left, top = round((width - size) / 2), round((height - size) / 2)
-        image = image.resize((width, height), Image.BICUBIC)
-        return np.asarray(image.crop((left, top, left + size, top + size))), None
-    except Exception as error:      # a damaged file can make a decoder raise anything
-        return None, " ".join(str(error).split()) or type(error).__name__
-
-
 def write_pictures(path, row, rows, label):
     """Writes those that can be read; returns their labels, and what is wrong with the others."""
     from datasets import Image as ImageColumn
@@ -257,20 +218,13 @@ def image_meta(classes, draft):
 
 
 # ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
-def pydoc():
-    """{split: rows}: one document, the English text of Python's own help topics."""
-    from pydoc_data.topics import topics
-
-    return dict(train=dict(text=["\n".join(topics[name] for name in sorted(topics))]))
-
-
 def split_texts(row, source, draft):
     """{split: documents}, and whether train and val are one text: the last tenth of a single
     document validates, where there is no other."""
     sets = read_texts(row, source, draft)
     if not row.one_text:
         sets = hold_out(sets, row.held_out)
-    parts = {folders.SPLITS[split]: row.documents(rows) for split, rows in sets.items()}
+    parts = {folders.SPLITS[split]: rows["text"] for split, rows in sets.items()}
     if row.one_text:
         parts = dict(train=["".join(itertools.chain(*parts.values()))])
     if "train" not in parts or "val" in parts:
@@ -286,11 +240,11 @@ def write_text(row, source, draft):
     tokenizer = make_tokenizer(row.tokenizer, parts.get("train", []))
     end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
     tokens, checksum = {}, 0
-    for split, documents in parts.items():
+    for split, texts in parts.items():
         with open(draft / f"{split}.bin", "wb") as out:
             # 64 at once: they may be books, and memory holds their tokens
-            for start in tqdm(range(0, len(documents), 64), split, disable=None):
-                for ids in tokenizer.encode_batch(documents[start:start + 64]):
+            for start in tqdm(range(0, len(texts), 64), split, disable=None):
+                for ids in tokenizer.encode_batch(texts[start:start + 64]):
                     ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
                     checksum = zlib.crc32(ids, checksum)
                     out.write(ids)
@@ -321,9 +275,6 @@ def one_line(name, advice):
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        # numpy says "9 requested and 5 written", `datasets` "Not enough disk space"
-        if re.search("No space left|Not enough .* space|requested and", reason):
-            reason, advice = "No space left on device", None
         raise UserError(f"{name}: {reason}{f'; {advice}' if advice else ''}") from error
 
 

@@ -12,7 +12,7 @@ import analyze
 import figures
 import model as models
 from data import augment, images
-from data.prepare import read_picture
+from data.files import read_picture
 from evaluate import model_input
 from model import TASKS
 

@@ -1,4 +1,4 @@
-"""data/prepare.py: what is written, whole or not at all; data/folders.py: what is read."""
+"""data/prepare.py: what is written, whole or not at all; folders.py, files.py: what is read."""
 import json
 import os
 import resource
@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from test_text import sentences
 
-from data import folders, images, prepare, text
+from data import files, folders, images, prepare, text
 from data.shapes import CAMOUFLAGE, draw_shapes
 from flags import UserError
 
@@ -42,13 +42,13 @@ def test_pictures_stand_upright(tmp_path):
     tag = Image.Exif()
     tag[0x0112] = 6
     Image.fromarray(left).save(tmp_path / "turned.jpg", exif=tag, quality=95)
-    top, bottom = np.split(prepare.read_picture(tmp_path / "turned.jpg", 32)[0], 2)
+    top, bottom = np.split(files.read_picture(tmp_path / "turned.jpg", 32)[0], 2)
     assert top.min() > 240 and bottom.max() < 15
     for kind in ("png", "webp"):
         Image.fromarray(left).save(tmp_path / f"as_is.{kind}", exif=b"Exif\0\0none", lossless=True)
-        assert np.array_equal(prepare.read_picture(tmp_path / f"as_is.{kind}", 32)[0], left)
+        assert np.array_equal(files.read_picture(tmp_path / f"as_is.{kind}", 32)[0], left)
     Image.fromarray(left[..., 0].astype(np.uint16)).save(tmp_path / "deep.png")
-    found = prepare.read_picture(tmp_path / "deep.png", 32)
+    found = files.read_picture(tmp_path / "deep.png", 32)
     assert found == (None, "16 or 32 bits a pixel")
 
 
@@ -104,7 +104,7 @@ def test_the_ends_of_a_strip_are_not_resized(tmp_path):
         width, height = (side * 32 // 3 for side in size)
         left, top = (width - 32) // 2, (height - 32) // 2
         whole = strip.resize((width, height), Image.BICUBIC)
-        assert np.array_equal(prepare.read_picture(tmp_path / "strip.png", 32)[0],
+        assert np.array_equal(files.read_picture(tmp_path / "strip.png", 32)[0],
                               whole.crop((left, top, left + 32, top + 32)))
 
 
@@ -142,7 +142,7 @@ def test_splits_and_classes_by_names(read, names, expected, tmp_path):
         assert_fails(expected, getattr(folders, read), tmp_path)
     else:
         found = getattr(folders, read)(tmp_path)
-        assert {split: " ".join(part["label"] if read == "pictures" else [p.name for p in part])
+        assert {split: " ".join(part.values() if read == "pictures" else [p.name for p in part])
                 for split, part in found.items()} == expected
 
 
@@ -171,8 +171,8 @@ def test_rows_of_text(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
     parquet(tmp_path / "b.parquet", text=["d", None], other=[1, 2])
     (tmp_path / "c.TXT").write_bytes("\ufeffé\r\n".encode())
-    files = [tmp_path / name for name in ("a.jsonl", "b.parquet", "c.TXT")]
-    assert [row["text"] for row in folders.documents(files)] == [
+    paths = [tmp_path / name for name in ("a.jsonl", "b.parquet", "c.TXT")]
+    assert [row["text"] for row in files.documents(paths)] == [
         "2024-01-01 10:00:00", "a", "c\r\n", "d", "é\n"]
     assert "left out: 4 rows" in (told := capsys.readouterr().err) and "row 2 of" in told
     for name, content, message in (
@@ -258,23 +258,6 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
     assert sorted(train + val) == sorted(rows) and len(val) == 1
 
 
-def test_articles_and_sentences(tmp_path, bpe):
-    """Wikitext's rows are lines, empty ones without their ` \\n`. Another set lies beside it."""
-    lines = ["", " = One = \n", "", " first \n", " = = part = = \n", "", " formula \n",
-             " = 1 / s = \n", "", " = Two ( film ) = \n", "", " the second \n"]
-    for folder in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
-        parquet(tmp_path / f"a/{folder}/test-00000-of-00001.parquet", text=lines)
-    prepare.prepare("wikitext", tmp_path / "a", tmp_path)
-    data, lines = text.load("wikitext", tmp_path), [line or " \n" for line in lines]
-    assert documents(data.test, bpe) == ["".join(lines[:9]), "".join(lines[9:])]
-
-    rows = sentences(5) + ["odd é"]
-    parquet(tmp_path / "c/test.parquet", text=rows)
-    prepare.prepare("lambada", tmp_path / "c", tmp_path)
-    data = text.load("lambada", tmp_path)
-    assert rows == documents(data.test, bpe)
-
-
 def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     def stop(classes, draft):
         assert (draft / "val_masks.npy").exists() and not (draft / "half.npy").exists()
@@ -347,7 +330,7 @@ def test_a_full_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
     try:
-        assert_fails("No space left", prepare.prepare, "shapes", cache=tmp_path, drawn=(99, 9))
+        assert_fails("shapes: OSError: ", prepare.prepare, "shapes", cache=tmp_path, drawn=(99, 9))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 

@@ -1,0 +1,79 @@
+"""What one file of a person's own holds: a picture, or texts."""
+import contextlib
+import json
+import re
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from data.folders import shown, tell_left_out
+from flags import UserError
+
+
+# ---- Pictures -----------------------------------------------------------------------------------
+def upright(file):
+    """The picture of a file as it is meant to be seen: turned by its tag, and on white."""
+    image = Image.open(file)
+    image.load()
+    with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
+        image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":               # convert() would clip them at 255
+        raise ValueError("16 or 32 bits a pixel")
+    if image.has_transparency_data:         # hidden colours are not meant to be seen
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def read_picture(file, size):
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
+    is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
+    try:
+        image = upright(file)
+        # a strip's ends are not kept, and would make it millions of pixels long
+        spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
+        image = ImageOps.crop(image, (*spare, *spare))
+        width, height = (side * size // min(image.size) for side in image.size)
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        image = image.resize((width, height), Image.BICUBIC)
+        return np.asarray(image.crop((left, top, left + size, top + size))), None
+    except Exception as error:      # a damaged file can make a decoder raise anything
+        return None, " ".join(str(error).split()) or type(error).__name__
+
+
+# ---- Texts --------------------------------------------------------------------------------------
+def rows_of(path):
+    """Yields the `text` of each row of a Parquet or .jsonl file, or the whole of a .txt."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        for batch in ParquetFile(path).iter_batches(64, columns=["text"]):      # may be books
+            yield from batch["text"].to_pylist()
+    elif path.suffix.lower() == ".jsonl":
+        for line in filter(bytes.strip, path.open("rb")):
+            yield json.loads(line).get("text")
+    else:
+        text = path.read_text("utf-8")
+        if "\0" in text:
+            raise ValueError("it has NUL characters, as UTF-16 has: save it as UTF-8")
+        yield text
+
+
+def documents(paths):
+    """Yields dict(text=...) of each document. A row whose `text` is none, or has half a surrogate
+    pair, is left out. Raises UserError if all are, or with the row that cannot be read."""
+    left_out, found = [], 0
+    for path in paths:
+        row = 0
+        try:
+            for row, text in enumerate(rows_of(path), 1):
+                if isinstance(text, str) and not re.search("[\ud800-\udfff]", text):
+                    found += 1
+                    yield dict(text=text.removeprefix("\ufeff"))        # a byte order mark
+                else:
+                    left_out.append(f"row {row} of {path}")
+        except Exception as error:
+            raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
+    tell_left_out("rows without a `text` that is text", left_out)
+    if not found:
+        raise UserError(f"{shown(paths[0])}: no row has a `text`")
