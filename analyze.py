@@ -87,9 +87,9 @@ class Layers(OneModel):
     caption has R^c(Z^{l+1/2} | U). Rc_change is what attention adds, derived to be negative:
     R^c(Z^{l+1/2} | U) - R^c(Z^l | U), with Z^{l+1/2} at the norm of Z^l, since longer tokens alone
     raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length, where
-    each token attends to itself alone. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc -
-    lambda ||Z^{l+1}||_0, and rise is the objective of Z^{l+1} minus that of Z^l, under the same U
-    ([J] Eq. (21))."""
+    each token attends to itself alone. gain_half and gain are what attention and the whole layer
+    add to R - R^c, again at the norm of Z^l. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc
+    - lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
@@ -126,16 +126,17 @@ def layer_numbers(layer, trace, c):
     if c.unit_bases:
         U = unit_size(U)
 
-    before = subspace_coding_rate(Z, U, c.eps)
-
-    def added(step):        # to R^c, at the norm of Z
-        return subspace_coding_rate(at_norm(Z + step, Z), U, c.eps) - before
+    def rates(T):           # R and R^c at the norm of Z
+        T = at_norm(T, Z)
+        return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
+    (R, Rc), (R_half, Rc_half), (R_out, Rc_out) = rates(Z), rates(half), rates(out)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=added(half - Z))
+    numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=Rc_half - Rc)
     if isinstance(layer.attention, SoftmaxAttention):
         alone = step_with(layer, trace.tokens, lambda values: values).cpu().double()
-        numbers["Rc_alone"] = added(at_norm(alone, half - Z))
-    numbers |= dict(R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
+        numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
+    numbers |= dict(gain_half=R_half - Rc_half - R + Rc, gain=R_out - Rc_out - R + Rc,
+                    R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
                     nonzeros=(out != 0).double().mean((-2, -1)))
     objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
     return numbers | dict(objective=objective, rise=objective - at_first)

@@ -71,7 +71,6 @@ class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
     and `forward`, and says what it is for."""
     for_text = False        # it has a causal form
-    needs_grid = False      # its tokens are a class token and a square grid of patches
 
     def __init__(self, config):
         super().__init__()
@@ -282,7 +281,7 @@ class Layer(nn.Module):
 
     def trace(self, Z):
         half = self.compress(Z)
-        code = self.sparsification and self.sparsification.code(self.norm2(half))
+        code = None if self.norm2 is None else self.sparsification.code(self.norm2(half))
         return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
@@ -520,7 +519,6 @@ class CBSA(Attention):
         out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
     then W. s1, s2: a number per head, N(0, 1) at first. Released code pools all tokens but the
     last, although the class token stands first, so its grid is shifted by one patch."""
-    needs_grid = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -790,6 +788,9 @@ class ImageConfig(BackboneConfig):
         self.stem = self.stem or self.family.stem
         if self.final_norm is None:
             self.final_norm = self.family.final_norm
+        check_word("stem", self.stem, ("norm", "plain"))
+        check_word("positions", self.positions, ("learned", "sincos"))
+        check_word("pool", self.pool, ("class", "mean"))
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")

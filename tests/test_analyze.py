@@ -97,21 +97,26 @@ def test_layers(save, call, cache, arch, eps=0.3):
         for row, layer, step in zip(run["layers"], encoder.layers, traces, strict=True):
             U, out = layer.attention.bases().double(), step.out.double()
             n, p = out.shape[1], U.shape[2]
-            same = step.half * (Z.norm(dim=(1, 2)) / step.half.norm(dim=(1, 2)))[:, None, None]
+            same, final = (T * (Z.norm(dim=(1, 2)) / T.norm(dim=(1, 2)))[:, None, None]
+                           for T in (step.half, step.out))
             single = layer.attention(layer.norm1(Z).flatten(0, 1)[:, None]).view_as(Z)
             lengths = [T.norm(dim=(1, 2), keepdim=True) for T in (step.half - Z, single)]
             alone = Z + single * lengths[0] / lengths[1]
             alone = alone * (Z.norm(dim=(1, 2)) / alone.norm(dim=(1, 2)))[:, None, None]
-            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, same, alone, out)]
+            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, same, alone, out, final)]
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
-            Rc_tokens, before, after, alone, Rc = (
+            Rc_tokens, before, after, alone, Rc, Rc_final = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
             objective, first = (models.sparse_rate_reduction(T.double(), U, eps, 0.2)
                                 for T in (out, Z))
+            R_first, R_half, R_final = (models.coding_rate(T.double(), eps)
+                                        for T in (Z, same, final))
             # TSSA has no map that could be I
             control = {} if arch == "tost" else dict(Rc_alone=alone - before)
             for key, values in dict(Rc_tokens=Rc_tokens, R=models.coding_rate(out, eps), Rc=Rc,
                                     Rc_change=after - before, **control,
+                                    gain_half=R_half - after - R_first + before,
+                                    gain=R_final - Rc_final - R_first + before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
                                     objective=objective, rise=objective - first).items():
                 wanted = [values.mean().item(), values.std(correction=0).item()]

@@ -20,7 +20,7 @@ def build(arch="crate", **fields):
     return randomize(models.LanguageModel(config), 0.3).eval()
 
 
-TEXT_ARCHS = [arch for arch in models.ARCHS if arch != "cbsa"]      # which pools a grid of patches
+TEXT_ARCHS = [name for name, arch in models.ARCHS.items() if arch.attention.for_text]
 BOTH = ["crate rotary shift", "transformer rotary shift"]
 
 
