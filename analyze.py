@@ -189,7 +189,8 @@ def draw_layers(runs, c):
             ax.plot(l, y, "o--" if run["untrained"] else "o-", color=f"C{i}", label=name)
             ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
         figures.over_layers(ax, title)
-    figures.finish(figure, axes[0, 0], c.out, 3)
+    figures.legend_below(figure, axes[0, 0])
+    figure.savefig(c.out, dpi=200)
 
 
 # ---- saliency, predict --------------------------------------------------------------------------

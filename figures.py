@@ -55,11 +55,27 @@ def over_layers(ax, title):
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def finish(figure, ax, path, columns):
-    """The labels of `ax` below all panels; then the file."""
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=columns,
+def dots_by_layer(panels, marks, ylabel, level, sharey=False):
+    """A figure of {model: {series: its values by layer}}, a panel a model, with a line at `level`.
+    `marks` has a label and a style for each series, in the order of drawing."""
+    figure, (axes,) = new_figure(1, len(panels), 8 / len(panels), 3)
+    for ax, (name, series) in zip(axes, panels.items()):
+        if sharey:
+            ax.sharey(axes[0])
+        ax.axhline(level, color="black", lw=0.8)
+        for key, (label, style) in marks.items():
+            y = series[key]
+            ax.plot(range(1, len(y) + 1), y, label=label, **dict(ls="", marker="o") | style)
+        over_layers(ax, name.removeprefix("pretrained:").replace("crate-", "crate\n"))
+    axes[0].set_ylabel(ylabel)
+    legend_below(figure, axes[0])
+    return figure
+
+
+def legend_below(figure, ax):
+    """The labels of `ax` below all panels, four a line."""
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4,
                   frameon=False)
-    figure.savefig(path, dpi=200)
 
 
 def write_sheet(path, pictures, columns, rows=None):

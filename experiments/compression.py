@@ -31,7 +31,7 @@ import torch
 from torch.nn import functional as F
 
 from analyze import at_norm, batches, OneModel, opened, step_with, unit_size
-from figures import averages, finish, new_figure, over_layers, print_table
+from figures import averages, dots_by_layer, print_table
 from flags import option, parse, UserError
 from model import (
     coding_rate,
@@ -154,23 +154,15 @@ def show(run, c):
 
 
 def draw(runs, path):
-    """The change of R^c in each layer of trained models, and that of two controls."""
-    runs = [run for run in runs if not run["untrained"]]
-    figure, (axes,) = new_figure(1, len(runs), 8 / len(runs), 2.9)
+    """The change of R^c in each layer of trained models, and that of controls."""
     marks = dict(shuffled=("weights shuffled", dict(color="C1", marker="x")),
                  mean=("the mean token", dict(mfc="white", mec="black")),
                  alone=("each token alone", dict(color="0.6")),
                  attention=("attention", dict(color="C0")))
-    for ax, run in zip(axes, runs):
-        layers = range(1, len(run["layers"]) + 1)
-        ax.axhline(0, color="black", lw=0.8)
-        for name, (label, style) in marks.items():
-            ax.plot(layers, [row[name] for row in run["layers"]], ls="", label=label,
-                    **dict(marker="o") | style)
-        name = run["names"][0].removeprefix("pretrained:")
-        over_layers(ax, name.replace("crate-", "crate\n"))
-    axes[0].set_ylabel("change of $R^c$, nats\n(below 0: the step compresses)")
-    finish(figure, axes[0], path, 4)
+    panels = {run["names"][0]: {name: [row[name] for row in run["layers"]] for name in marks}
+              for run in runs if not run["untrained"]}
+    figure = dots_by_layer(panels, marks, "change of $R^c$, nats\n(below 0: compression)", 0)
+    figure.savefig(path, dpi=200)
 
 
 # ---- Random tokens on random subspaces ----------------------------------------------------------

@@ -37,7 +37,7 @@ from torch.nn import functional as F
 from analyze import batches, OneModel, opened, split_for
 from evaluate import validation_noise
 from experiments.compression import each_sample
-from figures import averages, finish, new_figure, over_layers, print_table
+from figures import averages, dots_by_layer, print_table
 from flags import option, parse, UserError
 from model import coding_rate, ISTA, ODL
 from processes import cli
@@ -165,23 +165,19 @@ def without_dictionary(loaded, c):
 
 def draw(results, path):
     """The LASSO of codes of each layer, in units of that of no code."""
-    results = [result for result in results if not result["untrained"]]
-    figure, (axes,) = new_figure(1, len(results), 8 / len(results), 3)
     marks = dict(step=("the ISTA step", dict(color="C0")),
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
-    for ax, result in zip(axes, results):
-        ax.sharey(axes[0])
-        rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
-        layers = sorted({layer for layer, _ in rows})
-        ax.axhline(1, color="black", lw=0.8)
-        for code, (label, style) in marks.items():
-            ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
-                    **style)
-        name = result["ckpt"].removeprefix("pretrained:")
-        over_layers(ax, name.replace("crate-", "crate\n"))
-    axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
-    finish(figure, axes[0], path, 3)
+    panels = {}
+    for result in results:
+        if not result["untrained"]:
+            rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
+            layers = sorted({layer for layer, _ in rows})
+            panels[result["ckpt"]] = {code: [rows[l, code] / rows[l, "zero"] for l in layers]
+                                      for code in marks}
+    figure = dots_by_layer(panels, marks, "LASSO objective / that of no code\n"
+                           "(above 1: worse than none)", 1, sharey=True)
+    figure.savefig(path, dpi=200)
 
 
 def main(argv):

@@ -4,26 +4,26 @@
     python -m experiments.results text          one of them
 
 training draws two runs:
-              python train_vit.py shapes --keep=48,200,600,1200,2400
-              python train_gpt.py pydoc --keep=30,100,250,400,600
+              python train_vit.py shapes --keep=48,2400
+              python train_gpt.py pydoc --keep=30,600
 """
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
-from matplotlib import colormaps
 from torch.nn import functional as F
 
 import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
-from figures import COLORS, new_figure
-from flags import not_one_of, option, parse, ROOT, UserError
+from figures import COLORS, dots_by_layer, new_figure
+from flags import CACHE, not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
 
+MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",
+          "pydoc-crate")
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "CRATE's attention, MLP", "transformer": "transformer",
          "crate-t": "CRATE-T", "crate-n": "CRATE-N", "crate-c": "CRATE-C"}
@@ -32,8 +32,8 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 @dataclass(kw_only=True)
 class Figures:
     names: tuple = option((), "which figures; none: all")
-    data_dir: str = option(Layers(ckpt="").data_dir, "where prepared data lies")
-    samples: int = option(100, "samples of `objective` and `training`", low=1)
+    data_dir: str = option(str(CACHE), "where prepared data lies")
+    samples: int = option(40, "samples of `objective` and `training`", low=1)
     runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 
 
@@ -60,13 +60,10 @@ def name_ends(ax, ends, line=0.06):
 
 
 def by_layer(c, ckpt, untrained=False):
-    """(The rows of `analyze.py layers`, how many tokens a sample has), with U at unit size."""
+    """The rows of `analyze.py layers`, with U at unit size."""
     flags = Layers(ckpt=str(ckpt), untrained=untrained, unit_bases=True, samples=c.samples,
                    data_dir=c.data_dir)
-    loaded, _ = evaluate.open_model(flags)
-    config = loaded.backbone.config
-    tokens = config.context if loaded.task == "gpt" else 1 + config.patches
-    return layer_table(loaded, flags), tokens
+    return layer_table(evaluate.open_model(flags)[0], flags)
 
 
 def images(c):
@@ -87,8 +84,9 @@ def images(c):
 def text(c):
     """Last losses of the runs pydoc-*, and the runs bookchars-* against the transformer's."""
     figure, ((left, right),) = new_figure(1, 2, 4, 3.2)
-    rows = {"crate": ("", "-shift"), "crate-alpha": (None, "-shift"), "crate-alpha-one": (None, ""),
-            "mssa-mlp": (None, "-shift"), "transformer": ("", "-shift")}
+    rows = {"crate": ("-plain", "-shift"), "crate-alpha": (None, "-shift"),
+            "crate-alpha-one": (None, ""), "mssa-mlp": (None, "-shift"),
+            "transformer": ("-plain", "-shift")}
     for place, (arch, suffixes) in enumerate(rows.items()):
         for suffix, fill in zip(suffixes, ("white", COLORS[arch])):
             for seed in range(3 if suffix is not None else 0):
@@ -145,36 +143,25 @@ def length(c):
 
 
 def objective(c):
-    """R, -R^c and -lambda ||Z||_0 of each layer's output, stacked, and their sum."""
-    figure, (axes,) = new_figure(1, 4, 1.75, 3)
-    axes[1].sharey(axes[0])
-    axes[3].sharey(axes[2])
-    models = [(name, untrained) for name in ("shapes-crate", "cifar10-crate")
-              for untrained in (False, True)]
-    for ax, (name, untrained) in zip(axes, models):
-        table, n = by_layer(c, f"pretrained:{name}", untrained)
-        layers, R, Rc, total = (np.array([row[key] for row in table])
-                                for key in ("layer", "R", "Rc", "objective"))
-        ax.bar(layers, R / n, color="0.35", label="$R$")
-        ax.bar(layers, -Rc / n, color="0.6", label="$-R^c$")
-        ax.bar(layers, (total - R + Rc) / n, bottom=-Rc / n, color="0.85",
-               label="price of the nonzeros")
-        ax.plot(layers, total / n, "ko-", ms=3, label="objective: their sum")
-        ax.axhline(0, color="black", lw=0.8)
-        ax.set_title(f"{name}\n{'untrained' if untrained else 'trained'}", fontsize="medium")
-        ax.set(xlabel="layer", xticks=layers)
-    axes[0].set_ylabel("nats, divided by n")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  frameon=False)
-    return figure
+    """What attention, ISTA and both add to R - R^c, by layer, and what an untrained layer adds."""
+    marks = dict(untrained=("an untrained layer", dict(mfc="white", mec="0.5")),
+                 attention=("attention", dict(color="C0")), ista=("ISTA", dict(color="C1")),
+                 both=("the layer: both", dict(color="black", marker="_", mew=2)))
+    panels = {}
+    for name in MODELS:
+        rows, drawn = (by_layer(c, f"pretrained:{name}", untrained) for untrained in (False, True))
+        panels[name] = dict(untrained=[row["gain"] for row in drawn],
+                            attention=[row["gain_half"] for row in rows],
+                            ista=[row["gain"] - row["gain_half"] for row in rows],
+                            both=[row["gain"] for row in rows])
+    return dots_by_layer(panels, marks, "change of $R - R^c$, nats\n(above 0: as derived)", 0)
 
 
 def training(c):
-    """Three numbers by layer, a line a checkpoint that --keep wrote, and one untrained."""
+    """Three numbers by layer: untrained, early and last, of checkpoints that --keep wrote."""
     figure, axes = new_figure(2, 3, 2.3, 2.3)
-    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats, divided by n",
-              "nonzeros": "entries that are\nnot zero, %",
-              "objective": "objective,\nnats, divided by n"}
+    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats", "objective": "objective,\nnats",
+              "nonzeros": "entries that are\nnot zero, share"}
     runs = {"vit-shapes": "shapes", "gpt-pydoc": "Python's manual"}
     for row, (folder, name) in zip(axes, runs.items()):
         kept = {int(path.stem.removeprefix("ckpt-")): path
@@ -182,15 +169,14 @@ def training(c):
         if not kept:
             raise UserError(f"{Path(c.runs, folder)} has no ckpt-STEP.pt: train with --keep")
         ends = {}
-        for i, (step, path) in enumerate([(0, min(kept.items())[1]), *sorted(kept.items())]):
-            table, n = by_layer(c, path, untrained=step == 0)
-            shade = colormaps["Blues"](0.3 + 0.7 * i / len(kept)) if step else "0.6"
+        for step, color in ((0, "0.6"), (min(kept), "C9"), (max(kept), "C0")):
+            table = by_layer(c, kept[step or min(kept)], untrained=step == 0)
             layers = [line["layer"] for line in table]
             for ax, key in zip(row, panels):
-                y = [line[key] * (100 if key == "nonzeros" else 1 / n) for line in table]
-                ax.plot(layers, y, "o-" if step else "o--", ms=3, color=shade)
+                y = [line[key] for line in table]
+                ax.plot(layers, y, "o-" if step else "o--", ms=3, color=color)
                 ax.set_xticks(layers)
-            ends[f"step {step:,}"] = y[-1], shade
+            ends[f"step {step:,}"] = y[-1], color
         name_ends(row[-1], ends, 0.09)
         row[0].set_ylabel(name)
     for ax, title in zip(axes[0], panels.values()):
