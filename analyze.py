@@ -16,7 +16,7 @@ import evaluate
 import figures
 from checkpoint import CheckpointFlags, load_model
 from data import augment
-from flags import CACHE, option, parse_command, ROOT, UserError
+from flags import CACHE, cli, option, parse_command, ROOT, UserError
 from model import (
     coding_rate,
     saliency,
@@ -24,7 +24,7 @@ from model import (
     sparse_rate_reduction,
     subspace_coding_rate,
 )
-from processes import cli, with_bar
+from processes import with_bar
 from run import read_metrics
 from web import page
 

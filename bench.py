@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from flags import option, parse_command
+from flags import cli, option, parse_command
 from model import ARCHS, attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
-from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
+from processes import device_name, PrecisionFlags, Processes, wants_compile
 
 
 @dataclass(kw_only=True)

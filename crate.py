@@ -162,8 +162,8 @@ def at_norm(Z, other):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """For each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c, that is
-    R^c(Z^{l+1/2}) - R^c(Z^l) with Z^{l+1/2} at the norm of Z^l; what a step of equal length
+    """A dict for each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c,
+    that is R^c(Z^{l+1/2}) - R^c(Z^l) with Z^{l+1/2} at the norm of Z^l; what a step of equal length
     and norm adds if each token attends to itself alone; and the objective, nonzeros and accuracy of
     the output.
 
@@ -175,14 +175,18 @@ def look(model, x, y, val_x, val_y):
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         X = layer.norm1(Z)
         step = layer.attention(X)
-        alone = at_norm(layer.attention(X.flatten(0, 1)[:, None]).view_as(Z), step)
-        Rc, before, after, control = (
-            subspace_coding_rate(T, U).mean() for T in (
-                F.layer_norm(Z, Z.shape[-1:]), Z, at_norm(Z + step, Z), at_norm(Z + alone, Z)))
+        alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
+
+        def Rc(T):
+            return subspace_coding_rate(at_norm(T, Z), U).mean()
         means = torch.stack([train_out[y == c][:, 1:].mean((0, 1)) for c in range(10)])
         near = torch.cdist(out[:, 1:].mean(1), means).argmin(1)
-        rows.append((Rc, after - before, control - before, sparse_rate_reduction(out, U).mean(),
-                     100 * (out != 0).float().mean(), 100 * (near == val_y).float().mean()))
+        rows.append({"R^c, nats": subspace_coding_rate(F.layer_norm(Z, Z.shape[-1:]), U).mean(),
+                     "R^c added": Rc(Z + step) - Rc(Z),
+                     "by each alone": Rc(Z + at_norm(alone, step)) - Rc(Z),
+                     "objective": sparse_rate_reduction(out, U).mean(),
+                     "nonzeros, %": 100 * (out != 0).float().mean(),
+                     "accuracy, %": 100 * (near == val_y).float().mean()})
     return rows
 
 
@@ -201,9 +205,8 @@ if __name__ == "__main__":
     before = look(model, x[:2000], y[:2000], val_x, val_y)
     train(model, x, y)
     after = look(model, x[:2000], y[:2000], val_x, val_y)
-    print("untrained -> trained\n         R^c, nats       R^c added   by each alone"
-          "       objective     nonzeros, %     accuracy, %")
+    print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
-        print(f"layer {l + 1}", *(f"{a:6.1f} ->{b:6.1f}" for a, b in zip(old, new)))
+        print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
 from data.files import read_picture
-from flags import DataFlags, option, parse_command, UserError
-from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
+from flags import cli, DataFlags, option, parse_command, UserError
+from processes import derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------

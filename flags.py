@@ -1,13 +1,18 @@
-"""Command lines from dataclasses, a flag for each field."""
+"""Command lines: a flag for each field of a dataclass, and how a command ends."""
 import argparse
 import difflib
+import errno
 import inspect
 import operator
 import os
+import signal
 import sys
 import typing
 from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent
 CACHE = ROOT / "data" / "cache"         # where prepared data lies by default
@@ -142,3 +147,69 @@ def parse_command(commands, argv, doc):
     if name not in commands:
         raise UserError(f"subcommand {not_one_of(name, commands)}")
     return name, parse(commands[name], {}, rest, commands[name].__doc__, subcommand=f" {name}")[0]
+
+
+# ---- How a command ends -------------------------------------------------------------------------
+# How the RuntimeErrors of PyTorch's allocators on a CPU and on mps begin; cuda's have a type
+NO_MEMORY = ("[enforce fail at alloc_cpu.cpp", "Storage size calculation overflowed",
+             "MPS backend out of memory", "Invalid buffer size")
+
+
+def is_out_of_memory(error):
+    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
+            or isinstance(error, RuntimeError) and str(error).startswith(NO_MEMORY)
+            or isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def ending(error):
+    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if isinstance(error, BrokenPipeError) and not flush_or_mute():
+        return 0, ""                # `... | head`: the reader has what it wanted
+    if is_out_of_memory(error):
+        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
+    if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
+        return 2, str(error)
+
+
+def cli(main):
+    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
+    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
+    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
+    status, returned = 0, False
+    try:
+        main(sys.argv[1:])
+        returned = True
+        sys.stdout.flush()                              # a full disk shows here at the latest
+    except (KeyboardInterrupt, Exception) as error:
+        if ending(error) is None:
+            raise
+        status, line = ending(error)
+        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
+        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
+        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
+    flush_or_mute()
+    if dist.is_initialized():
+        if returned:
+            dist.barrier()          # gloo aborts a process whose peers have left before it
+        dist.destroy_process_group()
+        os._exit(status)            # skips gloo's destructors, which crash now and then
+    sys.exit(status)
+
+
+def flush_or_mute():
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
+    Returns whether it was written."""
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False

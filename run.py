@@ -16,8 +16,8 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
-from flags import DataFlags, option, ROOT, UserError
-from processes import flush_or_mute, PrecisionFlags, RunEnded
+from flags import DataFlags, flush_or_mute, option, ROOT, UserError
+from processes import PrecisionFlags
 
 
 @dataclass(kw_only=True)
@@ -30,6 +30,21 @@ class RunFlags(PrecisionFlags, DataFlags):
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
     keep: str = option("", "steps, by commas, after each of which ckpt-STEP.pt is written")
+
+
+# Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
+FIXED = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
+         "batch_size", "seed")
+
+
+class RunEnded(Exception):
+    """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
+    SIGINT or SIGTERM 128 + the signal's number, as in shells."""
+    shared = True
+
+    def __init__(self, exit_status, message):
+        super().__init__(message)
+        self.exit_status = exit_status
 
 
 class Run:
@@ -90,8 +105,8 @@ class Run:
     def resume(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
-        sets the step and returns the checkpoint's content; else None. UserError if the model or one
-        of the flags `fixed` below differs: with another --lr or --epochs it goes on."""
+        sets the step and returns the checkpoint's content; else None. UserError if the model or a
+        flag of FIXED differs: with another --lr or --epochs it goes on."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
@@ -100,9 +115,7 @@ class Run:
         content = read_checkpoint(path, self.task)
         saved = content["run_config"] | content["model_config"]     # values that auto stands for
         given = vars(self.config) | asdict(model.config)
-        fixed = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once",
-                 "val", "train_images", "batch_size", "seed")
-        for name in (*fixed, *asdict(model.config)):
+        for name in (*FIXED, *asdict(model.config)):
             if name in saved and saved[name] != given.get(name):
                 raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
                                 f"flags say {given.get(name)}; give those of its config.json again")

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import model_fields, ModelFlags, option, parse, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, take_step, warmup_cosine
-from processes import cli, derive_seed, Processes, wants_compile
+from processes import derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import classify, images_for, pooling
-from flags import model_fields, ModelFlags, option, parse, UserError
+from flags import cli, model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
-from processes import cli, derive_seed, note, Processes, wants_compile
+from processes import derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
 

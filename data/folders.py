@@ -7,7 +7,7 @@ SPLIT is a key of SPLITS in any case. Folders around all of this do not count.""
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 
 from PIL import Image
 from tqdm import tqdm
@@ -77,15 +77,17 @@ def split_of(path, above):
 def refuse_mixed(paths):
     """Raises UserError where two names in a folder differ in the word for the split alone, or in
     numbers too: seg_train and seg_test, train and test1, cat/train and cat/val."""
-    seen = {}       # a folder, and a name in it without the word -> {is it for training: the path}
-    for names in paths:
-        for i, name in enumerate(names):
-            rest = re.sub("train(ing)?|val(id(ation)?)?|test(ing)?", "*", name.lower())
-            alike = seen.setdefault((names[:i], re.sub(r"\d", "", rest)), {})
-            alike["train" in name.lower()] = shown("/".join(names[:i + 1]))
-            if len(alike) == 2:
-                raise UserError(f"{alike[True]} and {alike[False]} would be mixed: a split is "
-                                f"named {', '.join(SPLITS)}, at the top of the folder")
+    alike = defaultdict(set)        # folder, and a name in it without that word -> the names
+    for path in paths:
+        for i, name in enumerate(path):
+            word_out = re.sub("train(ing)?|val(id(ation)?)?|test(ing)?", "*", name.lower())
+            alike[path[:i], re.sub(r"\d", "", word_out)].add(name)
+    for (folder, _), names in alike.items():
+        train = {name for name in names if "train" in name.lower()}
+        if train and train != names:
+            one, other = (shown("/".join((*folder, min(some)))) for some in (train, names - train))
+            raise UserError(f"{one} and {other} would be mixed: a split is named "
+                            f"{', '.join(SPLITS)}, at the top of the folder")
 
 
 def split_up(files, depth):
@@ -93,7 +95,7 @@ def split_up(files, depth):
     for training and some are not; then what lies outside is left out. Else all is "train"."""
     splits = {path: split_of(path, above) for path, above in files.items()}
     named = set(splits.values()) - {None}
-    if None not in splits.values() or "train" in named and len(named) > 1:
+    if None not in splits.values() or ("train" in named and len(named) > 1):
         return {split: {path: above[1:] for path, above in files.items()
                         if splits[path] == split and len(above[1:]) >= depth}
                 for split in ("train", "val", "test") if split in named}

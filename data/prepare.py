@@ -40,8 +40,7 @@ from tqdm import tqdm
 from data import folders, shapes
 from data.files import documents, read_picture
 from data.tokenizer import CharTokenizer, make_tokenizer
-from flags import CACHE, not_one_of, option, parse, UserError
-from processes import cli
+from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 
 # ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
@@ -112,9 +111,12 @@ def read_pictures(row, source, draft):
                             streaming=not row.by_class)
     parts = folders.pictures(source)
     label = ClassLabel(names=sorted({name for part in parts.values() for name in part.values()}))
-    return hold_out({split: Dataset.from_dict(dict(
-        image=[dict(path=os.fsencode(path), bytes=None) for path in part],
-        label=[*part.values()])).cast_column("label", label) for split, part in parts.items()}, 0.1)
+    sets = {}
+    for split, part in parts.items():
+        files = [dict(path=os.fsencode(path), bytes=None) for path in part]
+        rows = Dataset.from_dict(dict(image=files, label=[*part.values()]))
+        sets[split] = rows.cast_column("label", label)
+    return hold_out(sets, 0.1)
 
 
 def read_texts(row, source, draft):

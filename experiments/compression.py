@@ -32,7 +32,7 @@ from torch.nn import functional as F
 
 from analyze import at_norm, batches, OneModel, opened, step_with, unit_size
 from figures import averages, dots_by_layer, print_table
-from flags import option, parse, UserError
+from flags import cli, option, parse, UserError
 from model import (
     coding_rate,
     mssa,
@@ -40,7 +40,6 @@ from model import (
     subspace_coding_rate,
     subspace_coding_rate_grad,
 )
-from processes import cli
 
 
 @dataclass(kw_only=True)
@@ -82,11 +81,11 @@ def steps(layer, Z, generator, own_length=False):
         A = layer.attention.map(layer.norm1(Z))
         return shuffled(A, generator, layer.attention.causal) @ values
     attention = layer.compress(Z) - Z
-    alone, mean = (step_with(layer, Z, values) for values in (lambda values: values, mean))
+    alone, equally = step_with(layer, Z, lambda values: values), step_with(layer, Z, mean)
     if not own_length:
-        alone, mean = at_norm(alone, attention), at_norm(mean, attention)
+        alone, equally = at_norm(alone, attention), at_norm(equally, attention)
     noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
-    return dict(attention=attention, alone=alone, mean=mean, noise=at_norm(noise, attention),
+    return dict(attention=attention, alone=alone, mean=equally, noise=at_norm(noise, attention),
                 reversed=-attention, shorter=-at_norm(layer.norm1(Z), attention),
                 shuffled=at_norm(step_with(layer, Z, at_random), attention))
 

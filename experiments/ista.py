@@ -38,9 +38,8 @@ from analyze import batches, OneModel, opened, split_for
 from evaluate import validation_noise
 from experiments.compression import each_sample
 from figures import averages, dots_by_layer, print_table
-from flags import option, parse, UserError
+from flags import cli, option, parse, UserError
 from model import coding_rate, ISTA, ODL
-from processes import cli
 
 
 @dataclass(kw_only=True)

@@ -29,8 +29,7 @@ from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from figures import averages, print_table
-from flags import option, parse, UserError
-from processes import cli
+from flags import cli, option, parse, UserError
 
 
 @dataclass(kw_only=True)

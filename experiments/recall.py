@@ -23,10 +23,10 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from figures import averages, COLORS, new_figure, print_table
-from flags import option, parse, UserError
+from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, TextConfig
 from optim import count, make_optimizers, take_step
-from processes import cli, derive_seed, with_bar
+from processes import derive_seed, with_bar
 
 
 @dataclass(kw_only=True)

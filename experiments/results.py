@@ -18,8 +18,7 @@ import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
 from figures import COLORS, dots_by_layer, new_figure
-from flags import CACHE, not_one_of, option, parse, ROOT, UserError
-from processes import cli
+from flags import CACHE, cli, not_one_of, option, parse, ROOT, UserError
 from run import read_metrics
 
 MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",

@@ -57,6 +57,6 @@ def test_it_learns_and_looks_inside():
     assert F.cross_entropy(small(x), y).item() < 0.9 * first
     rows = crate.look(small, x, y, x, y)
     assert len(rows) == 2
-    for Rc, change, control, objective, nonzeros, accuracy in rows:
+    for Rc, change, control, objective, nonzeros, accuracy in map(dict.values, rows):
         assert Rc > abs(change) != abs(control) < Rc and objective < 0
         assert 0 < nonzeros < 100 and 0 <= accuracy <= 100

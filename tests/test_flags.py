@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import flags
-import processes
 from flags import option, UserError
 from model import ConfigError
+from run import RunEnded
 
 
 @dataclass(kw_only=True)
@@ -71,7 +71,7 @@ def test_subcommands():
 
 @pytest.mark.parametrize("error, status, says", [
     (UserError("no\n such \tthing" + " word" * 1000), 2, "no such thing word"),
-    (ConfigError("d"), 2, "d"), (processes.RunEnded(3, "step 3"), 3, "step 3"),
+    (ConfigError("d"), 2, "d"), (RunEnded(3, "step 3"), 3, "step 3"),
     (KeyboardInterrupt(), 130, ""), (MemoryError(), 2, "does not fit in memory"),
     (torch.OutOfMemoryError("CUDA"), 2, "does not fit in memory"),
     (OSError(12, "Cannot allocate memory"), 2, "does not fit in memory"),
@@ -81,7 +81,7 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
         raise error
     monkeypatch.setattr("sys.argv", ["here/script.py"])
     with pytest.raises(SystemExit) as exit:
-        processes.cli(main)
+        flags.cli(main)
     err = capsys.readouterr().err
     assert exit.value.code == status and err.count("\n") == bool(says)
     assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
@@ -91,11 +91,11 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
 def test_ctrl_c_has_no_traceback(monkeypatch, main):
     """Not in the end of a command either, and not a second one."""
     def start(argv):
-        monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr("flags.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
         main(argv)
-    monkeypatch.setattr(processes.os, "_exit", processes.sys.exit)
+    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
     with pytest.raises(SystemExit, match="130"):
-        processes.cli(start)
+        flags.cli(start)
 
 
 def test_errors_are_told_by_their_type():
@@ -103,6 +103,6 @@ def test_errors_are_told_by_their_type():
     pipe that is not stdout is an error."""
     with pytest.raises(RuntimeError) as error:
         torch.empty(2 ** 62, dtype=torch.uint8)
-    assert processes.ending(error.value)[0] == 2
-    assert processes.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
-    assert processes.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2
+    assert flags.ending(error.value)[0] == 2
+    assert flags.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
+    assert flags.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2

@@ -13,8 +13,8 @@ from test_checkpoint import make
 from checkpoint import read_checkpoint
 from flags import UserError
 from optim import make_optimizers
-from processes import Processes, RunEnded
-from run import read_metrics, Run, RunFlags
+from processes import Processes
+from run import read_metrics, Run, RunEnded, RunFlags
 
 
 def run_in(out, log_every=1, **more):

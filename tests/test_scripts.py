@@ -16,9 +16,8 @@ import train_simdino
 import train_vit
 from data import prepare
 from experiments import recall
-from flags import parse, UserError
-from processes import cli, RunEnded
-from run import Run
+from flags import cli, parse, UserError
+from run import Run, RunEnded
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
