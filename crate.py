@@ -162,11 +162,11 @@ def at_norm(Z, other):
 
 @torch.no_grad()
 def look(model, x, y, val_x, val_y):
-    """A dict for each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c, with
-    Z^{l+1/2} at the norm of Z^l; what a step of equal length adds if each token attends to itself
-    alone; and the objective, nonzeros and accuracy of the output. R^c depends on the size of U, so
-    U is scaled to the norm of orthonormal bases. Accuracy is that of the nearest class mean, because
-    the head is trained on the last layer only."""
+    """A dict for each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c,
+    with Z^{l+1/2} at the norm of Z^l; what a step of equal length adds if each token attends to
+    itself alone; and the objective, nonzeros and accuracy of the output. R^c depends on the size of
+    U, so U is scaled to the norm of orthonormal bases. Accuracy is that of the nearest class mean,
+    because the head is trained on the last layer only."""
     rows, Zs, val_Zs = [], model.all_tokens(x), model.all_tokens(val_x)
     for layer, Z, train_out, out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
