@@ -87,11 +87,13 @@ class Layers(OneModel):
     caption has R^c(Z^{l+1/2} | U). Rc_change is what attention adds, derived to be negative:
     R^c(Z^{l+1/2} | U) - R^c(Z^l | U), with Z^{l+1/2} at the norm of Z^l, since longer tokens alone
     raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length, where
-    each token attends to itself alone. gain_half and gain are what attention and the whole layer
-    add to R - R^c, again at the norm of Z^l. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc
-    - lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
+    each token attends to itself alone. R_change and gain are what the layer adds to R and to
+    R - R^c, again at the norm of Z^l. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc -
+    lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
+    together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "
+                              "with more tokens than dimensions", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
@@ -121,21 +123,23 @@ def step_with(layer, Z, attend):
 
 def layer_numbers(layer, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
-    U, X, Z, half, out = (T.cpu().double() for T in (
-        layer.attention.bases(), layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
+    def coded(T):           # (B, n, d) as sets of tokens
+        return T.cpu().double().unflatten(0, (-1, c.together)).flatten(1, 2)
+    X, Z, half, out = map(coded, (layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
+    U = layer.attention.bases().cpu().double()
     if c.unit_bases:
         U = unit_size(U)
 
     def rates(T):           # R and R^c at the norm of Z
         T = at_norm(T, Z)
         return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
-    (R, Rc), (R_half, Rc_half), (R_out, Rc_out) = rates(Z), rates(half), rates(out)
+    (R, Rc), (_, Rc_half), (R_out, Rc_out) = rates(Z), rates(half), rates(out)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=Rc_half - Rc)
     if isinstance(layer.attention, SoftmaxAttention):
-        alone = step_with(layer, trace.tokens, lambda values: values).cpu().double()
+        alone = coded(step_with(layer, trace.tokens, lambda values: values))
         numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
-    numbers |= dict(gain_half=R_half - Rc_half - R + Rc, gain=R_out - Rc_out - R + Rc,
+    numbers |= dict(R_change=R_out - R, gain=R_out - Rc_out - R + Rc,
                     R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
                     nonzeros=(out != 0).double().mean((-2, -1)))
     objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
@@ -161,6 +165,8 @@ def layer_table(loaded, c):
 
 def layers(c):
     """{"runs": [{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]}."""
+    if c.samples % c.together or c.batch_size % c.together:
+        raise UserError(f"--together={c.together} does not divide --samples and --batch_size")
     runs = []
     for path, untrained, loaded in opened(c):
         table = layer_table(loaded, c)

@@ -22,8 +22,8 @@ over samples, or over checkpoints of one config, such as seeds. Without --ckpt: 
 
 Verdict (2026-11-27): attention lowers R^c in all layers of CRATE on images and on text, but in 55
 of the 56 layers of data/pretrained alone or mean lowers it more. --rotary --shift in the model
-end it. Shuffled weights are worse in nearly all layers. 19 of 32 layers raise R - R^c, but all 32
-would raise it as much or more with alone or mean in attention's place. On random tokens + MSSA
+end it. Shuffled weights are worse in nearly all layers. With alone or mean in attention's place
+each layer raises R - R^c more. On random tokens + MSSA
 raises R^c and - MSSA lowers it, as [S] found, since one lengthens tokens and one shortens them; at
 equal norm + MSSA lowers it. Numbers: records/TABLES.md.
 """

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
-from figures import COLORS, dots_by_layer, new_figure
+from figures import COLORS, legend_below, new_figure
 from flags import CACHE, cli, not_one_of, option, parse, ROOT, UserError
 from run import read_metrics
 
@@ -58,10 +58,10 @@ def name_ends(ax, ends, line=0.06):
                     va="center", fontsize="small")
 
 
-def by_layer(c, ckpt, untrained=False):
+def by_layer(c, ckpt, untrained=False, together=1):
     """The rows of `analyze.py layers`, with U at unit size."""
     flags = Layers(ckpt=str(ckpt), untrained=untrained, unit_bases=True, samples=c.samples,
-                   data_dir=c.data_dir)
+                   data_dir=c.data_dir, batch_size=8, together=together)
     return layer_table(evaluate.open_model(flags)[0], flags)
 
 
@@ -142,18 +142,28 @@ def length(c):
 
 
 def objective(c):
-    """What attention, ISTA and both add to R - R^c, by layer, and what an untrained layer adds."""
-    marks = dict(untrained=("an untrained layer", dict(mfc="white", mec="0.5")),
-                 attention=("attention", dict(color="C0")), ista=("ISTA", dict(color="C1")),
-                 both=("the layer: both", dict(color="black", marker="_", mew=2)))
-    panels = {}
-    for name in MODELS:
-        rows, drawn = (by_layer(c, f"pretrained:{name}", untrained) for untrained in (False, True))
-        panels[name] = dict(untrained=[row["gain"] for row in drawn],
-                            attention=[row["gain_half"] for row in rows],
-                            ista=[row["gain"] - row["gain_half"] for row in rows],
-                            both=[row["gain"] for row in rows])
-    return dots_by_layer(panels, marks, "change of $R - R^c$, nats\n(above 0: as derived)", 0)
+    """In how many layers R - R^c rises, by the number of samples whose tokens are coded together;
+    prints it, and in how many R does."""
+    figure, (axes,) = new_figure(1, len(MODELS), 1.6, 2.4)
+    for ax, name in zip(axes, MODELS):
+        for untrained, style in ((False, "o-"), (True, "o--")):
+            rises = []
+            for together in (1, 2, 4, 8):
+                rows = by_layer(c, f"pretrained:{name}", untrained, together)
+                rises.append(sum(row["gain"] > 0 for row in rows))
+                print(f"{name}{', untrained' * untrained}: {together} together, {len(rows)} layers:"
+                      f" R - R^c rises in {rises[-1]}, R in {sum(r['R_change'] > 0 for r in rows)}")
+            ax.plot((1, 2, 4, 8), rises, style, color="0.6" if untrained else COLORS["crate"],
+                    label="at random weights" if untrained else "trained")
+        ax.set_xscale("log", base=2)
+        n = len(rows)
+        ax.set(xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8), ylim=(-0.06 * n, 1.06 * n),
+               yticks=range(0, n + 1, n // 4))
+        ax.set_title(name.replace("crate-", "crate\n"), fontsize="medium")
+    axes[0].set_ylabel("layers that\nraise $R - R^c$")
+    axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
+    legend_below(figure, axes[0])
+    return figure
 
 
 def training(c):

@@ -109,13 +109,12 @@ def test_layers(save, call, cache, arch, eps=0.3):
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
             objective, first = (models.sparse_rate_reduction(T.double(), U, eps, 0.2)
                                 for T in (out, Z))
-            R_first, R_half, R_final = (models.coding_rate(T.double(), eps)
-                                        for T in (Z, same, final))
+            R_first, R_final = (models.coding_rate(T.double(), eps) for T in (Z, final))
             # TSSA has no map that could be I
             control = {} if arch == "tost" else dict(Rc_alone=alone - before)
             for key, values in dict(Rc_tokens=Rc_tokens, R=models.coding_rate(out, eps), Rc=Rc,
                                     Rc_change=after - before, **control,
-                                    gain_half=R_half - after - R_first + before,
+                                    R_change=R_final - R_first,
                                     gain=R_final - Rc_final - R_first + before,
                                     nonzeros=(out != 0).double().mean((1, 2)),
                                     objective=objective, rise=objective - first).items():
