@@ -195,17 +195,20 @@ class Run:
         else:
             self.seconds.append(time.perf_counter() - self.step_began)
         if write:
-            speed, words = self._speed(self.seconds[self.told:])
-            self.losses, self.told = [], len(self.seconds)
-            more = numbers() if numbers else {}
-            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
-            words = f"loss {mean:.4f}{words}"
-            self.bar.set_postfix_str(words)
-            if self.bar.disable:
-                left = (time.perf_counter() - self.began) / (self.step - self.start) * (
-                    self.total - self.step)
-                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
+            self._write_line(mean, lr, numbers() if numbers else {})
         return due
+
+    def _write_line(self, mean, lr, numbers):
+        """Of the steps since the last: to metrics.jsonl, and to the bar or, without one, stdout."""
+        speed, words = self._speed(self.seconds[self.told:])
+        self.losses, self.told = [], len(self.seconds)
+        self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers))
+        words = f"loss {mean:.4f}{words}"
+        self.bar.set_postfix_str(words)
+        if self.bar.disable:
+            left = (time.perf_counter() - self.began) / (self.step - self.start) * (
+                self.total - self.step)
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
