@@ -133,7 +133,8 @@ def content():
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
     numbers = by_layer(loaded.model, x)
-    numbers["untrained"] = by_layer(untrained.model, x)["rise"]
+    at_random = by_layer(untrained.model, x)
+    numbers |= dict(untrained=at_random["rise"], random=at_random["angles"])
     text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
             for name, values in numbers.items()}
     return data, text | dict(weights=data["weights"])
