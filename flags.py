@@ -76,22 +76,18 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
 
 
 def converter(f, kind, optional):
-    """The function from a flag's text to its value. argparse says "invalid NAME value"."""
+    """The function from a flag's text to its value. argparse says "invalid int value"."""
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
         text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
-        too_large = {int: 2 ** 63, float: float("inf")}         # PyTorch's integers end there
-        if kind in too_large and abs(value) >= too_large[kind]:
-            raise ValueError        # argparse: "invalid number value"
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
             if limit is not None and not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
-    names = {int: "whole number", float: "number", bool: "true|false"}
-    convert.__name__ = names.get(kind, "text")
+    convert.__name__ = kind.__name__
     return convert
 
 
@@ -150,17 +146,6 @@ def parse_command(commands, argv, doc):
 
 
 # ---- How a command ends -------------------------------------------------------------------------
-# How the RuntimeErrors of PyTorch's allocators on a CPU and on mps begin; cuda's have a type
-NO_MEMORY = ("[enforce fail at alloc_cpu.cpp", "Storage size calculation overflowed",
-             "MPS backend out of memory", "Invalid buffer size")
-
-
-def is_out_of_memory(error):
-    return (isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            or isinstance(error, RuntimeError) and str(error).startswith(NO_MEMORY)
-            or isinstance(error, OSError) and error.errno == errno.ENOMEM)
-
-
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
     if hasattr(error, "exit_status"):
@@ -169,7 +154,7 @@ def ending(error):
         return 130, ""
     if isinstance(error, BrokenPipeError) and not flush_or_mute():
         return 0, ""                # `... | head`: the reader has what it wanted
-    if is_out_of_memory(error):
+    if isinstance(error, torch.OutOfMemoryError) or "alloc_cpu.cpp" in str(error):
         return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
     if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
         return 2, str(error)

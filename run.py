@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -67,13 +68,10 @@ class Run:
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
-        self.handlers = {}              # signal -> the handler to put back
         self.losses = []                # since the last line of metrics.jsonl
-        self.seconds, self.told = [], 0     # of all steps; how many of them the lines have told
+        self.seconds = []               # of each step
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
-        self.bar = tqdm(disable=True)   # no bar and no file before the first step
-        self.metrics = None
         self.resuming = processes.main_only(self._take_folder)
 
     def _take_folder(self):
@@ -136,38 +134,38 @@ class Run:
         it is text it has `tokens`: its speed is in tokens."""
         self.total, self.start, self.flops, self.tokens = total, self.step, flops, tokens
         self.eval_every = self.config.eval_every or eval_every
-        self.processes.main_only(self._open_metrics)
-        self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
-                        disable=not (self.is_main and sys.stderr.isatty() and total > self.start))
-        self.handlers = {number: signal.signal(number, self._on_signal)
-                         for number in (signal.SIGINT, signal.SIGTERM)}
+        self.processes.main_only(self._start_metrics)
         self.began = time.perf_counter()
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
-        kept = self.config.keep.split(",")
-        while self.step < total:
-            self.step_began = time.perf_counter()
-            yield self.step
-            if str(self.step) in kept:
-                self.save(f"ckpt-{self.step}.pt")
-            stopping = self.processes.largest(self.received) if self.step < total else 0
-            if stopping:
-                self.save("ckpt.pt")
-                self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume continues")
-                self.close()
-                raise RunEnded(128 + stopping, f"stopped by {signal.Signals(stopping).name}")
+        handlers = {number: signal.signal(number, self._on_signal)
+                    for number in (signal.SIGINT, signal.SIGTERM)}
+        shown = self.is_main and sys.stderr.isatty() and self.start < total
+        self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
+                        disable=not shown)
+        try:
+            while self.step < total:
+                self.step_began = time.perf_counter()
+                yield self.step
+                if str(self.step) in self.config.keep.split(","):
+                    self.save(f"ckpt-{self.step}.pt")
+                if self.step < total and (number := self.processes.largest(self.received)):
+                    self.save("ckpt.pt")
+                    self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume goes on")
+                    self.end(128 + number, f"stopped by {signal.Signals(number).name}")
+        finally:
+            self.bar.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    def _open_metrics(self):
-        """Opens metrics.jsonl without the lines to be written again; a finished run's stays."""
+    def _start_metrics(self):
+        """Takes the lines that will be written again out of metrics.jsonl."""
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
-        if self.step >= self.total and lines and "event" in lines[-1]:
-            return
-        kept = [line for line in lines if line["step"] <= self.step and "event" not in line]
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
-        tmp.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        tmp.write_text("".join(json.dumps(line) + "\n" for line in lines
+                               if line["step"] <= self.step))
         os.replace(tmp, path)
-        self.metrics = open(path, "a", buffering=1)
 
     def _on_signal(self, number, frame):
         """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
@@ -184,31 +182,16 @@ class Run:
         due."""
         self.step += 1
         self.losses.append(loss.detach())
-        self.bar.update(1)
+        self.bar.update()
         last = self.step == self.total
         due = last or self.step % self.eval_every == 0
         write = last or self.step % self.config.log_every == 0
         if due or write:                        # waits for a GPU; raises before a NaN is evaluated
             mean = self._mean_loss()
-        if self.step == self.start + 1:         # may have compiled: it is not timed
-            loss.item()
-        else:
-            self.seconds.append(time.perf_counter() - self.step_began)
+        self.seconds.append(time.perf_counter() - self.step_began)
         if write:
             self._write_line(mean, lr, numbers() if numbers else {})
         return due
-
-    def _write_line(self, mean, lr, numbers):
-        """Of the steps since the last: to metrics.jsonl, and to the bar or, without one, stdout."""
-        speed, words = self._speed(self.seconds[self.told:])
-        self.losses, self.told = [], len(self.seconds)
-        self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers))
-        words = f"loss {mean:.4f}{words}"
-        self.bar.set_postfix_str(words)
-        if self.bar.disable:
-            left = (time.perf_counter() - self.began) / (self.step - self.start) * (
-                self.total - self.step)
-            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -219,13 +202,24 @@ class Run:
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
-            self.close()
-            raise RunEnded(3, f"the loss or a weight is not finite at step {step}: try a lower "
-                              f"--lr; any checkpoint in {self.dir} is of a step before")
+            self.end(3, f"the loss or a weight is not finite at step {step}: try a lower --lr; "
+                        f"any checkpoint in {self.dir} is of a step before")
 
-    def _speed(self, seconds):
-        """({for metrics.jsonl}, words) of steps that took `seconds`; nothing of no steps. MFU, the
-        share of the GPUs' bfloat16 peak, is there if that is known."""
+    def _write_line(self, mean, lr, numbers):
+        """Of the steps since the last: to metrics.jsonl, and to the bar or, without one, stdout."""
+        speed, words = self._speed(len(self.losses))
+        self.losses = []
+        self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers))
+        words = f"loss {mean:.4f}{words}"
+        self.bar.set_postfix_str(words)
+        if self.bar.disable:
+            left = statistics.mean(self.seconds) * (self.total - self.step)
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
+
+    def _speed(self, steps):
+        """({for metrics.jsonl}, words) of the last steps; without the first, which may compile, and
+        evaluations. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
+        seconds = self.seconds[1:][-steps:]
         if not seconds:
             return {}, ""
         samples = self.config.batch_size * len(seconds) / sum(seconds)
@@ -276,32 +270,34 @@ class Run:
                 flush_or_mute()
 
     def write(self, line):
-        """One JSON object to metrics.jsonl; NaN and infinity become null."""
-        if self.metrics is not None:
-            bad = [k for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)]
-            self.metrics.write(json.dumps(line | dict.fromkeys(bad)) + "\n")
+        """One JSON object to metrics.jsonl."""
+        if self.is_main:
+            with open(self.dir / "metrics.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
 
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
-        seconds, (speed, words) = time.perf_counter() - self.began, self._speed(self.seconds)
+        seconds, (speed, words) = time.perf_counter() - self.began, self._speed(self.total)
         line = dict(event="done", step=self.step, seconds=round(seconds, 3), **speed,
                     best=self.best)
-        self.write(line)
-        words = words or ": there was nothing left to do"
+        if self.step > self.start:
+            self.write(line)
+        else:
+            words = ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()
         return line
 
+    def end(self, exit_status, why):
+        """Ends the run early."""
+        self.close()
+        raise RunEnded(exit_status, why)
+
     def close(self):
-        """Ends the bar, the metrics and the signal handlers."""
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        self.bar.close()
-        if self.metrics is not None:
-            self.metrics.close()
+        """Lets another run have the folder."""
         if self.is_main:
             self._lock.close()
 
