@@ -1,7 +1,6 @@
 """Command lines: a flag for each field of a dataclass, and how a command ends."""
 import argparse
 import difflib
-import errno
 import inspect
 import operator
 import os

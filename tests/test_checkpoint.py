@@ -70,9 +70,8 @@ def test_other_files_are_refused(tmp_path, says):
     checkpoint.write_checkpoint(tmp_path / "x.pt", REFUSED[says])
     with pytest.raises(UserError, match=f"x.pt.*{says}"):
         load_model(tmp_path / "x.pt", tasks=("vit",))
-    for path, reason in (("/dev/zero", "not a file"), ("nowhere.pt", "No such file")):
-        with pytest.raises(UserError, match=f"{path}.*{reason}"):
-            load_model(path)
+    with pytest.raises(UserError, match="nowhere.pt.*No such file"):
+        load_model("nowhere.pt")
 
 
 def test_a_mistake_in_an_operator_keeps_its_traceback(tmp_path, monkeypatch):

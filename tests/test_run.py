@@ -77,16 +77,19 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert not (tmp_path / "ckpt-2.pt").exists()
 
 
-def test_a_restart_goes_on_only_in_its_own_folder(tmp_path, monkeypatch):
-    """torchrun also starts again what its first start refused."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
-    run_in(tmp_path).close()
-    (tmp_path / "notes.txt").touch()
+def test_a_restarted_run_resumes_by_itself(tmp_path, monkeypatch):
+    """Also one that began with --overwrite; before its first checkpoint it begins anew."""
+    run, steps, work = start(tmp_path, overwrite=True)
+    next(steps)
+    work()
+    run.close()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run_in(tmp_path).close()
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")
-    with pytest.raises(UserError, match="is not empty"):
-        run_in(tmp_path)
+    run, *_ = start(tmp_path, overwrite=True)
+    assert run.step == 0
+    run.step = 1
+    run.save("ckpt.pt")
+    run.close()
+    assert start(tmp_path, overwrite=True)[0].step == 1
 
 
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
