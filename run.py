@@ -289,6 +289,7 @@ class Run:
 
     def end(self, exit_status, why):
         """Ends the run early."""
+        self.bar.close()
         self.close()
         raise RunEnded(exit_status, why)
 
