@@ -10,8 +10,7 @@ Eq. (31)-(37), with a softmax and a learned W; Eq. (45) drops what shrinks Z. IS
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
 Equations are those of arXiv 2311.13110, where Z is d x n, one token per column; here it is
-(B, n, d), one token per row. model.py has the same operators made fast, and their variants.
-"""
+(B, n, d), one token per row. model.py has the same operators made fast, and their variants."""
 import argparse
 import math
 
@@ -88,6 +87,7 @@ class ISTA(nn.Module):
 
 
 class Layer(nn.Module):
+    """Z^l to Z^{l+1}, Eq. (45). Its LayerNorms are not in the equation but in Figure 8."""
     def __init__(self, d, K):
         super().__init__()
         self.norm1, self.attention = nn.LayerNorm(d), MSSA(d, K)
