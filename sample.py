@@ -50,6 +50,21 @@ def steer(model, words):
     operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 
+def shown(stream, tokenizer, stop):
+    """Passes the tokens (1,) of one text on, and prints its characters as soon as they are whole:
+    one may take several tokens."""
+    pending = []
+    for new in stream:
+        yield new
+        if int(new) != stop:
+            pending.append(int(new))
+        piece = tokenizer.decode(pending)
+        if not piece.endswith(UNKNOWN):
+            print(piece, end="", flush=True)
+            pending = []
+    print(tokenizer.decode(pending))
+
+
 def main(argv):
     """Writes the texts to stdout and returns them, each with its prompt."""
     c, _ = parse(Sample, {}, argv, __doc__)
@@ -73,23 +88,19 @@ def main(argv):
     began = time.perf_counter()
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     start = torch.tensor([ids] * c.samples, device=processes.device)
-    written, pending = [], []
     with processes.autocast():
         stream = model.stream(start, c.tokens, c.temperature, c.top_k, stop, generator,
                               tokenizer.known)
-        for new in tqdm(stream, total=c.tokens, disable=None if c.samples > 1 else True):
-            written.append(new)
-            if c.samples == 1 and int(new) != stop:
-                pending.append(int(new))
-                piece = tokenizer.decode(pending)
-                if not piece.endswith(UNKNOWN):     # a character may take several tokens
-                    print(piece, end="", flush=True)
-                    pending = []
-    rows = torch.stack(written, 1).tolist()
+        if c.samples == 1:
+            stream = shown(stream, tokenizer, stop)
+        else:
+            stream = tqdm(stream, total=c.tokens, disable=None)
+        rows = torch.stack(list(stream), 1).tolist()
     rate = len(rows) * len(rows[0]) / (time.perf_counter() - began)
     rows = [row[:row.index(stop)] if stop in row else row for row in rows]
     texts = [opening + tokenizer.decode(row) for row in rows]
-    print("\n---\n".join(texts) if c.samples > 1 else tokenizer.decode(pending))
+    if c.samples > 1:
+        print("\n---\n".join(texts))
     print(f"{rate:,.0f} tokens/s", file=sys.stderr)
     return texts
 
