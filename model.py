@@ -788,9 +788,6 @@ class ImageConfig(BackboneConfig):
         self.stem = self.stem or self.family.stem
         if self.final_norm is None:
             self.final_norm = self.family.final_norm
-        check_word("stem", self.stem, ("norm", "plain"))
-        check_word("positions", self.positions, ("learned", "sincos"))
-        check_word("pool", self.pool, ("class", "mean"))
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
