@@ -106,9 +106,8 @@ def _resample(x, rows, columns):
 
 def resize(x, size):
     """To size x size; bicubic, antialiased."""
-    zero, side = torch.zeros(1, device=x.device), x.shape[-1]
-    rows = _resampling(zero, zero + side, side, size)[0]
-    return (rows @ (x @ rows.mT)).clamp_(0, 1)      # bicubic overshoots
+    # clamped, as bicubic overshoots
+    return F.interpolate(x, (size, size), mode="bicubic", antialias=True).clamp_(0, 1)
 
 
 def at_size(x, size):
@@ -230,43 +229,36 @@ def solarize(x, rng, p):
     return _each([None, lambda x: torch.where(x < level, x, 1 - x)], rng.bernoulli(p), x)
 
 
-# ---- RandAugment: x in 8-bit levels 0 ... 255, s (B, 1, 1, 1) = +1 or -1, m the magnitude --------
-def _moved(x, s, coefficients):
-    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside, with
-    (a, b, c, d, e, f) = coefficients(s). In fixed point with 16 bits, as in Pillow: a shear puts
-    whole rows on the boundary of two pixels, where floats would be rounded either way."""
-    def fixed(sign):
-        a, b, c, d, e, f = coefficients(sign)
-        centred = a, b, c + (a + b) / 2, d, e, f + (d + e) / 2      # 1/2: a pixel's centre
-        return [math.floor(65536 * number + 0.5) for number in centred]
-
+# ---- RandAugment: x in 8-bit levels 0 ... 255, m the magnitude with its sign ---------------------
+def _moved(x, a, b, c, d, e, f):
+    """out(u, v) = in(a u + b v + c, d u + e v + f) at pixel centres, nearest, black outside. In
+    fixed point with 16 bits, as in Pillow: a shear puts whole rows on the boundary of two pixels,
+    where floats would be rounded either way."""
+    c, f = c + (a + b) / 2, f + (d + e) / 2         # 1/2: a pixel's centre
+    a, b, c, d, e, f = (math.floor(65536 * number + 0.5) for number in (a, b, c, d, e, f))
     side = x.shape[-1]
-    u = torch.arange(side, dtype=torch.int32, device=x.device)
+    u = torch.arange(side, device=x.device)
     v = u[:, None]
-    a, b, c, d, e, f = (torch.where(s > 0, plus, minus).int()
-                        for plus, minus in zip(fixed(1), fixed(-1)))
-    column, row = (a * u + b * v + c) >> 16, (d * u + e * v + f) >> 16          # (B, 1, H, W)
+    column, row = (a * u + b * v + c) >> 16, (d * u + e * v + f) >> 16          # (H, W)
     inside = (column >= 0) & (column < side) & (row >= 0) & (row < side)
     index = row.clamp(0, side - 1) * side + column.clamp(0, side - 1)
-    moved = x.flatten(2).gather(2, index.flatten(2).long().expand(-1, 3, -1)).view_as(x)
-    return moved * inside
+    return x.flatten(2)[:, :, index] * inside
 
 
-def _shift(x, s, m):
-    return -s * int(150 / 331 * x.shape[-1] * m / 30)       # 150 of 331 pixels at magnitude 30
+def _shift(x, m):
+    return -int(150 / 331 * x.shape[-1] * m / 30)       # 150 of 331 pixels at magnitude 30
 
 
-def _rotate(x, s, m):
+def _rotate(x, m):
     cos, sin, mid = math.cos(math.radians(m)), math.sin(math.radians(m)), x.shape[-1] / 2
-    return _moved(x, s, lambda s: (cos, -sin * s, mid - cos * mid + sin * s * mid,
-                                   sin * s, cos, mid - sin * s * mid - cos * mid))
+    return _moved(x, cos, -sin, mid - cos * mid + sin * mid, sin, cos, mid - sin * mid - cos * mid)
 
 
 ENHANCED = torch.linspace(0, 0.9, 31).tolist()      # by how much at m: float32, as in torchvision
 
 
-def _enhance(x, base, s, m):
-    factor = torch.where(s > 0, 1 + ENHANCED[m], 1 - ENHANCED[m])
+def _enhance(x, base, m):
+    factor = 1 + math.copysign(ENHANCED[abs(m)], m)
     return _blend(x, base, factor).clamp_(0, 255).floor_()
 
 
@@ -274,21 +266,19 @@ def _gray_levels(x):
     return (luma(x) + 0.5).floor()
 
 
-def _sharpness(x, s, m):
+def _sharpness(x, m):
     # 1/13 of the 3 x 3 neighbourhood and 4/13 more of the pixel itself; the border is as it was
-    smooth = x.clone()
-    three = x[:, :, :-2] + x[:, :, 1:-1] + x[:, :, 2:]
-    nine = three[..., :-2] + three[..., 1:-1] + three[..., 2:]
-    smooth[:, :, 1:-1, 1:-1] = ((nine + 4 * x[:, :, 1:-1, 1:-1]) / 13).round()
-    return _enhance(x, smooth, s, m)
+    smooth, inner = x.clone(), x[:, :, 1:-1, 1:-1]
+    smooth[:, :, 1:-1, 1:-1] = (9 / 13 * F.avg_pool2d(x, 3, 1) + 4 / 13 * inner).round()
+    return _enhance(x, smooth, m)
 
 
-def _autocontrast(x, s, m):
+def _autocontrast(x, m):
     low, high = x.amin((2, 3), keepdim=True), x.amax((2, 3), keepdim=True)
     return torch.where(high > low, ((x - low) * 255 / (high - low).clamp(min=1)).floor(), x)
 
 
-def _equalize(x, s, m):
+def _equalize(x, m):
     """Level i -> (step // 2 + pixels below i) // step; 255 steps: all but the brightest level's."""
     levels = x.flatten(2).long()    # (B, 3, HW)
     counts = torch.zeros(*x.shape[:2], 256, device=x.device)
@@ -301,18 +291,18 @@ def _equalize(x, s, m):
 
 OPERATIONS = {
     "Identity": None,
-    "ShearX": lambda x, s, m: _moved(x, s, lambda s: (1, 0.01 * m * s, 0, 0, 1, 0)),
-    "ShearY": lambda x, s, m: _moved(x, s, lambda s: (1, 0, 0, 0.01 * m * s, 1, 0)),
-    "TranslateX": lambda x, s, m: _moved(x, s, lambda s: (1, 0, _shift(x, s, m), 0, 1, 0)),
-    "TranslateY": lambda x, s, m: _moved(x, s, lambda s: (1, 0, 0, 0, 1, _shift(x, s, m))),
+    "ShearX": lambda x, m: _moved(x, 1, 0.01 * m, 0, 0, 1, 0),
+    "ShearY": lambda x, m: _moved(x, 1, 0, 0, 0.01 * m, 1, 0),
+    "TranslateX": lambda x, m: _moved(x, 1, 0, _shift(x, m), 0, 1, 0),
+    "TranslateY": lambda x, m: _moved(x, 1, 0, 0, 0, 1, _shift(x, m)),
     "Rotate": _rotate,
-    "Brightness": lambda x, s, m: _enhance(x, 0, s, m),
-    "Color": lambda x, s, m: _enhance(x, _gray_levels(x), s, m),
-    "Contrast": lambda x, s, m: _enhance(
-        x, (_gray_levels(x).mean((1, 2, 3), keepdim=True) + 0.5).floor(), s, m),
+    "Brightness": lambda x, m: _enhance(x, 0, m),
+    "Color": lambda x, m: _enhance(x, _gray_levels(x), m),
+    "Contrast": lambda x, m: _enhance(
+        x, (_gray_levels(x).mean((1, 2, 3), keepdim=True) + 0.5).floor(), m),
     "Sharpness": _sharpness,
-    "Posterize": lambda x, s, m: x - x % 2 ** round(m / 7.5),   # 8 bits at magnitude 0, 4 at 30
-    "Solarize": lambda x, s, m: torch.where(x >= 255 - 8.5 * m, 255 - x, x),
+    "Posterize": lambda x, m: x - x % 2 ** round(abs(m) / 7.5),  # 8 bits at magnitude 0, 4 at 30
+    "Solarize": lambda x, m: torch.where(x >= 255 - 8.5 * abs(m), 255 - x, x),
     "AutoContrast": _autocontrast,
     "Equalize": _equalize,
 }
@@ -320,11 +310,12 @@ OPERATIONS = {
 
 def rand_augment(x, rng, n=2, m=9):
     """Applies n random operations in turn, of the fourteen of torchvision's RandAugment. m is on
-    its scale of 0 to 30 (timm's ends at 10). Resampling takes the nearest neighbour, and black
-    outside the image. As in the original, x is rounded to 8-bit levels, the multiples of 1/255."""
+    its scale of 0 to 30 (timm's ends at 10), and its sign is random. Resampling takes the nearest
+    neighbour, and black outside the image. As in the original, x is rounded to 8-bit levels, the
+    multiples of 1/255."""
     levels = (x * 255).round_()
-    ops = [op and partial(op, m=m) for op in OPERATIONS.values()]
+    ops = [op and partial(op, m=signed) for op in OPERATIONS.values() for signed in (m, -m)]
     for _ in range(n):
-        sign, choice = 1 - 2 * rng.integers(2, 1, 1, 1), rng.integers(len(ops))
-        levels = _each(ops, choice, levels, sign)
+        negative, choice = rng.integers(2), rng.integers(len(OPERATIONS))
+        levels = _each(ops, 2 * choice + negative, levels)
     return levels.div_(255)

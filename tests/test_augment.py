@@ -196,9 +196,8 @@ def test_rand_augment_operations_are_pillows(name, m):
     images = pictures(6)
     images[4] = images[4] // 3 + 40  # a narrow histogram
     images[5] = 77  # one level
-    sign, operation = torch.tensor([1, -1, 1, -1, -1, 1]), augment.OPERATIONS[name]
-    outs = operation(augment.to_float(images) * 255, sign.view(-1, 1, 1, 1), m)
-    for image, s, out in zip(images, sign.tolist(), outs):
+    for image, s in zip(images, (1, -1, 1, -1, -1, 1)):
+        out, = augment.OPERATIONS[name](augment.to_float(image[None]) * 255, s * m)
         expected = np.asarray(PILLOW[name](Image.fromarray(image.numpy()), s * m)).astype(float)
         difference = np.abs(out.permute(1, 2, 0).numpy() - expected)
         # Pillow truncates a floating-point product, which may be just below an integer
@@ -214,21 +213,22 @@ def test_enhanced_levels_are_torchvisions(name):
     levels, ramp = augment.to_float(images) * 255, every.view(1, 1, 1, 256).float()
     for m, magnitude in enumerate(torch.linspace(0.0, 0.9, 31)):
         for sign in (1, -1):
-            factor, s = 1.0 + sign * float(magnitude.item()), torch.full((1, 1, 1, 1), sign)
-            outs = augment.OPERATIONS[name](levels, s, m).permute(0, 2, 3, 1).numpy()
+            factor = 1.0 + sign * float(magnitude.item())
+            outs = augment.OPERATIONS[name](levels, sign * m).permute(0, 2, 3, 1).numpy()
             for image, out in zip(images, outs):
                 pillows = getattr(ImageEnhance, name)(Image.fromarray(image.numpy()))
                 assert np.array_equal(out, np.asarray(pillows.enhance(factor))), (m, sign)
             if name == "Brightness":
                 blended = factor * every + (1.0 - factor) * torch.zeros_like(every)
-                assert torch.equal(augment.OPERATIONS[name](ramp, s, m).flatten().byte(),
+                assert torch.equal(augment.OPERATIONS[name](ramp, sign * m).flatten().byte(),
                                    blended.clamp(0, 255).to(torch.uint8)), (m, sign)
 
 
 def test_rand_augment_draws_each_operation_alike(monkeypatch):
     """Operation k leaves a one and its sign at place k of the channels. Rounds are independent."""
-    def mark(x, s, m, k):
-        return x + torch.eye(14)[k] * torch.cat([s.abs(), s, s], 1)
+    def mark(x, m, k):
+        s = math.copysign(1, m)
+        return x + torch.eye(14)[k] * torch.tensor([1, s, s])[:, None, None]
     monkeypatch.setattr(augment, "OPERATIONS", {k: partial(mark, k=k) for k in range(14)})
     out = augment.rand_augment(torch.zeros(5000, 3, 1, 14), BatchRandom(0, 5000), n=2)
     done, sign, _ = (255 * out[:, :, 0]).round().unbind(1)
