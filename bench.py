@@ -42,18 +42,14 @@ def literal_ista(self, Z):
     return ista(Z, self.D, self.eta, self.lambd)
 
 
-# part -> the class, its method, the literal form of that
-LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista)}
-
-
-def literal(model, *parts):
-    """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
+def literal(model):
+    """A copy of the model, the same function in the literal form."""
     model = copy.deepcopy(model)
-    for owner, name, method in [LITERAL[part] for part in parts]:
-        for module in model.modules():
-            if type(module) is owner:
-                setattr(module, name, method.__get__(module))
+    for module in model.modules():
+        if type(module) is MSSA:
+            module.attend = literal_attend.__get__(module)
+        elif type(module) is ISTA:
+            module.forward = literal_ista.__get__(module)
     return model
 
 
@@ -105,46 +101,37 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def product(processes, rows, d):
-    """One product of matrices (rows, d) and (d, d), in the type that the steps are in."""
-    dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
-    A, B = (torch.randn(n, d, device=processes.device, dtype=dtype) for n in (rows, d))
-    return partial(torch.mm, A, B)
-
-
 def bench_steps(table, c, processes):
-    """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
-    the width, with about as many parameters: times, and their shares of the time of "literal".
-    "of the machine" is the rate of `train_flops` in units of that of a product of 2,048 x 2,048
-    matrices, measured in the same turns; the last row is a product of the model's own shapes."""
+    """Forward and backward of CRATE, fast and literal, and of a transformer of half the width, with
+    about as many parameters: times, and their shares of the time of "literal". "of the machine" is
+    the rate of `train_flops` in units of that of a product of 2,048 x 2,048 matrices, in the type
+    that the steps are in and in the same turns."""
     device, (model_class, config_class) = processes.device, TASKS[table]
     unit = "tokens" if table == "gpt" else "images"
+    dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
+    A, B = torch.randn(2, 2048, 2048, device=device, dtype=dtype)
     for title, batch, fields in MODELS[table]:
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
-        fast, steps = model_class(config_class(**fields)).to(device), {}
-        variants = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
-        variants["literal"] = literal(fast, *LITERAL)
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
-        variants["transformer"] = model_class(config_class(**fields | narrow)).to(device)
-        for name, model in variants.items():
+        fast, transformer = (model_class(config_class(**fields | more)).to(device)
+                             for more in ({}, narrow))
+        models = dict(fast=fast, literal=literal(fast), transformer=transformer)
+        steps = dict(machine=partial(torch.mm, A, B))
+        for name, model in models.items():
             loss = loss_function(model, batch, device)
             if wants_compile(c.compile, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
-        tokens, d = batch * fast.config.context, fields["width"]
-        flops = {name: batch * train_flops(model) for name, model in variants.items()}
-        flops |= {"largest": 2 * 2048 ** 3, "product": 2 * tokens * d * d}
-        steps |= dict(largest=product(processes, 2048, 2048), product=product(processes, tokens, d))
         times = alternate(steps, device, c.repeats)
-        machine = flops["largest"] / times.pop("largest")
+        machine = 2 * 2048 ** 3 / times["machine"]
         print(f"a product of 2,048 x 2,048 matrices: {machine / 1e9:,.0f} GFLOP/s", flush=True)
-        for name, seconds in times.items():
+        for name, model in models.items():
             row(f"{title}, batch {batch}", name, {
-                "ms": 1e3 * seconds, "of literal": seconds / times["literal"],
-                f"{unit}/s": batch * fields.get("context", 1) / seconds,
-                "of the machine": flops[name] / seconds / machine})
+                "ms": 1e3 * times[name], "of literal": times[name] / times["literal"],
+                f"{unit}/s": batch * fields.get("context", 1) / times[name],
+                "of the machine": batch * train_flops(model) / times[name] / machine})
 
 
 # ---- Growth with the number of tokens -----------------------------------------------------------
