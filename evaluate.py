@@ -7,7 +7,7 @@
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=mine            loss per token
 
 The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
-Baselines of linear and knn: --untrained, and --features=pixels --data=NAME without --ckpt."""
+Baselines of linear and knn: --untrained, and --features=pixels."""
 import json
 import math
 from dataclasses import dataclass, replace
@@ -90,10 +90,10 @@ def classify(model, split, data, config, processes, batch_size=500):
 @torch.no_grad()
 def features(encoder, split, data, config, processes, kind="class", batch_size=500):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
-    token, or the mean of the patch tokens (kind="mean"). Without an encoder (None): the pixels."""
+    token, the mean of the patch tokens (kind="mean"), or the images themselves ("pixels")."""
     parts = []
     for batch, _ in batches_of(split, batch_size, config, processes):
-        if encoder is None:
+        if kind == "pixels":
             x = augment.to_float(batch).flatten(1)
         else:
             with processes.autocast():
@@ -208,6 +208,8 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class Flags(CheckpointFlags, PrecisionFlags, DataFlags):
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    batch_size: int = option(500, "images at once", low=1)
     untrained: bool = option(False, "random weights instead of the checkpoint's")
     seed: int = option(0, "draws the weights, and linear's held-out tenth", low=0)
 
@@ -224,21 +226,15 @@ def open_model(c, *tasks):
 @dataclass(kw_only=True)
 class Accuracy(Flags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
-    data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     split: str = option("val", "which part", choices=("train", "val"))
-    batch_size: int = option(500, "images at once", low=1)
 
 
 @dataclass(kw_only=True)
 class Probe(Flags):
     """How well features separate the classes: an encoder's, trained or not, or the pixels."""
-    ckpt: str | None = option(None, "a checkpoint; --features=pixels --data=NAME needs none")
-    data: str | None = option(None, "which images; auto is what the checkpoint was trained on")
     features: str | None = option(
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
         choices=("class", "mean", "pixels"))
-    k: int = option(20, "neighbours (knn)", low=1)
-    batch_size: int = option(500, "images at once", low=1)
 
 
 def check_classes(loaded, data):
@@ -260,22 +256,16 @@ def accuracy(c):
 
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
-    if (c.data if c.features == "pixels" else c.ckpt) is None:
-        raise UserError("give --ckpt, or --features=pixels and --data=NAME")
-    if c.features == "pixels":
-        encoder, meta, kind, used = None, {}, "pixels", None
-        processes = Processes(c.device, c.dtype)
-    else:
-        loaded, processes = open_model(c, "vit", "mae", "simdino")
-        encoder, meta, kind = loaded.encoder, loaded.meta, c.features or pooling(loaded)
-        used = "random" if c.untrained else c.ckpt
-    data = images_for(c.data, meta, c.data_dir)
+    loaded, processes = open_model(c, "vit", "mae", "simdino")
+    data, kind = images_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
     samples = []
     for name in ("train", "val"):
         split = data.on_device(name, processes.device)
-        x = features(encoder, split, data, c, processes, kind, c.batch_size)
+        x = features(loaded.encoder, split, data, c, processes, kind, c.batch_size)
         samples += [x, split.labels.to(processes.device)]
-    return dict(data=data.name, features=kind, encoder=used), samples, processes, data
+    encoder = "random" if c.untrained else c.ckpt
+    what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
+    return what, samples, processes, data
 
 
 def linear(c):
@@ -285,13 +275,12 @@ def linear(c):
 
 def knn(c):
     what, samples, processes, data = probe(c)
-    return what | nearest_neighbours(*samples, len(data.classes), processes, c.k)
+    return what | nearest_neighbours(*samples, len(data.classes), processes)
 
 
 @dataclass(kw_only=True)
 class LM(Flags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
-    data: str | None = option(None, "which text; auto is what the checkpoint was trained on")
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))
     batch_size: int = option(16, "windows at once", low=1)
