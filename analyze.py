@@ -125,25 +125,24 @@ def layer_numbers(layer, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
     def coded(T):           # (B, n, d) as sets of tokens
         return T.cpu().double().unflatten(0, (-1, c.together)).flatten(1, 2)
-    X, Z, half, out = map(coded, (layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
-    U = layer.attention.bases().cpu().double()
-    if c.unit_bases:
-        U = unit_size(U)
 
     def rates(T):           # R and R^c at the norm of Z
         T = at_norm(T, Z)
         return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
-    (R, Rc), (_, Rc_half), (R_out, Rc_out) = rates(Z), rates(half), rates(out)
+    X, Z, half, out = map(coded, (layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
+    U = layer.attention.bases().cpu().double()
+    U = unit_size(U) if c.unit_bases else U
+    (R, Rc), (_, Rc_half), (R_out, Rc_out) = map(rates, (Z, half, out))
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=Rc_half - Rc)
     if isinstance(layer.attention, SoftmaxAttention):
         alone = coded(step_with(layer, trace.tokens, lambda values: values))
         numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
-    numbers |= dict(R_change=R_out - R, gain=R_out - Rc_out - R + Rc,
-                    R=coding_rate(out, c.eps), Rc=subspace_coding_rate(out, U, c.eps),
-                    nonzeros=(out != 0).double().mean((-2, -1)))
     objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
-    return numbers | dict(objective=objective, rise=objective - at_first)
+    return numbers | dict(
+        R_change=R_out - R, gain=R_out - Rc_out - R + Rc, R=coding_rate(out, c.eps),
+        Rc=subspace_coding_rate(out, U, c.eps), nonzeros=(out != 0).double().mean((-2, -1)),
+        objective=objective, rise=objective - at_first)
 
 
 @torch.no_grad()
@@ -164,7 +163,7 @@ def layer_table(loaded, c):
 
 
 def layers(c):
-    """{"runs": [{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]}."""
+    """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     if c.samples % c.together or c.batch_size % c.together:
         raise UserError(f"--together={c.together} does not divide --samples and --batch_size")
     runs = []
@@ -177,7 +176,7 @@ def layers(c):
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
-    return dict(runs=runs)
+    return runs
 
 
 def draw_layers(runs, c):
@@ -207,10 +206,10 @@ class Pictures(OneModel):
     pictures: int = option(8, "how many images of the data set, one per row", low=1)
 
 
-def open_pictures(c):
+def open_pictures(c, *tasks):
     """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split from c.index
     on, the images (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded, _ = evaluate.open_model(c, "vit", "mae", "simdino")
+    loaded, _ = evaluate.open_model(c, *tasks)
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
@@ -234,17 +233,17 @@ class Saliency(Pictures):
 
 @torch.no_grad()
 def saliency_maps(c):
-    """{"heads": names, "maps": (images, heads, patches)}."""
-    loaded, names, pixels, x = open_pictures(c)
-    K, L = loaded.encoder.config.heads, len(loaded.encoder.layers)
+    """(images, 1 + heads, patches), the mean of the heads first."""
+    loaded, names, pixels, x = open_pictures(c, "vit", "mae", "simdino")
+    L = len(loaded.encoder.layers)
     if c.layer and c.layer > L:
         raise UserError(f"--layer={c.layer}: {c.ckpt} has {L}")
     attention = loaded.encoder.trace(x)[(c.layer or L) - 1].attention
     maps = saliency(attention, evaluate.pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
-    heads = ["mean of heads", *(f"head {k}" for k in range(1, K + 1))]
-    figures.write_overlays(c.out, pixels, maps, heads, names)
-    return dict(heads=heads, maps=maps)
+    columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
+    figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
+    return maps
 
 
 @dataclass(kw_only=True)
@@ -256,25 +255,23 @@ class Predict(Pictures):
 @torch.no_grad()
 def predict(c):
     """[{class: probability}] of each picture; of a masked autoencoder [{"error"}], mean squared."""
-    loaded, names, pixels, x = open_pictures(c)
-    model, answers = loaded.model, [{} for _ in names]
-    if loaded.task == "vit":
+    loaded, names, pixels, x = open_pictures(c, "vit", "mae")
+    model = loaded.model
+    if loaded.task == "mae":
+        noise = evaluate.validation_noise(model, 0, len(x), x.device)
+        answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
+        sheet = figures.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
+    else:
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         best = model(x).softmax(-1).topk(min(3, len(classes)))
         answers = [{classes[i]: y for i, y in zip(*row)}
                    for row in zip(best.indices.tolist(), best.values.tolist())]
-    elif loaded.task == "mae":
-        noise = evaluate.validation_noise(model, 0, len(x), x.device)
-        answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
+        maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
+        sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), ["image", "saliency"]
     titles = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in answer.items())])
               for name, answer in zip(names, answers)]
     print("\n".join(title.replace("\n", "  ") for title in titles))
-    if loaded.task == "mae":
-        pictures = figures.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
-        figures.write_sheet(c.out, *pictures, titles)
-    else:
-        maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
-        figures.write_overlays(c.out, pixels, maps.mean(1, keepdim=True), ["saliency"], titles)
+    figures.write_sheet(c.out, *sheet, titles)
     return answers
 
 
@@ -287,7 +284,6 @@ class Curves:
 
 
 def curves(c):
-    """{"runs": how many}."""
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]
@@ -302,7 +298,6 @@ def curves(c):
                     ax.legend()
         ax.set(xlabel="step", ylabel=name)
     figure.savefig(c.out)
-    return dict(runs=len(runs))
 
 
 @dataclass(kw_only=True)
@@ -311,21 +306,18 @@ class Page(OneModel):
 
 
 def write_page(c):
-    """{"megabytes"} of the file. Raises UserError for a model that the page cannot run."""
-    path, ids = c.ckpt, None
-    loaded = load_model(path, heads=c.heads)
-    untrained = load_model(path, heads=c.heads, untrained_seed=c.seed)
+    """Raises UserError for a model that the page cannot run."""
+    loaded, untrained = (load_model(c.ckpt, c.heads, (), seed) for seed in (None, c.seed))
     if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
-        raise UserError(f"{path} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
+        raise UserError(f"{c.ckpt} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":
         data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
-        data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
+        data, ids = evaluate.images_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":
             evaluate.check_classes(loaded, data)
-    text = page.html(Path(path).name.removeprefix("pretrained:"), loaded, untrained, data, ids)
+    text = page.html(Path(c.ckpt).name.removeprefix("pretrained:"), loaded, untrained, data, ids)
     Path(c.out).write_text(text, encoding="utf-8")
-    return dict(megabytes=len(text) / 1e6)
 
 
 COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),
@@ -337,9 +329,9 @@ def main(argv):
     suffix = ".html" if command == "page" else ".png"
     c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(suffix) + suffix
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
-    numbers = COMMANDS[command][1](c)
+    found = COMMANDS[command][1](c)
     print(f"wrote {c.out}")
-    return numbers
+    return found
 
 
 if __name__ == "__main__":

@@ -2,28 +2,11 @@
 import math
 import re
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 from data.augment import luma
 from model import patchify, unpatchify
-
-# the same arch has the same colour in every figure, CRATE without a learned W a grey
-COLORS = {"crate": "C0", "crate-t": "0.5", "crate-n": "0.3", "crate-c": "0.7", "crate-alpha": "C2",
-          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "aot": "0.6", "aot-mhsa": "C5",
-          "transformer": "C3"}
-
-
-def averages(runs):
-    """{key: mean, key_error: standard error} of the numbers of several runs; None is left out."""
-    means = {}
-    for key in runs[0]:
-        values = [run[key] for run in runs if run[key] is not None]
-        means[key] = float(np.mean(values)) if values else None
-        if len(values) > 1:
-            means[key + "_error"] = float(np.std(values, ddof=1) / len(values) ** 0.5)
-    return means
 
 
 def print_table(rows):
@@ -53,23 +36,6 @@ def over_layers(ax, title):
     ax.set_xlabel("layer")
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.spines[["top", "right"]].set_visible(False)
-
-
-def dots_by_layer(panels, marks, ylabel, level, sharey=False):
-    """A figure of {model: {series: its values by layer}}, a panel a model, with a line at `level`.
-    `marks` has a label and a style for each series, in the order of drawing."""
-    figure, (axes,) = new_figure(1, len(panels), 8 / len(panels), 3)
-    for ax, (name, series) in zip(axes, panels.items()):
-        if sharey:
-            ax.sharey(axes[0])
-        ax.axhline(level, color="black", lw=0.8)
-        for key, (label, style) in marks.items():
-            y = series[key]
-            ax.plot(range(1, len(y) + 1), y, label=label, **dict(ls="", marker="o") | style)
-        over_layers(ax, name.removeprefix("pretrained:").replace("crate-", "crate\n"))
-    axes[0].set_ylabel(ylabel)
-    legend_below(figure, axes[0])
-    return figure
 
 
 def legend_below(figure, ax):
@@ -105,14 +71,14 @@ def stretched(maps):
     return (maps - low) / (high - low).clamp_min(1e-12)
 
 
-def write_overlays(path, x, maps, columns, rows=None):
-    """A PNG with an image x (n, 3, H, H) per row, then each of its maps (n, m, patches), stretched,
-    in red over its greys. `columns` names the maps."""
+def overlays(x, maps):
+    """Pictures (n, 1 + m, 3, H, H) for a sheet: an image of x (n, 3, H, H), then each of its maps
+    (n, m, patches), stretched, in red over its greys."""
     side = math.isqrt(maps.shape[-1])
     heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
     red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
-    overlays = (1 - 0.7 * heat) * 0.7 * luma(x)[:, None] + 0.7 * heat * red
-    write_sheet(path, torch.cat([x[:, None], overlays], 1), ["image", *columns], rows)
+    over = (1 - 0.7 * heat) * 0.7 * luma(x)[:, None] + 0.7 * heat * red
+    return torch.cat([x[:, None], over], 1)
 
 
 @torch.no_grad()

@@ -9,45 +9,36 @@ of R - R^c by the whole layer, that is with its ISTA step after the step in ques
     alone        the attention map is I: each token attends to itself alone
     mean         all its weights are equal (in text: of the tokens so far)
     shuffled     attention whose weights for other tokens go to others at random
-    noise        Gaussian             reversed     - MSSA(LN(Z))        shorter      - LN(Z)
+    noise        Gaussian             shorter      - LN(Z)
     elsewhere    what attention does to the R^c of random subspaces of as many dimensions
-    vs_alone, vs_mean                 attention's change of R^c minus theirs
 
 Every step has attention's length (with --own_length not alone and mean). +- is the standard error
-over samples, or over checkpoints of one config, such as seeds. Without --ckpt: random tokens.
+over samples, or over checkpoints of one config, such as seeds.
 
-    python -m experiments.compression
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): attention lowers R^c in all layers of CRATE on images and on text, but in 55
-of the 56 layers of data/pretrained alone or mean lowers it more. --rotary --shift in the model
-end it. Shuffled weights are worse in nearly all layers. With alone or mean in attention's place
-each layer raises R - R^c more. On random tokens + MSSA
-raises R^c and - MSSA lowers it, as [S] found, since one lengthens tokens and one shortens them; at
-equal norm + MSSA lowers it. Numbers: records/TABLES.md.
+Verdict (2026-11-27): attention lowers R^c in every layer of CRATE on images and on text, but in
+each of these layers alone or mean lowers it more. --rotary --shift in the model end it. Shuffled
+weights are worse in nearly all layers. With alone or mean in attention's place each layer raises
+R - R^c more. Numbers: records/TABLES.md.
 """
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, MISSING
 
 import torch
-from torch.nn import functional as F
 
 from analyze import at_norm, batches, OneModel, opened, step_with, unit_size
-from figures import averages, dots_by_layer, print_table
+from experiments.random_tokens import random_subspaces
+from experiments.shared import averages, dots_by_layer, each_sample
+from figures import print_table
 from flags import cli, option, parse, UserError
-from model import (
-    coding_rate,
-    mssa,
-    SoftmaxAttention,
-    subspace_coding_rate,
-    subspace_coding_rate_grad,
-)
+from model import coding_rate, SoftmaxAttention, subspace_coding_rate
 
 
 @dataclass(kw_only=True)
 class Compression(OneModel):
-    ckpt: str | None = option(None, "checkpoints, separated by commas; auto: random tokens")
+    ckpt: str = option(MISSING, "checkpoints, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     own_length: bool = option(False, "alone and mean keep their own length")
@@ -55,13 +46,6 @@ class Compression(OneModel):
     figure: str | None = option(None, "draws the trained layers into this file")
 
 
-def each_sample(**columns):
-    """A dict for each sample of columns (B,)."""
-    rows = torch.stack([*columns.values()], 1).tolist()
-    return [dict(zip(columns, row)) for row in rows]
-
-
-# ---- The layers of a model ----------------------------------------------------------------------
 def shuffled(A, generator, causal):
     """Maps A (B, K, n, n): the weights that a token gives to others go to others at random (of text
     to those before it); what it gives to itself stays."""
@@ -89,7 +73,7 @@ def steps(layer, Z, generator, own_length=False):
         alone, equally = at_norm(alone, attention), at_norm(equally, attention)
     noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
     return dict(attention=attention, alone=alone, mean=equally, noise=at_norm(noise, attention),
-                reversed=-attention, shorter=-at_norm(layer.norm1(Z), attention),
+                shorter=-at_norm(layer.norm1(Z), attention),
                 shuffled=at_norm(step_with(layer, Z, at_random), attention))
 
 
@@ -112,8 +96,7 @@ def changes(layer, Z, generator, c):
         _, gain_last = rates(at_norm(layer.sparsify(Z + step), Z))
         numbers |= {name: Rc_after - Rc, f"{name}_gain": gain_after - gain,
                     f"{name}_layer": gain_last - gain}
-    return each_sample(**numbers, vs_alone=numbers["attention"] - numbers["alone"],
-                       vs_mean=numbers["attention"] - numbers["mean"])
+    return each_sample(**numbers)
 
 
 @torch.no_grad()
@@ -151,14 +134,11 @@ def show(run, c):
     """Prints the tables of checkpoints of one config."""
     print(f"{', '.join(run['names'])}{', untrained' if run['untrained'] else ''}: {c.samples} "
           f"samples of {c.split}, eps {c.eps:g}")
-    for what, ends in {"R^c": "", "R - R^c": "_gain", "R - R^c, by the layer": "_layer"}.items():
+    for what, end in {"R^c": "", "R - R^c": "_gain", "R - R^c, by the layer": "_layer"}.items():
         print(f"change of {what}")
-        rows = []
-        for l, row in enumerate(run["layers"], 1):
-            kinds = {k: (re.search("_gain|_layer", k) or [""])[0] for k in row}
-            rows.append(dict(layer=l) | {k.replace(ends, ""): row[k] for k in row
-                                         if kinds[k] == ends})
-        print_table(rows)
+        print_table([dict(layer=l) | {key.replace(end, ""): value for key, value in row.items()
+                                      if re.search("(_gain|_layer|)(_error)?$", key)[1] == end}
+                     for l, row in enumerate(run["layers"], 1)])
 
 
 def draw(runs, path):
@@ -173,58 +153,9 @@ def draw(runs, path):
     figure.savefig(path, dpi=200)
 
 
-# ---- Random tokens on random subspaces ----------------------------------------------------------
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    if K > d:
-        raise UserError(f"{K} subspaces do not fit in {d} dimensions")
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-def directions(Z, U, eps):
-    """What a step of 1 / beta adds to Z (n, d), by the update's name."""
-    beta = U.shape[-1] / (len(Z) * eps ** 2)        # p / (n eps^2)
-    attention = beta * mssa(Z, U)
-    return {
-        "+ MSSA, Eq. (45), CRATE-C": attention,
-        "- MSSA, CRATE-N": -attention,
-        "shrunk by MSSA's length": -at_norm(Z, attention),
-        "shrunk + MSSA, Eq. (34)": attention - Z,
-        "shrunk alone": -Z,
-        "two terms of the gradient, (33)": -subspace_coding_rate_grad(Z, U, eps, True) / beta,
-        "the gradient, (31)": -subspace_coding_rate_grad(Z, U, eps) / beta}
-
-
-def random_tokens(seed, d=64, K=8, n=64, eps=0.5, step=0.1):
-    """A row for each update: the change of R^c by one step of beta kappa = 0.1, and the same at the
-    norm of Z, on tokens as after a LayerNorm and on two sizes of smaller ones."""
-    generator = torch.Generator().manual_seed(seed)
-    U = random_subspaces(d, K, generator)
-    Z = torch.randn(n, d, generator=generator, dtype=torch.float64)
-    Z = F.normalize(Z, dim=-1) * d ** 0.5
-    # the largest beta ||U_k^* Z||^2, a spectral norm: below 1 the Neumann series (32) converges
-    after_norm = (d / K / (n * eps ** 2) * torch.linalg.matrix_norm(Z @ U, 2).max() ** 2).item()
-    rows = {}
-    for ratio in (0.5, 2.0, after_norm):
-        start = Z * (ratio / after_norm) ** 0.5
-        before = subspace_coding_rate(start, U, eps)
-        for name, direction in directions(start, U, eps).items():
-            after, row = start + step * direction, rows.setdefault(name, dict(update=name))
-            for key, tokens in (("", after), (", equal norm", at_norm(after, start))):
-                change = subspace_coding_rate(tokens, U, eps) - before
-                row[f"{ratio:.3g}{key}"] = round(change.item(), 5)
-    return [*rows.values()]
-
-
 def main(argv):
-    """Rows of random_tokens, or what `measure` returns."""
+    """What `measure` returns."""
     c, _ = parse(Compression, {}, argv, __doc__)
-    if c.ckpt is None:
-        rows = random_tokens(c.seed)
-        print("change of R^c by one step on random tokens, by their beta ||U_k^* Z||^2, nats")
-        print_table(rows)
-        return rows
     runs = measure(c)
     for run in runs:
         show(run, c)

@@ -49,9 +49,6 @@ class Correlation(PrecisionFlags, DataFlags):
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
     samples: int = option(1000, "training images for the measures", low=1)
-    eps: float = option(0.5, "distortion in the SRR measure; [S] does not give its own", low=1e-6)
-    lambd: float = option(0.1, "weight of ||Z||_0 in the SRR measure; likewise", low=0)
-    draws: int = option(5, "draws of the noise on the weights (PAC-Bayes)", low=1)
     dtype: str = option("float32", "autocast's", choices=("float32", "bfloat16"))
 
 
@@ -66,7 +63,7 @@ def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
 
 
 @torch.no_grad()
-def noisy_accuracy(model, x, y, sigma, draws):
+def noisy_accuracy(model, x, y, sigma, draws=5):
     """Mean accuracy with noise N(0, sigma^2) on every matrix, from the same draws for any sigma."""
     right = 0
     for draw in range(draws):
@@ -78,26 +75,27 @@ def noisy_accuracy(model, x, y, sigma, draws):
 
 
 @torch.no_grad()
-def mean_objective(encoder, x, c):
-    """The mean over layers and images of R(Z) - R^c(Z | U) - lambda ||Z||_0 of Z = Z^{l+1}."""
+def mean_objective(encoder, x):
+    """The mean over layers and images of R(Z) - R^c(Z | U) - lambda ||Z||_0 of Z = Z^{l+1}, with
+    our eps 0.5 and lambda 0.1: [S] does not give its own."""
     total, layers = 0.0, encoder.layers
     for part in x.split(250):
         for layer, trace in zip(layers, encoder.trace(part), strict=True):
             Z, U = trace.out.cpu().double(), layer.attention.bases().cpu().double()
-            total += sparse_rate_reduction(Z, U, c.eps, c.lambd).sum().item()
+            total += sparse_rate_reduction(Z, U).sum().item()
     return total / (len(x) * len(layers))
 
 
-def complexities(model, initial, x, y, m, c):
+def complexities(model, initial, x, y, m):
     """{measure: value} of a network trained on m images from `initial`; x, y are some. PAC-Bayes is
     ((||W - W_0||^2 / (4 sigma^2) + log(m / sigma) + 10) / m)^1/2, with the largest sigma whose
     noise costs at most a tenth of accuracy."""
     moved = sum((w - v).detach().cpu().double().square().sum().item()
                 for w, v in zip(model.parameters(), initial.to(x.device).parameters(), strict=True)
                 if w.ndim == 2)
-    sigma = largest_sigma(lambda s: noisy_accuracy(model, x, y, s, c.draws))
+    sigma = largest_sigma(lambda s: noisy_accuracy(model, x, y, s))
     bound = (moved / (4 * sigma ** 2) + math.log(m / sigma) + 10) / m
-    return {"SRR": -mean_objective(model.encoder, x, c), "PAC-Bayes": math.sqrt(bound)}
+    return {"SRR": -mean_objective(model.encoder, x), "PAC-Bayes": math.sqrt(bound)}
 
 
 # ---- Kendall's tau ------------------------------------------------------------------------------
@@ -159,7 +157,7 @@ def examine(theta, c, processes):
     batch, y = train.batch(spread(len(train), c.samples))
     x = model_input(batch, data, model.config.image_size)
     return dict(theta=theta, train_loss=loss, gap=gap,
-                measures=complexities(model, initial.model, x, y, len(train), c))
+                measures=complexities(model, initial.model, x, y, len(train)))
 
 
 def main(argv):

@@ -5,28 +5,21 @@ lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). The L
 lambda ||A||_0 - R(A), Eq. (38), if R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
 
     python -m experiments.ista --ckpt=pretrained:shapes-crate,pretrained:pydoc-crate --untrained
-    python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png \\
-        --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
 First table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
-    X         where the step starts: half of it is negative, so only (41) is finite
     step      what the layer computes         relu       ReLU(X)
     zero      no code                         threshold  ReLU(X - eta lambda): the step with D = 0
     optimum   of (42), within 1 %             lasso      l1 + fit, the two terms of (41)
     at_best_length      lasso of A with each token times the best number >= 0
-    error     ||X - D A||_F / ||X||_F         R_DA       R(D A)         nonzeros   of A, %
-(A of CRATE-alpha starts at 0 and has more entries than X.) Second table, of each layer's D: eta_D2,
-eta ||D||^2 (up to 2 no step from an A >= 0 raises (42)); orthogonal, ||D^* D - I||_F / ||I||_F.
-Last, the score of a trained CRATE, and with D = 0 (in a masked autoencoder that of the encoder).
+    error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
+(A of CRATE-alpha starts at 0 and has more entries than X.) Second table: eta ||D||^2 of each layer;
+up to 2 no step from an A >= 0 raises (42). Last, the score of a trained CRATE, and with D = 0.
 
-Verdict (2026-11-26; RESULTS has more models): no, a ReLU does. In 15 of 16 layers of shapes-crate,
-cifar10-crate (20 samples) and pydoc-crate the code after the step has a higher LASSO than no code;
-in the last of pydoc-crate ReLU(X) has 29,010 +- 190, the step 25,760 +- 140, 0 16,910 +- 11, the
-optimum 14,450 +- 46. Untrained, all 16 do. In 15 of 16 layers the step has as many zeros as ReLU(X
-- eta lambda), within 4 points (the last of cifar10-crate: 74 %, not 64). Yet D is of use: without
-it accuracy falls by 2.0 +- 0.4 points in shapes-crate and 4.1 +- 0.7 in cifar10-crate (2,000
-pictures each), and pydoc-crate loses 0.054 +- 0.002 nats a character. CRATE-alpha's two steps from
-0 do lower the LASSO: pydoc-crate-alpha's code (12 samples) is 2, 25, 32 and 39 % below no code.
+Verdict (2026-11-27): no, a ReLU does. In nearly all layers the code after the step has a higher
+LASSO than no code, also at random weights, and in most as many zeros as with D = 0. Yet the trained
+model has come to use D: without it scores fall by 2 to 6 points, and pydoc-crate loses 0.054 +-
+0.002 nats a character. CRATE-alpha's two steps from 0 do lower the LASSO. RESULTS has the control
+that was trained without D; numbers by layer: records/TABLES.md.
 """
 import copy
 from dataclasses import dataclass, MISSING, replace
@@ -35,11 +28,10 @@ import torch
 from torch.nn import functional as F
 
 from analyze import batches, OneModel, opened, split_for
-from evaluate import validation_noise
-from experiments.compression import each_sample
-from figures import averages, dots_by_layer, print_table
+from experiments.shared import averages, dots_by_layer, each_sample
+from figures import print_table
 from flags import cli, option, parse, UserError
-from model import coding_rate, ISTA, ODL
+from model import ISTA, ODL
 
 
 @dataclass(kw_only=True)
@@ -47,7 +39,6 @@ class Sparsify(OneModel):
     ckpt: str = option(MISSING, "checkpoints with a dictionary, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
-    eps: float = option(0.5, "distortion of R", low=1e-6)
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
 
@@ -98,8 +89,7 @@ def codes(X, operator):
     A = operator.code(X)
     found = dict(step=A, zero=torch.zeros_like(A), optimum=optimum(X, operator.D, operator.lambd))
     if A.shape == X.shape:
-        threshold = F.relu(X - operator.eta * operator.lambd)
-        found = dict(X=X) | found | dict(relu=F.relu(X), threshold=threshold)
+        found |= dict(relu=F.relu(X), threshold=F.relu(X - operator.eta * operator.lambd))
     return found
 
 
@@ -109,7 +99,7 @@ def tables(loaded, c):
     backbone = copy.deepcopy(loaded.backbone).cpu().double()
     if not isinstance(backbone.layers[0].sparsification, (ISTA, ODL)):
         raise UserError(f"{backbone.config.arch} has no sparse code in a dictionary D")
-    samples, of_D = {}, []
+    samples = {}
     for _, x in batches(loaded, c):
         traces = backbone.trace(x.double() if x.is_floating_point() else x)
         for l, (layer, trace) in enumerate(zip(backbone.layers, traces), 1):
@@ -118,42 +108,34 @@ def tables(loaded, c):
             for name, A in codes(X, operator).items():
                 l1, fit = lasso(A, X, D, lambd)
                 scaled = sum(lasso(best_length(A, X, D, lambd), X, D, lambd))
-                R, R_DA = coding_rate(A, c.eps), coding_rate(A @ D.mT, c.eps)
                 samples.setdefault((l, name), []).extend(each_sample(
                     lasso=l1 + fit, at_best_length=scaled, l1=l1, fit=fit,
                     error=(2 * fit).sqrt() / X.norm(dim=(1, 2)),
-                    nonzeros=100 * (A != 0).double().mean((1, 2)), R=R, R_DA=R_DA,
-                    l1_minus_R=l1 - R))
-    for l, layer in enumerate(backbone.layers, 1):
-        D, identity = layer.sparsification.D, torch.eye(layer.sparsification.D.shape[1]).double()
-        eta_D2 = layer.sparsification.eta * torch.linalg.matrix_norm(D, 2) ** 2
-        orthogonal = (D.mT @ D - identity).norm() / identity.norm()
-        of_D.append(dict(layer=l, eta_D2=eta_D2.item(), orthogonal=orthogonal.item()))
-    return [dict(layer=l, code=name) | averages(each) for (l, name), each in samples.items()], of_D
+                    nonzeros=100 * (A != 0).double().mean((1, 2))))
+    first = [dict(layer=l, code=name) | averages(each) for (l, name), each in samples.items()]
+    operators = [layer.sparsification for layer in backbone.layers]
+    return first, [dict(layer=l, eta_D2=(o.eta * torch.linalg.matrix_norm(o.D, 2) ** 2).item())
+                   for l, o in enumerate(operators, 1)]
 
 
 @torch.no_grad()
 def scores(loaded, c):
-    """A score of each sample, (N,): 1 if its class is right, its loss in nats per token, or the
-    error on its masked patches."""
+    """A score of each sample, (N,): 1 if its class is right, or its loss in nats per token."""
     model, found = loaded.model, []
     for index, x in batches(loaded, replace(c, samples=c.scored)):
         if loaded.task == "vit":
             labels = split_for(loaded, c)[1].batch(index)[1]
             found.append((model(x).argmax(-1) == labels).double())
-        elif loaded.task == "gpt":
+        else:
             logits = model(x)[:, :-1]
             found.append(F.cross_entropy(logits.mT, x[:, 1:], reduction="none").mean(1))
-        else:
-            noise = validation_noise(model, int(index[0]), len(x), x.device)
-            found.append(torch.stack([model(x[i:i + 1], noise[i:i + 1]) for i in range(len(x))]))
     return torch.cat(found)
 
 
 def without_dictionary(loaded, c):
     """{"score", "score with D = 0", "difference", their standard errors}, or None."""
     layers = loaded.backbone.layers
-    if loaded.task == "simdino" or not isinstance(layers[0].sparsification, ISTA):
+    if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
         return None
     before = scores(loaded, c)
     for layer in layers:
@@ -185,8 +167,7 @@ def main(argv):
     results = []
     for path, untrained, loaded in opened(c):
         first, second = tables(loaded, c)
-        print(f"{path}{', untrained' if untrained else ''}: {c.samples} samples of {c.split}, "
-              f"R with eps {c.eps:g}")
+        print(f"{path}{', untrained' if untrained else ''}: {c.samples} samples of {c.split}")
         print_table(first)
         print_table(second)
         without = without_dictionary(loaded, c) if c.scored and not untrained else None

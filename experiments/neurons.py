@@ -1,7 +1,7 @@
 """Can single neurons be read?
 
-A neuron is one entry of a layer's code: ISTA's or ODL's code, or that of an MLP after its GELU. The
-layer is the last, unless --layer says another. Rows are means over an arch's checkpoints.
+A neuron is one entry of the last layer's code: ISTA's or ODL's code, or that of an MLP after its
+GELU. Rows are means over an arch's checkpoints.
 
 A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
 the k neurons whose standardized means differ most with a property. It is fitted on half of the
@@ -28,7 +28,8 @@ from analyze import batches, OneModel, opened, split_for
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
-from figures import averages, print_table
+from experiments.shared import averages
+from figures import print_table
 from flags import cli, option, parse, UserError
 
 
@@ -36,7 +37,6 @@ from flags import cli, option, parse, UserError
 class Neurons(OneModel):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
-    layer: int | None = option(None, "which layer's neurons; auto is the last", low=1)
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
 
@@ -68,15 +68,13 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def read_codes(loaded, c):
-    """The Codes of a layer."""
+    """The Codes of the last layer."""
     backbone = loaded.backbone
-    layers = backbone.layers
-    number = c.layer or len(layers)
-    if number > len(layers) or layers[number - 1].sparsification is None and not c.stream:
-        raise UserError(f"layer {number} of {len(layers)} has no sparse code")
+    if backbone.layers[-1].sparsification is None and not c.stream:
+        raise UserError(f"the layers of {backbone.config.arch} have no code")
     indices, codes = [], []                     # indices are of images, or token ids
     for index, x in batches(loaded, c):
-        trace = backbone.trace(x)[number - 1]
+        trace = backbone.trace(x)[-1]
         code = trace.out if c.stream else trace.code
         indices.append(index.cpu())
         codes.append(code.float().cpu())

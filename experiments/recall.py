@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from figures import averages, COLORS, new_figure, print_table
+from experiments.shared import averages, COLORS
+from figures import new_figure, print_table
 from flags import cli, option, parse, UserError
 from model import LanguageModel, MHSA, TextConfig
 from optim import count, make_optimizers, take_step

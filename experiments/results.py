@@ -17,7 +17,8 @@ from torch.nn import functional as F
 import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
-from figures import COLORS, legend_below, new_figure
+from experiments.shared import COLORS
+from figures import legend_below, new_figure
 from flags import CACHE, cli, not_one_of, option, parse, ROOT, UserError
 from run import read_metrics
 

@@ -148,13 +148,6 @@ def open_objects(c):
     return loaded, processes, data, masks
 
 
-def pictures(c, loaded, processes, data, split, masks):
-    """Yields (images as the model takes them, the objects' masks (B, 1, H, W)), batch by batch."""
-    images, size = data.on_device(split, processes.device), loaded.encoder.config.image_size
-    for index in with_bar(torch.arange(len(masks)).split(c.batch_size), split):
-        yield model_input(images.batch(index)[0], data, size), masks[index]
-
-
 @torch.no_grad()
 def segment(c):
     """{"iou", "iou_prior", "box_ap50", "box_ap", "mask_ap50", "mask_ap"} of the pictures of val,
@@ -168,12 +161,14 @@ def segment(c):
     IoU 0.50, 0.55 .. 0.95, ranked by the confidence of `maskcut`."""
     loaded, processes, data, masks = open_objects(c)
     encoder, last = loaded.encoder, len(loaded.encoder.layers)
-    side = encoder.config.image_size // encoder.config.patch_size
+    size = encoder.config.image_size
+    side = size // encoder.config.patch_size
     overlaps, mean_mask = {}, masks["train"].float().mean(0, keepdim=True)
     of_boxes, of_masks, confidences = [], [], []
     for split, objects in masks.items():
-        of_maps = []
-        for x, truth in pictures(c, loaded, processes, data, split, objects):
+        of_maps, images = [], data.on_device(split, processes.device)
+        for index in with_bar(torch.arange(len(objects)).split(c.batch_size), split):
+            x, truth = model_input(images.batch(index)[0], data, size), objects[index]
             with processes.autocast():
                 maps = saliency(encoder.trace(x)[-1].attention, pooling(loaded))
             maps = maps.mean(1, keepdim=True).float().cpu().unflatten(-1, (side, side))

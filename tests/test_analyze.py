@@ -85,7 +85,7 @@ def test_layers(save, call, cache, arch, eps=0.3):
     mae = models.MaskedAutoencoder(models.MAEConfig(arch="crate", decoder_layers=2, **TINY)).eval()
     a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
-    runs = call("layers", f"--ckpt={a},{b}", *flags)["runs"]
+    runs = call("layers", f"--ckpt={a},{b}", *flags)
     order = [(a, False), (a, True), (b, False), (b, True)]
     assert [(run["ckpt"], run["untrained"]) for run in runs] == order
     assert len({run["objective"] for run in runs}) == 4
@@ -137,7 +137,7 @@ def test_saliency(arch, task, save, call, sheets, cache):
     maps = attention[:, :, 1:] if arch == "tost" else attention[:, :, 0, 1:]
     maps = attention[:, :, 1:, 1:].mean(2) if task == "mae" else maps
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
-    torch.testing.assert_close(found["maps"], maps)
+    torch.testing.assert_close(found, maps)
     heat = F.avg_pool2d(sheets[0][0][:, 1:, 0] - sheets[0][0][:, 1:, 1], 8).flatten(2)
     low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
     torch.testing.assert_close(heat, 0.63 * (maps - low) / (high - low).clamp_min(1e-12))

@@ -32,14 +32,13 @@ def test_complexities(monkeypatch):
     model, initial = (ImageClassifier(config).eval() for _ in range(2))
     x, y = torch.randn(4, 3, 8, 8), torch.arange(4)
     monkeypatch.setattr(correlation, "largest_sigma", lambda accuracy: 0.5)
-    c = correlation.Correlation(lambd=0.2, draws=1)
-    found = correlation.complexities(model, initial, x, y, 100, c)
+    found = correlation.complexities(model, initial, x, y, 100)
     moved = sum((w - v).square().sum().item()
                 for w, v in zip(model.parameters(), initial.parameters()) if w.ndim == 2)
     bound = (moved / (4 * 0.5 ** 2) + math.log(100 / 0.5) + 10) / 100
     assert found["PAC-Bayes"] == pytest.approx(bound ** 0.5)
     with torch.no_grad():
-        srr = [sparse_rate_reduction(step.out, layer.attention.bases(), 0.5, 0.2).mean()
+        srr = [sparse_rate_reduction(step.out, layer.attention.bases(), 0.5, 0.1).mean()
                for layer, step in zip(model.encoder.layers, model.encoder.trace(x))]
     assert found["SRR"] == pytest.approx(-sum(srr).item() / 2, rel=1e-4)
 
@@ -79,7 +78,7 @@ def test_a_grid(tmp_path, cache, monkeypatch):
         return measured(model, initial, *rest)
     monkeypatch.setattr(correlation, "complexities", watched)
     places = [f"--data_dir={cache}", "--device=cpu"]
-    flags = [*places, f"--out_dir={tmp_path}", "--samples=20", "--draws=1"]
+    flags = [*places, f"--out_dir={tmp_path}", "--samples=20"]
     table, rows = correlation.main([*flags, "--fitted=9"])
     assert list(table) == ["SRR", "PAC-Bayes"]
     assert moved == [False, True, False]        # lr 1e-30 moves nothing: the first model, made anew
