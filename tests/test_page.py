@@ -53,6 +53,7 @@ def a_page(task, model, cache, text_cache):
     """Its text, the content that it has for the scripts, and the untrained model in it."""
     data = text.load("verse", text_cache) if task == "gpt" else images.load("shapes", cache)
     data.classes = [EVIL] * 10
+    model.half().float()        # as the page keeps it
     loaded = Loaded(task, model, getattr(model, "encoder", model), {}, {})
     other = loaded._replace(model=TASKS[task][0](model.config))
     written = page.html(EVIL, loaded, other, data, data.val if task == "gpt" else None)

@@ -7,16 +7,14 @@ trained and untrained, and numbers of PyTorch's, with which it compares its own.
 import html
 import inspect
 import json
+import pkgutil
 import re
 import textwrap
-from collections import defaultdict
-from operator import attrgetter
 
 import torch
 from torch.nn import functional as F
 
 import crate
-import model
 from analyze import layer_numbers, Layers
 from checkpoint import load_model
 from data import augment
@@ -24,82 +22,59 @@ from data.images import ImageData
 from data.shapes import draw_shapes
 from flags import ROOT
 from web import page
-
-ATOM = r"(\{[^{}]*\}|√\w|[A-Za-z]{2,}|[\d.]+|\S)"
-SIGN = re.compile(rf"{ATOM}(?:_{ATOM})?(?:\^{ATOM})?")
+from web.mathml import mathml
 
 
-# ---- Formulas and code --------------------------------------------------------------------------
-def mathml(words):
-    """MathML of `R(Z) = ½ logdet(I + α Z Z^*)`: one letter, number or word a sign; _ and then ^ for
-    below and above; braces for groups, which have none inside."""
-    def atom(word):
-        if word[0] == "{":
-            return mathml(word[1:-1])
-        if word[0] == "√":
-            return f"<msqrt>{atom(word[1:])}</msqrt>"
-        if word[0].isalnum() or word == "½":
-            kind = "mn" if not word.isalpha() else "mi" if len(word) == 1 else "mtext"
-            return f"<{kind}>{word}</{kind}>"
-        tight = ' lspace="0" rspace="0"' if word == "‖" else ""
-        return f'<mo stretchy="false"{tight}>{word.replace("*", "∗")}</mo>'
-
-    def sign(found):
-        base, *scripts = found.groups()
-        places = ("under", "over") if base in ("∑", "max", "min", "{arg min}") else ("sub", "sup")
-        name = "".join(place for place, script in zip(places, scripts) if script)
-        inside = "".join(atom(script).replace("<mo ", '<mo lspace="0" rspace="0" ')
-                         for script in scripts if script)
-        return f"<m{name}>{atom(base)}{inside}</m{name}>" if name else atom(base)
-
-    return "<mrow>" + "".join(map(sign, SIGN.finditer(words))) + "</mrow>"
-
-
+# ---- Code and numbers ---------------------------------------------------------------------------
 def code(name):
     """The lines of `crate.ISTA.forward` without its docstring."""
     module, _, path = name.partition(".")
-    source = inspect.getsource(attrgetter(path)({"crate": crate, "model": model}[module]))
-    source = re.sub(r'\n *""".*?"""', "", textwrap.dedent(source), count=1, flags=re.DOTALL)
+    source = textwrap.dedent(inspect.getsource(pkgutil.resolve_name(name)))
+    source = re.sub(r'\n *""".*?"""', "", source, count=1, flags=re.DOTALL)
     lines = re.sub(" +(#.*)", r"  <i>\1</i>", html.escape(source.rstrip(), quote=False))
     lines = re.sub("^(.*)$", r"<code>\1</code>", lines, flags=re.MULTILINE)
     return f"<pre><small>{module}.py, {path}</small>\n{lines}</pre>"
 
 
-# ---- Numbers ------------------------------------------------------------------------------------
-def measured(layer, trace):
-    """{name in the text: what a layer has, or does to the traced tokens}, means over samples."""
-    attention, D, lambd = layer.attention, layer.sparsification.D, layer.sparsification.lambd
-    U, X, A, eye = attention.U.weight, layer.norm2(trace.half), trace.code, torch.eye(len(D))
-    w, Q = attention.projections(layer.norm1(trace.tokens)), torch.linalg.qr(attention.bases())[0]
-    energy, (K, n, p) = w.square().sum(-1), w.shape[1:]
+def apart(A, B):
+    """The distance of A from B in % of the length of B."""
+    return 100 * (A - B).norm() / B.norm()
+
+
+def of_attention(layer, trace):
+    """{name in the text: what a layer's attention has, or makes of the traced tokens}."""
+    attention, X = layer.attention, layer.norm1(trace.tokens)
+    U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
+    energy, (K, n, p) = w.square().sum(-1), w.shape[1:]                 # w (B, K, n, p)
+    Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
     rates = layer_numbers(layer, trace, Layers(ckpt="", unit_bases=True, lambd=0))
-
-    def lasso(A):
-        return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
-
-    def apart(A, B):
-        return 100 * (A - B).norm() / B.norm()
     return dict(
-        attention=rates["Rc_change"].mean(), alone=rates["Rc_alone"].mean(),
-        rise=rates["rise"].mean(), lasso=100 * lasso(A) / lasso(0 * X),
-        relu=100 * lasso(X.relu()) / lasso(0 * X),
-        s=p / (n * 0.5 ** 2) * (torch.linalg.matrix_norm(w, 2) ** 2).mean(),
-        length=layer.norm1(trace.tokens).norm(dim=-1).mean(),
-        near=(energy.amax(1) / energy.sum(1)).mean(),
-        u=torch.linalg.svdvals(attention.bases()).mean(), angles=cosines[:, 0].mean(),
-        kept=100 * (crate.coding_rate(A) / crate.coding_rate(X)).mean(),
-        sums=apart(U.T @ U, eye), gram=apart(D.T @ D, eye), miss=apart(A @ D.mT, X),
+        attention=rates["Rc_change"], alone=rates["Rc_alone"], rise=rates["rise"],
+        s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
+        length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
+        u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
         cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
 
 
+def of_ista(layer, trace):
+    """{name in the text: what a layer's dictionary has, or makes of the traced tokens}."""
+    D, lambd = layer.sparsification.D, layer.sparsification.lambd
+    X, A = layer.norm2(trace.half), trace.code
+
+    def lasso(A):
+        return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
+    return dict(
+        lasso=100 * lasso(A) / lasso(0 * X), relu=100 * lasso(X.relu()) / lasso(0 * X),
+        kept=100 * crate.coding_rate(A) / crate.coding_rate(X),
+        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(A @ D.mT, X))
+
+
 def by_layer(net, x):
-    """{name: its values in the layers, on the pictures x}."""
-    found = defaultdict(list)
-    for layer, trace in zip(net.encoder.layers, net.encoder.trace(x)):
-        for name, value in measured(layer, trace).items():
-            found[name].append(float(value))
-    return found
+    """{name in the text: its mean in each layer, on the pictures x}."""
+    rows = [of_attention(layer, trace) | of_ista(layer, trace)
+            for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
+    return {name: [float(row[name].mean()) for row in rows] for name in rows[0]}
 
 
 def points():
@@ -122,9 +97,10 @@ def content():
     """(what the page has for its scripts, {name in the text: what stands for it})."""
     loaded = load_model("pretrained:shapes-crate")
     untrained = load_model("pretrained:shapes-crate", untrained_seed=0)
+    loaded.model.half().float()                         # as the page keeps it
     images, labels, _ = draw_shapes(100, seed=1)
     data = page.content("shapes-crate", loaded, untrained, ImageData(
-        **loaded.meta, val_images=images, val_labels=labels))           # rounds the model, too
+        **loaded.meta, val_images=images, val_labels=labels))
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     first, (drawn, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(loaded.model, first), loaded.model(first).softmax(1)

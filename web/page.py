@@ -1,6 +1,7 @@
 """Writes a checkpoint's page (`analyze.py page`): page.html with *.css, page.js and crate.js in
 it, the model's weights, and examples with PyTorch's outputs for them."""
 import base64
+import copy
 import json
 from dataclasses import asdict
 
@@ -68,12 +69,12 @@ def image_examples(model, task, data):
 
 @torch.no_grad()
 def content(name, loaded, untrained, data, tokens=None):
-    """What the page has for its scripts, as JSON can say it. Raises UserError for a model that they
-    cannot run. Of the trained model it keeps float16, to which the model itself is rounded too."""
-    model, c = loaded.model, loaded.model.config
+    """What the page has for its scripts, as JSON can say it: the trained model in float16, and what
+    PyTorch computes with these weights. Raises UserError for a model that they cannot run."""
+    model, c = copy.deepcopy(loaded.model).half().float(), loaded.model.config
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
-    trained = model.half().float().state_dict()
+    trained = model.state_dict()
     drawn = untrained.model.state_dict().values()       # int8 will do, a scale for each tensor
     scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in drawn]
     in_int8 = [(t / scale).round().char() for t, scale in zip(drawn, scales)]
