@@ -36,6 +36,13 @@ def images_for(name, meta, cache):
     return replace(data, mean=mean, std=std)
 
 
+def check_classes(loaded, data):
+    """Raises UserError if a classifier has other classes than the data."""
+    names = loaded.meta.get("classes", data.classes)            # a published one names none
+    if names != data.classes or loaded.model.config.classes != len(names):
+        raise UserError(f"--data={data.name} has other classes than the checkpoint")
+
+
 def read_pictures(files, loaded):
     """(pixels (n, 3, S, S) in [0, 1], the pixels normalized as in the model's training), of the
     central squares of picture files. Raises UserError for a file that cannot be read."""
@@ -229,21 +236,6 @@ class Accuracy(Flags):
     split: str = option("val", "which part", choices=("train", "val"))
 
 
-@dataclass(kw_only=True)
-class Probe(Flags):
-    """How well features separate the classes: an encoder's, trained or not, or the pixels."""
-    features: str | None = option(
-        None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
-        choices=("class", "mean", "pixels"))
-
-
-def check_classes(loaded, data):
-    """Raises UserError if a classifier has other classes than the data."""
-    names = loaded.meta.get("classes", data.classes)            # a published one names none
-    if names != data.classes or loaded.model.config.classes != len(names):
-        raise UserError(f"--data={data.name} has other classes than the checkpoint")
-
-
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = open_model(c, "vit")
@@ -252,6 +244,14 @@ def accuracy(c):
     split = data.on_device(c.split, processes.device)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, c, processes, c.batch_size)
+
+
+@dataclass(kw_only=True)
+class Probe(Flags):
+    """How well features separate the classes: an encoder's, trained or not, or the pixels."""
+    features: str | None = option(
+        None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
+        choices=("class", "mean", "pixels"))
 
 
 def probe(c):

@@ -87,8 +87,7 @@ def _resampling(start, length, size, out):
     """Matrices (B, out, size) that resample [start, start + length) of `size` pixels to `out`.
     As Pillow: out[i] = sum_j k((j + 1/2 - c_i) / max(s, 1)) in[j], rows normalised to 1, with
     s = length / out the pixels per output pixel, c_i = start + (i + 1/2) s, and j over the stretch,
-    of whole pixels."""
-    start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
+    of whole pixels. start and length (B, 1, 1)."""
     pixel = torch.arange(size, device=start.device) + 0.5
     scale = length / out
     center = start + (torch.arange(out, device=start.device).view(-1, 1) + 0.5) * scale
@@ -121,8 +120,9 @@ def at_size(x, size):
 def resized_crop(x, boxes, size):
     """A box of each sample, boxes (B, 4) of (top, left, height, width), whole pixels, resampled to
     size x size; antialiased. Nothing outside the box is seen."""
-    rows = _resampling(boxes[:, 0], boxes[:, 2], x.shape[2], size)      # (B, size, S)
-    columns = _resampling(boxes[:, 1], boxes[:, 3], x.shape[3], size)
+    top, left, height, width = boxes[..., None, None].unbind(1)
+    rows = _resampling(top, height, x.shape[2], size)                   # (B, size, S)
+    columns = _resampling(left, width, x.shape[3], size)
     return _resample(x, rows, columns).clamp_(0, 1)     # bicubic overshoots
 
 
