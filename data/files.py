@@ -30,9 +30,6 @@ def read_picture(file, size):
     is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
     try:
         image = upright(file)
-        # a strip's ends are not kept, and would make it millions of pixels long
-        spare = [max(0, side // 2 - 8 * min(image.size)) for side in image.size]
-        image = ImageOps.crop(image, (*spare, *spare))
         width, height = (side * size // min(image.size) for side in image.size)
         left, top = round((width - size) / 2), round((height - size) / 2)
         image = image.resize((width, height), Image.BICUBIC)

@@ -7,7 +7,9 @@ SPLIT is a key of SPLITS in any case. Folders around all of this do not count.""
 import os
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
+from itertools import takewhile
+from pathlib import Path
 
 from PIL import Image
 from tqdm import tqdm
@@ -54,72 +56,52 @@ def refuse_missing_shards(files):
             raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
 
 
-# ---- Splits. `files` is {path: the names of the folders that it lies in} ------------------------
-def without_outer(files, depth):
-    """Without the folders around all files, as an archive unpacks: down to a split, a choice or the
-    last `depth` folders."""
-    outer = 0
-    for names in zip(*[above[:len(above) - depth] for above in files.values()]):
-        if len(set(names)) > 1 or names[0].lower() in SPLITS:
-            break
-        outer += 1
-    return {path: above[outer:] for path, above in files.items()}
+def named(place):
+    """The names of a path, the first of which may be a split's: it is `train` for train.txt too."""
+    stem = re.sub(r"-\d+-of-\d+$", "", place.stem)
+    return place.parts if len(place.parts) > 1 else (stem.split(".")[-1], place.name)
 
 
-def split_of(path, above):
-    """The split that a file's first folder, or else its own name, stands for; or None."""
-    if above:
-        return SPLITS.get(above[0].lower())
-    stem = re.sub(r"-\d+-of-\d+$", "", path.stem)
-    return SPLITS.get(stem.split(".")[-1].lower())
-
-
-def refuse_mixed(paths):
+def refuse_mixed(files):
     """Raises UserError where two names in a folder differ in the word for the split alone, or in
     numbers too: seg_train and seg_test, train and test1, cat/train and cat/val."""
-    alike = defaultdict(set)        # folder, and a name in it without that word -> the names
-    for path in paths:
-        for i, name in enumerate(path):
-            word_out = re.sub("train(ing)?|val(id(ation)?)?|test(ing)?", "*", name.lower())
-            alike[path[:i], re.sub(r"\d", "", word_out)].add(name)
-    for (folder, _), names in alike.items():
-        train = {name for name in names if "train" in name.lower()}
-        if train and train != names:
-            one, other = (shown("/".join((*folder, min(some)))) for some in (train, names - train))
-            raise UserError(f"{one} and {other} would be mixed: a split is named "
-                            f"{', '.join(SPLITS)}, at the top of the folder")
+    places = {place for path in files for place in (path, *path.parents)}
+    alike = {(place.parent, re.sub(r"\d", "", place.name.lower())): place for place in places}
+    for folder, name in sorted(key for key in alike if "train" in key[1]):
+        for word in ("val", "valid", "validation", "test", "testing"):
+            other = folder, re.sub("train(ing)?", word, name)
+            if other in alike:
+                one, other = shown(alike[folder, name]), shown(alike[other])
+                raise UserError(f"{one} and {other} would be mixed: a split is named "
+                                f"{', '.join(SPLITS)}, at the top of the folder")
 
 
-def split_up(files, depth):
-    """{split: files below it}. There is a split if every name at the top is of one, or if some are
-    for training and some are not; then what lies outside is left out. Else all is "train"."""
-    splits = {path: split_of(path, above) for path, above in files.items()}
-    named = set(splits.values()) - {None}
-    if None not in splits.values() or ("train" in named and len(named) > 1):
-        return {split: {path: above[1:] for path, above in files.items()
-                        if splits[path] == split and len(above[1:]) >= depth}
-                for split in ("train", "val", "test") if split in named}
-    whole = [above if depth else (*above, path.name) for path, above in files.items()]
-    refuse_mixed(whole)
-    tops = [(*above, path.name)[0] for path, above in files.items() if splits[path]]
-    if tops:
-        print(f"note: {tops[0]} counts as one {'class' if depth else 'text'} among others: "
-              "a split has train and val or test", file=sys.stderr)
-    return dict(train=files)
-
-
-def listed(source, suffixes, depth):
-    """{split: {file: the folders it lies in, below the split}}. `depth` is the least number of
-    folders: 1, a picture's class, or 0, for a text. Raises UserError if there is no such file."""
+def listed(source, suffixes, least):
+    """{split: {file: the next name below the split}}, of files with at least so many names below
+    it. There is a split if every name at the top is of one, or if some are for training and some
+    are not; then what lies outside is left out. Else all is "train". Raises UserError if there is
+    no such file."""
     every = list(files_in(source))
-    files = {path: path.relative_to(source).parts[:-1] for path in every
-             if path.suffix.lower() in suffixes and path.is_file()}     # a link may be broken
-    files = {path: above for path, above in files.items() if len(above) >= depth}
+    files = [path for path in every if path.suffix.lower() in suffixes and path.is_file()]
     if not files:
         raise UserError(f"{shown([*every, source][0])} is no such data: pictures lie in DIR/CLASS/"
                         "FILE, text (it needs --tokenizer) in .parquet, .jsonl or .txt files")
     refuse_missing_shards(files)
-    parts = split_up(without_outer(files, depth), depth)
+    around = Path(os.path.commonpath([path.parent for path in files])).relative_to(source)
+    top = source.joinpath(*takewhile(lambda name: name.lower() not in SPLITS, around.parts))
+    places = [path.relative_to(top) for path in files]
+    names = {top / place: named(place) for place in places if len(place.parts) >= least}
+    splits = {SPLITS.get(first.lower()) for first, *_ in names.values()}
+    if None in splits and not {"train"} < splits - {None}:
+        refuse_mixed(places)
+        for split in splits - {None}:
+            print(f"note: `{split}` is taken for the name of a class or a text: a split has train "
+                  "and val or test", file=sys.stderr)
+        names = {path: ("train", *path.relative_to(top).parts) for path in names}
+        splits = {"train"}
+    parts = {split: {path: shown(below[0]) for path, (first, *below) in names.items()
+                     if SPLITS.get(first.lower()) == split and len(below) >= least}
+             for split in ("train", "val", "test") if split in splits}
     used = set().union(*parts.values())
     tell_left_out("files that are no such data, by their names and places",
                   [path for path in every if path not in used])
@@ -131,15 +113,14 @@ def pictures(source):
     other. Raises UserError for a split without classes, or with none of train's."""
     suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
                 if kind in Image.OPEN}
-    parts = {split: {path: shown(above[0]) for path, above in files.items()}
-             for split, files in listed(source, suffixes, 1).items()}
+    parts = dict(train={}) | listed(source, suffixes, 2)
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
-    classes = set(parts.get("train", {}).values())
+    train = set(parts["train"].values())
     for split, part in parts.items():
-        if classes.isdisjoint(part.values()):
-            raise UserError(f"{shown(source)}: its {split} has no class folders, or none of "
-                            "train's: pictures of a split lie in SPLIT/CLASS/FILE")
+        if len(train) < 2 or train.isdisjoint(part.values()):
+            raise UserError(f"{shown(source)}: its {split} has no class folders, or none of train's"
+                            " (two or more): pictures lie in DIR/[SPLIT/]CLASS/FILE")
     return parts
 
 
@@ -147,4 +128,4 @@ def texts(source):
     """{split: files}, of Parquet, or else .jsonl, or else .txt."""
     suffixes = {path.suffix.lower() for path in files_in(source)}
     kind = next((kind for kind in (".parquet", ".jsonl") if kind in suffixes), ".txt")
-    return {split: list(files) for split, files in listed(source, {kind}, 0).items()}
+    return {split: list(files) for split, files in listed(source, {kind}, 1).items()}

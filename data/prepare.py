@@ -8,20 +8,16 @@
 
 DIR/train beside DIR/val or DIR/test, or texts named so, are kept as your split; pictures without a
 val are validated on test. Otherwise a tenth of the pictures is held out, or a hundredth of the
-documents, or the last tenth of a single one. The set is data/cache/NAME: meta.json and
-
-    {train,val}_images.npy, _labels.npy     uint8 (N, S, S, 3), int64 (N,)
-    {train,val}_masks.npy                   uint8 (N, S, S), 1 on the object (drawn sets only)
-    {train,val,test}.bin                    uint16 tokens
-
-GPT-2's end-of-text token follows each document. Disk, about: imagenet 262 GB, streamed from the Hub
-or DIR; openwebtext 54 GB in the cache of `datasets` (HF_HOME) and 18 GB written."""
+documents, or the last tenth of a single one. GPT-2's end-of-text token follows each document.
+The set is data/cache/NAME: meta.json, and the arrays that images.py and text.py describe. Disk,
+about: imagenet 262 GB, streamed from the Hub or DIR; openwebtext 54 GB in the cache of `datasets`
+(HF_HOME) and 18 GB written."""
 import contextlib
 import fcntl
 import io
-import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import zlib
@@ -43,30 +39,164 @@ from data.tokenizer import CharTokenizer, make_tokenizer
 from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 
-# ---- The sets, one row each. `hub` is what load_dataset takes -----------------------------------
+# ---- Kinds of sets. write(source, draft) writes the files into the folder `draft` and returns ----
+# ---- meta.json. `hub` is a set's name on the Hub, None for a person's own -----------------------
 class DrawnSet(NamedTuple):
     options: dict                   # split -> options of draw_shapes
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub, large = None, False
+    hub = None
+
+    def write(self, source, draft):
+        for seed, (split, n) in enumerate(zip(("train", "val"), self.counts)):
+            arrays = shapes.draw_shapes(n, seed, **self.options.get(split, {}))
+            for kind, array in zip(("images", "labels", "masks"), arrays):
+                np.save(draft / f"{split}_{kind}.npy", array)
+        return image_meta(list(shapes.SHAPES), draft)
 
 
 class ImageSet(NamedTuple):
     size: int                       # pixels per side, as stored
-    hub: dict | None = None         # None: the user's own
-    val: str = "test"               # the split that validates
-    large: bool = False             # not prepared unasked
-    by_class: bool = False          # the rows lie so: they are stored in an order that is drawn
+    hub: str | None = None
+    val: str = "val"                # the split that validates
+    image: str = "image"            # the column of the pictures
+    label: str = "label"
+    mixed: bool = False             # any other set is stored in an order that is drawn
+
+    def read(self, source, draft):
+        """{split: rows}, of the Hub, of its files in a folder, or of a person's own folder."""
+        from datasets import ClassLabel, Dataset, Features, Image, load_dataset, Value
+
+        if self.hub:
+            if source:
+                folders.refuse_missing_shards(folders.files_in(source))
+            sets = load_dataset(str(source or self.hub), cache_dir=str(draft / "scratch"),
+                                streaming=self.mixed)
+            return sets.cast_column(self.image, Image(decode=False))
+        sets, parts = {}, folders.pictures(source)
+        names = sorted({name for part in parts.values() for name in part.values()})
+        cell = dict(path=Value("binary"), bytes=Value("binary"))        # a path may have any bytes
+        features = Features(image=cell, label=ClassLabel(names=names))
+        for split, part in parts.items():
+            cells = [dict(path=os.fsencode(path), bytes=None) for path in part]
+            sets[split] = Dataset.from_dict(dict(image=cells, label=list(part.values())), features)
+        return hold_out(sets, 0.1)
+
+    def write_split(self, split, rows, draft):
+        """Writes the pictures that can be read, and their labels."""
+        read, labels, problems = partial(read_picture, size=self.size), [], []
+        with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as threads:
+            out.seek(128)               # the header comes last: not every picture can be read
+            for batch in tqdm(rows.iter(512), f"{split}, 512", disable=None):
+                cells = batch[self.image]
+                files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
+                         for cell in cells]
+                for cell, label, (pixels, problem) in zip(
+                        cells, batch[self.label], threads.map(read, files)):
+                    if problem:
+                        problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
+                    else:
+                        out.write(pixels.tobytes())
+                        labels.append(label)
+            out.seek(0)
+            np.lib.format.write_array_header_1_0(out, dict(
+                descr="|u1", fortran_order=False, shape=(len(labels), self.size, self.size, 3)))
+        np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
+        folders.tell_left_out("pictures", problems)
+        if not labels:
+            raise UserError(f"no picture of its {split} can be read: {problems[:1]}")
+
+    def write(self, source, draft):
+        sets = self.read(source, draft)
+        for split, rows in (("train", sets["train"]), ("val", sets[self.val])):
+            self.write_split(split, rows if self.mixed else rows.shuffle(seed=SEED), draft)
+        return image_meta(getattr(rows.features[self.label], "names", None), draft)
 
 
 class TextSet(NamedTuple):
-    hub: dict | None = None
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
+    hub: str | None = None
+    revision: str | None = None     # of the Hub's set
     one_text: bool = False          # all rows are one text
     held_out: float = 0.01          # of the rows, where none are for validation
-    large: bool = False
     rows: object = None             # a function that makes them, where nothing is read
 
+    def read(self, source, draft):
+        """{split: documents}, of the Hub or of the files in a folder; and whether train and val are
+        one text: the last tenth of a single document validates, where there is no other."""
+        from datasets import Dataset, Features, load_dataset, Value
 
+        if self.rows:
+            sets = self.rows()
+        elif source is None:
+            sets = load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
+        else:
+            sets = {split: Dataset.from_generator(      # 64 at once: they may be books
+                        partial(documents, files), Features(text=Value("large_string")),
+                        cache_dir=str(draft / "scratch"), writer_batch_size=64)
+                    for split, files in folders.texts(source).items()}
+        if self.one_text:
+            whole = "".join(text for rows in sets.values() for text in rows["text"])
+            sets = dict(train=Dataset.from_dict(dict(text=[whole])))
+        parts = {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
+        one_text = "train" in parts and "val" not in parts
+        if one_text:
+            whole = "".join(parts["train"])
+            end = int(0.9 * len(whole))
+            parts |= dict(train=[whole[:end]], val=[whole[end:]])
+        return parts, one_text
+
+    def write(self, source, draft):
+        parts, one_text = self.read(source, draft)
+        tokenizer = make_tokenizer(self.tokenizer, parts.get("train", []))
+        end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
+        tokens, checksum = {}, 0
+        for split, texts in parts.items():
+            with open(draft / f"{split}.bin", "wb") as out:
+                # 64 at once: they may be books, and memory holds their tokens
+                for start in tqdm(range(0, len(texts), 64), split, disable=None):
+                    for ids in tokenizer.encode_batch(texts[start:start + 64]):
+                        ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+                        checksum = zlib.crc32(ids, checksum)
+                        out.write(ids)
+                tokens[split] = out.tell() // 2
+            if tokens[split] < 2:
+                raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
+        return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
+
+
+def hold_out(sets, share):
+    """The sets, named train, val and test. This share of the rows for training validates, if no
+    others do."""
+    sets = {folders.SPLITS[split]: rows for split, rows in sets.items()}
+    if "val" in sets or len(sets.get("train", [])) < 2:
+        return sets
+    halves = sets["train"].train_test_split(share, seed=SEED)
+    return {**sets, "train": halves["train"], "val": halves["test"]}
+
+
+def image_meta(classes, draft):
+    """Mean and deviation are per channel, of train_images / 255, from exact integer sums. Without
+    names, the classes are numbers."""
+    train, val = (np.load(draft / f"{split}_labels.npy") for split in ("train", "val"))
+    labels, lone = np.concatenate([train, val]), np.setxor1d(train, val)
+    classes = classes or [str(i) for i in range(labels.max() + 1)]
+    if len(lone):
+        print(f"note: {len(lone)} classes have pictures to train on or to validate on, not both, "
+              f"such as {classes[lone[0]]}", file=sys.stderr)
+    pictures, checksum = np.load(draft / "train_images.npy", "r"), zlib.crc32(labels)
+    sums = np.zeros((2, 3), np.int64)
+    for picture in pictures:
+        checksum = zlib.crc32(picture, checksum)
+        pixels = picture.reshape(-1, 3).astype(np.int64)
+        sums += [pixels.sum(0), (pixels ** 2).sum(0)]
+    mean, mean_square = sums / pictures[..., 0].size
+    std = np.sqrt(np.maximum(mean_square - mean ** 2, 1))       # 1: a channel may be constant
+    return dict(kind="images", classes=classes, image_size=pictures.shape[1], checksum=checksum,
+                images=dict(train=len(train), val=len(val)),
+                mean=(mean / 255).tolist(), std=(std / 255).tolist())
+
+
+# ---- The sets, one row each ---------------------------------------------------------------------
 def pydoc():
     """{split: rows}: one document, the English text of Python's own help topics."""
     from pydoc_data.topics import topics
@@ -75,198 +205,32 @@ def pydoc():
 
 
 IMAGES = {
-    "shapes": DrawnSet({}), "camouflage": DrawnSet(shapes.CAMOUFLAGE),
-    "cifar10": ImageSet(32, dict(path="uoft-cs/cifar10")),
-    "cifar100": ImageSet(32, dict(path="uoft-cs/cifar100")),
-    "flowers102": ImageSet(256, dict(path="dpdl-benchmark/oxford_flowers102"), by_class=True),
-    "pets": ImageSet(256, dict(path="timm/oxford-iiit-pet"), by_class=True),
+    "shapes": DrawnSet({}),
+    "camouflage": DrawnSet(shapes.CAMOUFLAGE),
+    "cifar10": ImageSet(32, "uoft-cs/cifar10", "test", image="img", mixed=True),
+    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", mixed=True),
+    "flowers102": ImageSet(256, "dpdl-benchmark/oxford_flowers102", "test"),
+    "pets": ImageSet(256, "timm/oxford-iiit-pet", "test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
-    "imagenet": ImageSet(256, dict(path="ILSVRC/imagenet-1k"), "validation", large=True),
+    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", mixed=True),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 CONVERTED = "refs/convert/parquet"      # the Hub's own conversion of what has only a script
-SHAKESPEARE = dict(path="karpathy/tiny_shakespeare", revision=CONVERTED)
+PLAYS = "karpathy/tiny_shakespeare"
 TEXTS = {
     # the share is nanoGPT's, so that losses compare
-    "openwebtext": TextSet(dict(path="Skylion007/openwebtext", num_proc=os.cpu_count()),
-                           held_out=0.0005, large=True),
-    "shakespeare": TextSet(SHAKESPEARE, one_text=True),
-    "shakespeare_char": TextSet(SHAKESPEARE, tokenizer="char", one_text=True),
-    "pydoc": TextSet(tokenizer=CharTokenizer(PRINTABLE), one_text=True, rows=pydoc),
+    "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005),
+    "shakespeare": TextSet("gpt2", PLAYS, CONVERTED, one_text=True),
+    "shakespeare_char": TextSet("char", PLAYS, CONVERTED, one_text=True),
+    "pydoc": TextSet(CharTokenizer(PRINTABLE), one_text=True, rows=pydoc),
 }
 SETS = {**IMAGES, **TEXTS}
+LARGE = ("imagenet", "openwebtext")     # not prepared unasked
 SEED = 2357         # of every order and part that is drawn
 
 
-# ---- Reading: {split: rows} by `datasets` -------------------------------------------------------
-def read_pictures(row, source, draft):
-    """The pictures of a set on the Hub, of its files in a folder, or of a user's own folder."""
-    from datasets import ClassLabel, Dataset, load_dataset
-
-    if source is None:
-        return load_dataset(**row.hub, streaming=not row.by_class)
-    if row.hub:
-        folders.refuse_missing_shards(folders.files_in(source))
-        return load_dataset("parquet", data_dir=str(source), cache_dir=str(draft / "scratch"),
-                            streaming=not row.by_class)
-    parts = folders.pictures(source)
-    label = ClassLabel(names=sorted({name for part in parts.values() for name in part.values()}))
-    sets = {}
-    for split, part in parts.items():
-        files = [dict(path=os.fsencode(path), bytes=None) for path in part]
-        rows = Dataset.from_dict(dict(image=files, label=[*part.values()]))
-        sets[split] = rows.cast_column("label", label)
-    return hold_out(sets, 0.1)
-
-
-def read_texts(row, source, draft):
-    """The texts of a set on the Hub, or of the files in a folder: the Hub's or a user's own."""
-    from datasets import Dataset, Features, load_dataset, Value
-
-    if row.rows:
-        return row.rows()
-    if source is None:
-        return load_dataset(**row.hub)
-    return {split: Dataset.from_generator(      # 64 at once: they may be books
-                partial(documents, files), Features(text=Value("large_string")),
-                cache_dir=str(draft / "scratch"), writer_batch_size=64)
-            for split, files in folders.texts(source).items()}
-
-
-def hold_out(sets, share):
-    """This share of the rows for training validates, if no others do."""
-    if {"val", "validation"}.intersection(sets) or len(sets.get("train", [])) < 2:
-        return sets
-    halves = sets["train"].train_test_split(share, seed=SEED)
-    return {**sets, "train": halves["train"], "val": halves["test"]}
-
-
-# ---- Images: decoded by threads, in order -------------------------------------------------------
-def write_pictures(path, row, rows, label):
-    """Writes those that can be read; returns their labels, and what is wrong with the others."""
-    from datasets import Image as ImageColumn
-
-    def read(cell):
-        return read_picture(io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"], row.size)
-
-    column = "img" if "img" in rows.features else "image"
-    if row.by_class:
-        rows = rows.shuffle(seed=SEED)
-    if row.hub:         # the cells of a user's own are files already
-        rows = rows.cast_column(column, ImageColumn(decode=False))
-    labels, problems = [], []
-    with open(path, "wb") as out, ThreadPoolExecutor() as threads:
-        out.seek(128)               # the header comes last: not every picture can be read
-        for batch in tqdm(rows.iter(512), f"{path.name}, 512", disable=None):
-            decoded = threads.map(read, batch[column])
-            for cell, number, (pixels, problem) in zip(batch[column], batch[label], decoded):
-                if problem:
-                    problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
-                else:
-                    out.write(pixels.tobytes())
-                    labels.append(number)
-        out.seek(0)
-        np.lib.format.write_array_header_1_0(out, dict(
-            descr="|u1", fortran_order=False, shape=(len(labels), row.size, row.size, 3)))
-    return labels, problems
-
-
-def write_images(row, source, draft):
-    """Writes the pictures and labels of both splits; returns what meta.json says of them."""
-    sets = read_pictures(row, source, draft)
-    features = sets["train"].features
-    label = next(key for key in ("label", "labels", "fine_label") if key in features)
-    classes = getattr(features[label], "names", None)
-    used = []
-    for split, part in dict(train="train", val="val" if "val" in sets else row.val).items():
-        labels, problems = write_pictures(draft / f"{split}_images.npy", row, sets[part], label)
-        np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
-        classes = classes or [str(i) for i in range(max(labels, default=0) + 1)]
-        if len(classes) < 2 or not labels:
-            raise UserError(f"fewer than two classes of {part} can be read {problems[:3] or ''}")
-        if problems:
-            print(f"{len(problems)} pictures left out: {problems[:3]}", file=sys.stderr)
-        used.append(set(labels))
-    lone = used[0] ^ used[1]
-    if lone:
-        print(f"note: {len(lone)} classes have pictures to train on or to validate on, not both, "
-              f"such as {classes[min(lone)]}", file=sys.stderr)
-    return image_meta(classes, draft)
-
-
-def write_shapes(row, source, draft):
-    """Draws the pictures; returns what meta.json says of them."""
-    for seed, (split, n) in enumerate(zip(("train", "val"), row.counts)):
-        arrays = shapes.draw_shapes(n, seed, **row.options.get(split, {}))
-        for kind, array in zip(("images", "labels", "masks"), arrays):
-            np.save(draft / f"{split}_{kind}.npy", array)
-    return image_meta(list(shapes.SHAPES), draft)
-
-
-def image_meta(classes, draft):
-    """Mean and deviation are per channel, of train_images / 255, from exact integer sums."""
-    pixels, sums = np.load(draft / "train_images.npy", "r"), np.zeros((2, 3), np.uint64)
-    labels = [np.load(draft / f"{split}_labels.npy") for split in ("train", "val")]
-    checksum = zlib.crc32(np.concatenate(labels))
-    for start in range(0, len(pixels), 1000):
-        part = pixels[start:start + 1000].reshape(-1, 3)
-        checksum = zlib.crc32(part, checksum)
-        sums += [part.sum(0, np.uint64), np.square(part, dtype=np.uint32).sum(0, np.uint64)]
-    mean, mean_square = sums / pixels[..., 0].size
-    std = np.sqrt(np.maximum(mean_square - mean ** 2, 1))       # 1: a channel may be constant
-    return dict(kind="images", classes=classes, image_size=pixels.shape[1], checksum=checksum,
-                images=dict(train=len(labels[0]), val=len(labels[1])),
-                mean=(mean / 255).tolist(), std=(std / 255).tolist())
-
-
-# ---- Text: encoded by tiktoken's threads, in order ----------------------------------------------
-def split_texts(row, source, draft):
-    """{split: documents}, and whether train and val are one text: the last tenth of a single
-    document validates, where there is no other."""
-    sets = read_texts(row, source, draft)
-    if not row.one_text:
-        sets = hold_out(sets, row.held_out)
-    parts = {folders.SPLITS[split]: rows["text"] for split, rows in sets.items()}
-    if row.one_text:
-        parts = dict(train=["".join(itertools.chain(*parts.values()))])
-    if "train" not in parts or "val" in parts:
-        return parts, False
-    [whole] = parts["train"]
-    end = int(0.9 * len(whole))
-    return {**parts, "train": [whole[:end]], "val": [whole[end:]]}, True
-
-
-def write_text(row, source, draft):
-    """Writes the tokens of all splits; returns what meta.json says of them."""
-    parts, one_text = split_texts(row, source, draft)
-    tokenizer = make_tokenizer(row.tokenizer, parts.get("train", []))
-    end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
-    tokens, checksum = {}, 0
-    for split, texts in parts.items():
-        with open(draft / f"{split}.bin", "wb") as out:
-            # 64 at once: they may be books, and memory holds their tokens
-            for start in tqdm(range(0, len(texts), 64), split, disable=None):
-                for ids in tokenizer.encode_batch(texts[start:start + 64]):
-                    ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
-                    checksum = zlib.crc32(ids, checksum)
-                    out.write(ids)
-            tokens[split] = out.tell() // 2
-        if tokens[split] < 2:
-            raise UserError(f"its part {split} has {tokens[split]} tokens: the text is too short")
-    return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
-
 
 # ---- Preparing and opening ----------------------------------------------------------------------
-WRITERS = {DrawnSet: write_shapes, ImageSet: write_images, TextSet: write_text}
-
-
-def how_to(name, cache):
-    """How to get a set of the Hub, for messages; None for any other."""
-    hub = SETS[name].hub if name in SETS else None
-    return hub and (f"python data/prepare.py {name} --data_dir={cache} with a network, or --source "
-                    f"DIR with the files of huggingface.co/datasets/{hub['path']}")
-
-
 @contextlib.contextmanager
 def one_line(name, advice):
     """What goes wrong inside is one line for the user, whatever a reader or the Hub raises."""
@@ -280,15 +244,13 @@ def one_line(name, advice):
         raise UserError(f"{name}: {reason}{f'; {advice}' if advice else ''}") from error
 
 
-def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None):
-    """Writes cache/NAME, if it is not there. A set of the user's own is text if it has a tokenizer
-    ("gpt2", "char" or an object); `drawn` are other numbers of pictures of a drawn set."""
-    own = TextSet(tokenizer=tokenizer) if tokenizer else ImageSet(size, by_class=True)
-    row = SETS.get(name, own)
-    row = row._replace(counts=drawn) if drawn else row
+def prepare(name, row, source=None, cache=CACHE):
+    """Writes cache/NAME as its row says, if it is not there."""
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with one_line(name, how_to(name, cache)), open(draft.with_suffix(".lock"), "w") as lock:
+    advice = row.hub and (f"it needs a network, or python data/prepare.py {name} --data_dir={cache}"
+                          f" --source DIR with the files of huggingface.co/datasets/{row.hub}")
+    with one_line(name, advice), open(draft.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)                # another process waits, and finds the set
         if folder.exists():
             return
@@ -296,8 +258,7 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None)
         shutil.rmtree(draft, ignore_errors=True)        # left by a run that was killed
         draft.mkdir()
         try:
-            source = Path(source).resolve() if source else None
-            meta = WRITERS[type(row)](row, source, draft)
+            meta = row.write(source and Path(source).resolve(), draft)
             (draft / "meta.json").write_text(json.dumps(dict(name=name, **meta), indent=1))
             shutil.rmtree(draft / "scratch", ignore_errors=True)        # of `datasets`
             draft.rename(folder)
@@ -310,14 +271,13 @@ def prepare(name, source=None, cache=CACHE, tokenizer=None, size=32, drawn=None)
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
-    if name not in own.union(sets):
-        raise UserError(f"--data={not_one_of(name, sorted(own.union(sets)))}; "
-                        "python data/prepare.py NAME --source DIR makes your own")
+    names = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
+    names.update(name for name in sets if name not in LARGE)
+    if name not in names:
+        raise UserError(f"--data={not_one_of(name, sorted(names))}; python data/prepare.py makes "
+                        f"{', '.join(LARGE)}; with --source DIR it makes your own")
     if not folder.exists():
-        if sets[name].large:
-            raise UserError(f"{name} is not prepared: {how_to(name, cache)}; --help lists presets")
-        prepare(name, cache=cache)
+        prepare(name, sets[name], cache=cache)
     with one_line(name, f"delete {folder} and prepare it again"):
         meta = json.loads((folder / "meta.json").read_bytes())
         if meta["kind"] != kind:
@@ -338,15 +298,15 @@ def main(argv):
     c = parse(Flags, {}, argv, __doc__)[0]
     name = " ".join(c.name)
     row = SETS.get(name)
-    if not row and not c.source:
-        raise UserError(f"{not_one_of(name or 'NAME', SETS)} (your own needs --source)")
     if row and any([c.tokenizer, c.size, c.source and not row.hub]):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")
-    if Path(name).name != name or name in ("", ".."):
-        raise UserError(f"{name or 'NAME'} is no name of a set; its files are in --source=DIR")
+    if not row and not (c.source and re.fullmatch(r"\w[^/]*", name)):
+        raise UserError(f"{not_one_of(name or 'NAME', SETS)}; your own has a plain name, without "
+                        "/, and its files are in --source=DIR")
     if Path(c.data_dir, name).exists():
         raise UserError(f"{c.data_dir}/{name} is there already: delete it to prepare it again")
-    prepare(name, c.source, c.data_dir, c.tokenizer, c.size or 32)
+    own = TextSet(c.tokenizer) if c.tokenizer else ImageSet(c.size or 32)
+    prepare(name, row or own, c.source, c.data_dir)
 
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ def seed():
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory):
     """A data directory with `shapes` of 400 + 100 images."""
-    from data.prepare import prepare
+    from data.prepare import DrawnSet, prepare
     cache = tmp_path_factory.mktemp("cache")
-    prepare("shapes", cache=cache, drawn=(400, 100))
+    prepare("shapes", DrawnSet({}, (400, 100)), cache=cache)
     return cache
 
 
@@ -37,7 +37,7 @@ def cache(tmp_path_factory):
 def text_cache(tmp_path_factory):
     """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
     short rhyme (`verse`), and a set without a training part (`exam`)."""
-    from data.prepare import prepare, PRINTABLE, pydoc
+    from data.prepare import prepare, PRINTABLE, pydoc, SETS, TextSet
     from data.tokenizer import CharTokenizer
     folder = tmp_path_factory.mktemp("text")
     sets = [("tiny", "a.txt", PRINTABLE, pydoc()["train"]["text"][0][:40_000]),
@@ -46,8 +46,8 @@ def text_cache(tmp_path_factory):
     for name, file, characters, words in sets:
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
-        prepare(name, folder / name, folder / "cache", CharTokenizer(characters))
-    prepare("pydoc", cache=folder / "cache")
+        prepare(name, TextSet(CharTokenizer(characters)), folder / name, folder / "cache")
+    prepare("pydoc", SETS["pydoc"], cache=folder / "cache")
     return folder / "cache"
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from helpers import ADAMW, FLAGS, metrics, same, weights
 
-from data.prepare import prepare
+from data.prepare import DrawnSet, prepare
 
 IMAGES = ["--batch_size=18", "--epochs=0.45"]                           # 10 steps
 SIMDINO = ["train_simdino", *IMAGES, "--drop_path=0", "--freeze_epochs=0.1"]
@@ -67,7 +67,7 @@ def runs(tmp_path_factory, text_cache):
     only one to write, beside whole/ and cut/. Of 401 + 101 images, which nothing divides."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "runs.py").write_text(SCRIPT)
-    prepare("shapes", cache=folder / "cache", drawn=(401, 101))
+    prepare("shapes", DrawnSet({}, (401, 101)), cache=folder / "cache")
     (folder / "cache" / "tiny").symlink_to(text_cache / "tiny")
     place = f"--data_dir={folder / 'cache'}"
     todo = {name: [script, *FLAGS[script], *flags, place]

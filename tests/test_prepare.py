@@ -13,6 +13,8 @@ from data import files, folders, images, prepare, text
 from data.shapes import CAMOUFLAGE, draw_shapes
 from flags import UserError
 
+CHARACTERS = prepare.TextSet("char")
+
 
 def noise(width, height, seed, mode="RGB"):
     shape = height, width, len(mode)
@@ -69,11 +71,11 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert data.mean == pytest.approx(pixels[:40].mean((0, 1, 2)) / 255)
     assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)).clip(1) / 255)
     assert_fails("is there already", prepare.main, command)
-    assert_fails("is no name of a set", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
+    assert_fails("has a plain name", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
     assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
     (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
-    assert_fails("incomplete: there are 1 of 00003 .*", prepare.prepare, "cifar10",
-                 tmp_path / "source", tmp_path / "other")
+    assert_fails("incomplete: there are 1 of 00003 .*", prepare.main,
+                 [*command[:2], f"--data_dir={tmp_path / 'other'}"])
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
@@ -88,7 +90,7 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
         parquet(tmp_path / f"data/train-0000{part}-of-00002.parquet", image=train[rows],
                 label=[0, 999, 3][rows])
     parquet(tmp_path / "data/validation-00000-of-00001.parquet", image=train[:1], label=[5])
-    prepare.prepare("imagenet", tmp_path, tmp_path)
+    prepare.main(["imagenet", f"--source={tmp_path}", f"--data_dir={tmp_path}"])
     data = images.load("imagenet", tmp_path)
     assert data.image_size == 256 and data.classes == [str(i) for i in range(1000)]
     assert data.train_labels.tolist() == [0, 999, 3] and data.val_labels.tolist() == [5]
@@ -96,34 +98,25 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
         assert np.array_equal(stored, np.asarray(expected))
 
 
-def test_the_ends_of_a_strip_are_not_resized(tmp_path):
-    """What is kept is the same. Of 3 x 60,000 pixels, 51 million would be made to keep 65,536."""
-    for size in ((66, 3), (3, 6000)):
-        strip = noise(*size, 0)
-        strip.save(tmp_path / "strip.png")
-        width, height = (side * 32 // 3 for side in size)
-        left, top = (width - 32) // 2, (height - 32) // 2
-        whole = strip.resize((width, height), Image.BICUBIC)
-        assert np.array_equal(files.read_picture(tmp_path / "strip.png", 32)[0],
-                              whole.crop((left, top, left + 32, top + 32)))
-
-
 @pytest.mark.parametrize("read, names, expected", [     # {split: classes or texts}, or the message
     ("pictures", "cat/a.png dog/b.JPG dog/in/deep/c.png cow.png", dict(train="cat dog dog")),
-    ("pictures", "Train/cat/a.png TESTING/cat/b.png more/d.png", dict(train="cat", val="cat")),
-    ("pictures", "train/cat/a.png val/dog/b.png val/cat/c.png test/d.png",
-     dict(train="cat", val="cat dog")),
+    ("pictures", "Train/cat/a.png Train/dog/a.png TESTING/cat/b.png more/d.png",
+     dict(train="cat dog", val="cat")),
+    ("pictures", "train/cat/a.png train/cow/a.png val/dog/b.png val/cat/c.png test/d.png",
+     dict(train="cat cow", val="cat dog")),
     ("pictures", "train/cat/a.png train/dog/a.png train/b.png README.md", dict(train="cat dog")),
-    ("pictures", "in/set/train/cat/a.png in/set/valid/cat/b.png", dict(train="cat", val="cat")),
+    ("pictures", "in/set/train/cat/a.png in/set/train/dog/a.png in/set/valid/cat/b.png",
+     dict(train="cat dog", val="cat")),
     ("pictures", "bus/a.png car/a.png train/a.png", dict(train="bus car train")),
     ("pictures", ".git/a.png @eaDir/a.png __MACOSX/b/a.png cat/._a.png cat/.thumbnails/a.png "
      "cat/a.png dog/a.png dog/metadata.csv cow.zip", dict(train="cat dog")),
     ("pictures", "train/a.png val/b.png", "its train has no class folders"),
-    ("pictures", "train/cat/a.png val/images/b.png", "its val has no class folders, or none"),
+    ("pictures", "train/cat/a.png train/dog/a.png val/images/b.png",
+     "its val has no class folders, or none"),
     ("pictures", "seg_train/a/a.png seg_test/a/b.png more/c.png", "seg_train and seg_test would"),
     ("pictures", "nut/train/a.png nut/test/b.png oak/c.png", "nut/train and nut/test would be"),
     ("pictures", "train/cat.0.jpg train/dog.0.jpg test1/1.jpg", "train and test1 would be"),
-    ("pictures", "a.png b.png", "pictures lie in DIR/CLASS/FILE"),
+    ("pictures", "a.png b.png", "its train has no class folders"),
     ("texts", "ptb.train.txt ptb.valid.txt README.txt",
      dict(train="ptb.train.txt", val="ptb.valid.txt")),
     ("texts", "Training/a/b.txt VAL.TXT", dict(train="b.txt", val="VAL.TXT")),
@@ -158,7 +151,7 @@ def test_links_and_odd_names(tmp_path, capsys):
     (tmp_path / "mine/cat/around").symlink_to(tmp_path / "mine")
     (tmp_path / "mine/cat/gone.png").symlink_to(tmp_path / "nothing")
     (tmp_path / "mine/cat/link" / os.fsdecode(b"\xe9\n.png")).write_bytes(b"no picture")
-    prepare.prepare("mine", tmp_path / "mine", tmp_path / "cache", size=8)
+    prepare.prepare("mine", prepare.ImageSet(8), tmp_path / "mine", tmp_path / "cache")
     data, told = images.load("mine", tmp_path / "cache"), capsys.readouterr().err
     assert data.classes == ["cat", "dog"] and len(data.train_labels) + len(data.val_labels) == 10
     assert "left out: 1 files" in told and "gone.png" in told and "link/\ufffd .png (" in told
@@ -185,7 +178,7 @@ def test_rows_of_text(tmp_path, capsys):
         folder = tmp_path / message[:25]
         folder.mkdir()
         (folder / name).write_bytes(content)
-        assert_fails(message, prepare.prepare, "mine", folder, tmp_path, "char")
+        assert_fails(message, prepare.prepare, "mine", CHARACTERS, folder, tmp_path)
 
 
 def test_own_pictures(tmp_path, capsys):
@@ -197,7 +190,7 @@ def test_own_pictures(tmp_path, capsys):
             Image.new("RGB", (40 + i % 3, 36), (12 * i,) * 3).save(file)
     (tmp_path / "flat/dog/zz.jpg").write_bytes(b"no picture")
     for root in ("split", "flat"):
-        prepare.prepare(root, tmp_path / root, tmp_path / "cache", size=24)
+        prepare.prepare(root, prepare.ImageSet(24), tmp_path / root, tmp_path / "cache")
         data = images.load(root, tmp_path / "cache")
         assert data.classes == ["cat", "dog"] and data.image_size == 24
         pictures = data.train_images, data.val_images
@@ -207,11 +200,11 @@ def test_own_pictures(tmp_path, capsys):
         assert sorted([*train, *val]) == sorted([*range(20)] * (1 + (root == "split")))
     assert 2 <= len(val) <= 3
     told = capsys.readouterr().err
-    assert "1 pictures left out: " in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
+    assert "left out: 1 pictures" in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
     for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
-    assert_fails(r"fewer than two classes of val .*test \[\d+\]\.\w+ \(", prepare.prepare, "none",
-                 tmp_path / "split", tmp_path / "cache")
+    assert_fails(r"no picture of its val can be .*test \[\d+\]\.\w+ \(", prepare.prepare, "no",
+                 prepare.ImageSet(24), tmp_path / "split", tmp_path / "cache")
 
 
 def documents(tokens, tokenizer):
@@ -228,7 +221,7 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe):
     for split, part in dict(train=play[:700], validation=play[700:1500], test=play[1500:]).items():
         parquet(tmp_path / f"hub/{split}/0000.parquet", text=[part])
     for name in ("shakespeare", "shakespeare_char"):
-        prepare.prepare(name, tmp_path / "hub", tmp_path)
+        prepare.prepare(name, prepare.SETS[name], tmp_path / "hub", tmp_path)
         data = text.load(name, tmp_path)
         assert data.tokenizer.decode(data.train) == play[:left]
         assert data.tokenizer.decode(data.val) == play[left:]
@@ -248,11 +241,11 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
         else:
             table = datasets.Dataset.from_dict({"text": part})
             (table.to_json if kind == "jsonl" else table.to_parquet)(folder / f"0.{kind}")
-    prepare.prepare("books", tmp_path / "a", tmp_path, "gpt2")
+    prepare.prepare("books", prepare.TextSet("gpt2"), tmp_path / "a", tmp_path)
     data = text.load("books", tmp_path)
     assert documents(data.train, bpe) == rows and documents(data.val, bpe) == rows[:4]
     # of one part alone, a hundredth of the documents validates
-    prepare.prepare("mine", tmp_path / "a/train", tmp_path, "gpt2")
+    prepare.prepare("mine", prepare.TextSet("gpt2"), tmp_path / "a/train", tmp_path)
     data = text.load("mine", tmp_path)
     train, val = documents(data.train, bpe), documents(data.val, bpe)
     assert sorted(train + val) == sorted(rows) and len(val) == 1
@@ -267,16 +260,16 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     (tmp_path / ".camouflage.draft/half.npy").write_bytes(b"half")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "image_meta", stop)
-        prepare.prepare("camouflage", cache=tmp_path, drawn=(20, 10))
+        prepare.prepare("camouflage", prepare.DrawnSet(CAMOUFLAGE, (20, 10)), cache=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".camouflage.lock"]
-    prepare.prepare("camouflage", cache=tmp_path, drawn=(30, 10))
+    prepare.prepare("camouflage", prepare.DrawnSet(CAMOUFLAGE, (30, 10)), cache=tmp_path)
     data, drawn = images.load("camouflage", tmp_path), draw_shapes(10, 1, **CAMOUFLAGE["val"])
     assert len(data.train_labels) == 30 and np.array_equal(data.val_images, drawn[0])
 
 
 def test_damage_is_one_line(tmp_path):
     """A file that was cut off, or of other bytes, or none."""
-    prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
+    prepare.prepare("shapes", prepare.DrawnSet({}, (20, 10)), cache=tmp_path)
     for file in ("train_labels.npy", "val_images.npy", "meta.json"):
         path = tmp_path / "shapes" / file
         whole = path.read_bytes()
@@ -289,7 +282,7 @@ def test_damage_is_one_line(tmp_path):
 
 
 def test_files_fit_their_meta(tmp_path):
-    prepare.prepare("shapes", cache=tmp_path, drawn=(20, 10))
+    prepare.prepare("shapes", prepare.DrawnSet({}, (20, 10)), cache=tmp_path)
     data = images.load("shapes", tmp_path)
     for name, wrong in (("train_labels", data.train_labels[:-1]), ("val_labels", np.full(10, 10)),
                         ("train_images", np.zeros((20, 32, 32, 3))), ("val_masks", data.val_labels),
@@ -301,7 +294,7 @@ def test_files_fit_their_meta(tmp_path):
         path.write_bytes(whole)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/a.txt").write_text("abc" * 40)
-    prepare.prepare("text", tmp_path / "mine", tmp_path, "char")
+    prepare.prepare("text", CHARACTERS, tmp_path / "mine", tmp_path)
     for wrong in (np.zeros(9, np.uint16), np.full(108, 4, np.uint16)):
         wrong.tofile(tmp_path / "text/train.bin")
         assert_fails("train.bin has .* prepare it again", text.load, "text", tmp_path)
@@ -317,8 +310,8 @@ def test_a_set_that_is_prepared_anew_has_another_version(tmp_path):
             parquet(tmp_path / f"pets/{split}.parquet", [f"class {k}" for k in range(6)],
                     image=[noise(8, 8, k) for k in order], label=[k // 10 for k in order])
         (tmp_path / "words/a.txt").write_text("abc" * 30 + ["ab", "ab", "ba"][i] + "abc" * 30)
-        prepare.prepare("pets", tmp_path / "pets", tmp_path / str(i))
-        prepare.prepare("words", tmp_path / "words", tmp_path / str(i), "char")
+        prepare.prepare("pets", prepare.SETS["pets"], tmp_path / "pets", tmp_path / str(i))
+        prepare.prepare("words", CHARACTERS, tmp_path / "words", tmp_path / str(i))
         data = images.load("pets", tmp_path / str(i))
         metas.append((data.meta(), text.load("words", tmp_path / str(i)).meta()))
     assert len({*data.train_labels[:12]}) > 3 < len({*data.val_labels[-12:]})
@@ -330,16 +323,19 @@ def test_a_full_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
     try:
-        assert_fails("shapes: OSError: ", prepare.prepare, "shapes", cache=tmp_path, drawn=(99, 9))
+        assert_fails("shapes: OSError: ", prepare.prepare, "shapes", prepare.DrawnSet({}, (99, 9)),
+                     cache=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
-    assert_fails("imagenet.*prepare.py imagenet .* with a network, or --source DIR", images.load,
+    assert_fails("imagenet is not one of .*prepare.py makes imagenet", images.load,
                  "imagenet", tmp_path)
+    assert_fails("pets: .*it needs a network, or .*prepare.py pets .*--source DIR", images.load,
+                 "pets", tmp_path)
     assert_fails("makes your own", text.load, "books", tmp_path)
-    prepare.prepare("pydoc", cache=tmp_path)
+    prepare.prepare("pydoc", prepare.SETS["pydoc"], cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
 
