@@ -13,7 +13,7 @@ from processes import to_device
 
 @dataclass
 class ImageData:
-    """A prepared image set. Images are read-only memory maps."""
+    """A prepared image set. Its arrays are read-only memory maps."""
     name: str
     classes: list[str]
     mean: list[float]       # per channel, of train_images / 255
@@ -43,16 +43,15 @@ def load(name, cache=CACHE):
         arrays, size = {}, meta["image_size"]
         for split in ("train", "val"):
             n = meta["images"][split]
-            shapes = dict(images=(n, size, size, 3), labels=(n,), masks=(n, size, size))
-            for kind, shape in shapes.items():
+            fits = dict(images=(np.uint8, (n, size, size, 3)), labels=(np.int64, (n,)),
+                        masks=(np.uint8, (n, size, size)))
+            for kind, (dtype, shape) in fits.items():
                 path = folder / f"{split}_{kind}.npy"
                 if kind == "masks" and not path.exists():       # drawn sets alone have them
                     continue
-                array = np.load(path, mmap_mode=None if kind == "labels" else "r")
-                dtype = np.int64 if kind == "labels" else np.uint8
+                arrays[path.stem] = array = np.load(path, mmap_mode="r")
                 if (array.dtype, array.shape) != (dtype, shape):
                     raise ValueError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
-                arrays[path.stem] = array
             if not {*np.unique(arrays[f"{split}_labels"])} <= {*range(len(meta["classes"]))}:
                 raise ValueError(f"{split}_labels.npy has other labels than its classes")
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **arrays,

@@ -39,14 +39,14 @@ from data.tokenizer import CharTokenizer, make_tokenizer
 from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 
-# ---- Kinds of sets. write(source, draft) writes the files into the folder `draft` and returns ----
-# ---- meta.json. `hub` is a set's name on the Hub, None for a person's own -----------------------
+# ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------
 class DrawnSet(NamedTuple):
     options: dict                   # split -> options of draw_shapes
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
     hub = None
 
     def write(self, source, draft):
+        """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
         for seed, (split, n) in enumerate(zip(("train", "val"), self.counts)):
             arrays = shapes.draw_shapes(n, seed, **self.options.get(split, {}))
             for kind, array in zip(("images", "labels", "masks"), arrays):
@@ -64,7 +64,7 @@ class ImageSet(NamedTuple):
 
     def read(self, source, draft):
         """{split: rows}, of the Hub, of its files in a folder, or of a person's own folder."""
-        from datasets import ClassLabel, Dataset, Features, Image, load_dataset, Value
+        from datasets import ClassLabel, Dataset, Image, load_dataset
 
         if self.hub:
             if source:
@@ -74,11 +74,10 @@ class ImageSet(NamedTuple):
             return sets.cast_column(self.image, Image(decode=False))
         sets, parts = {}, folders.pictures(source)
         names = sorted({name for part in parts.values() for name in part.values()})
-        cell = dict(path=Value("binary"), bytes=Value("binary"))        # a path may have any bytes
-        features = Features(image=cell, label=ClassLabel(names=names))
         for split, part in parts.items():
             cells = [dict(path=os.fsencode(path), bytes=None) for path in part]
-            sets[split] = Dataset.from_dict(dict(image=cells, label=list(part.values())), features)
+            rows = Dataset.from_dict(dict(image=cells, label=list(part.values())))
+            sets[split] = rows.cast_column("label", ClassLabel(names=names))
         return hold_out(sets, 0.1)
 
     def write_split(self, split, rows, draft):
@@ -90,8 +89,8 @@ class ImageSet(NamedTuple):
                 cells = batch[self.image]
                 files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
                          for cell in cells]
-                for cell, label, (pixels, problem) in zip(
-                        cells, batch[self.label], threads.map(read, files)):
+                decoded = threads.map(read, files)
+                for cell, label, (pixels, problem) in zip(cells, batch[self.label], decoded):
                     if problem:
                         problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
                     else:
@@ -106,6 +105,7 @@ class ImageSet(NamedTuple):
             raise UserError(f"no picture of its {split} can be read: {problems[:1]}")
 
     def write(self, source, draft):
+        """Writes the pictures and labels of both splits; returns what meta.json says of them."""
         sets = self.read(source, draft)
         for split, rows in (("train", sets["train"]), ("val", sets[self.val])):
             self.write_split(split, rows if self.mixed else rows.shuffle(seed=SEED), draft)
@@ -146,6 +146,7 @@ class TextSet(NamedTuple):
         return parts, one_text
 
     def write(self, source, draft):
+        """Writes the tokens of all splits; returns what meta.json says of them."""
         parts, one_text = self.read(source, draft)
         tokenizer = make_tokenizer(self.tokenizer, parts.get("train", []))
         end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
