@@ -82,11 +82,13 @@ def listed(source, suffixes, least):
     are not; then what lies outside is left out. Else all is "train". Raises UserError if there is
     no such file."""
     every = list(files_in(source))
-    files = [path for path in every if path.suffix.lower() in suffixes and path.is_file()]
+    files = [path for path in every         # a link may be broken
+             if path.suffix.lower() in suffixes and path.is_file()]
     if not files:
         raise UserError(f"{shown([*every, source][0])} is no such data: pictures lie in DIR/CLASS/"
                         "FILE, text (it needs --tokenizer) in .parquet, .jsonl or .txt files")
     refuse_missing_shards(files)
+    # the folders around all files do not count, down to a split
     around = Path(os.path.commonpath([path.parent for path in files])).relative_to(source)
     top = source.joinpath(*takewhile(lambda name: name.lower() not in SPLITS, around.parts))
     places = [path.relative_to(top) for path in files]
@@ -94,7 +96,7 @@ def listed(source, suffixes, least):
     splits = {SPLITS.get(first.lower()) for first, *_ in names.values()}
     if None in splits and not {"train"} < splits - {None}:
         refuse_mixed(places)
-        for split in splits - {None}:
+        for split in sorted(splits - {None}):
             print(f"note: `{split}` is taken for the name of a class or a text: a split has train "
                   "and val or test", file=sys.stderr)
         names = {path: ("train", *path.relative_to(top).parts) for path in names}
