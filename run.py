@@ -156,6 +156,8 @@ class Run:
 
     def _start_metrics(self):
         """Takes the lines that will be written again out of metrics.jsonl."""
+        if self.step >= self.total:         # a finished run stays as it is
+            return
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
