@@ -42,14 +42,18 @@ def literal_ista(self, Z):
     return ista(Z, self.D, self.eta, self.lambd)
 
 
-def literal(model):
-    """A copy of the model, the same function in the literal form."""
+# part -> the class, its method, the literal form of that
+LITERAL = {"attention": (MSSA, "attend", literal_attend),
+           "ISTA": (ISTA, "forward", literal_ista)}
+
+
+def literal(model, *parts):
+    """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
     model = copy.deepcopy(model)
-    for module in model.modules():
-        if type(module) is MSSA:
-            module.attend = literal_attend.__get__(module)
-        elif type(module) is ISTA:
-            module.forward = literal_ista.__get__(module)
+    for owner, name, method in [LITERAL[part] for part in parts]:
+        for module in model.modules():
+            if type(module) is owner:
+                setattr(module, name, method.__get__(module))
     return model
 
 
@@ -102,10 +106,10 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
 
 
 def bench_steps(table, c, processes):
-    """Forward and backward of CRATE, fast and literal, and of a transformer of half the width, with
-    about as many parameters: times, and their shares of the time of "literal". "of the machine" is
-    the rate of `train_flops` in units of that of a product of 2,048 x 2,048 matrices, in the type
-    that the steps are in and in the same turns."""
+    """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
+    the width, with about as many parameters: times, and their shares of the time of "literal".
+    "of the machine" is the rate of `train_flops` in units of that of a product of 2,048 x 2,048
+    matrices, in the type that the steps are in and in the same turns."""
     device, (model_class, config_class) = processes.device, TASKS[table]
     unit = "tokens" if table == "gpt" else "images"
     dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
@@ -117,7 +121,8 @@ def bench_steps(table, c, processes):
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
         fast, transformer = (model_class(config_class(**fields | more)).to(device)
                              for more in ({}, narrow))
-        models = dict(fast=fast, literal=literal(fast), transformer=transformer)
+        models = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
+        models |= dict(literal=literal(fast, *LITERAL), transformer=transformer)
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():
             loss = loss_function(model, batch, device)
