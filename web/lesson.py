@@ -4,6 +4,7 @@ lesson.html is put together with *.css, crate.js and lesson.js; its formulas ($.
 MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH STEP
 VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this model,
 trained and untrained, and numbers of PyTorch's, with which it compares its own."""
+import csv
 import html
 import inspect
 import json
@@ -91,6 +92,13 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
+def changes(name):
+    """What attention, each token alone and the mean token add to R^c, by layer of a model."""
+    with open(ROOT / "records" / "compression.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == name]
+    return str([[float(row[step]) for row in rows] for step in ("attention", "alone", "mean")])
+
+
 # ---- The page -----------------------------------------------------------------------------------
 @torch.no_grad()
 def content():
@@ -113,7 +121,8 @@ def content():
     numbers |= dict(untrained=at_random["rise"], random=at_random["angles"])
     text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
             for name, values in numbers.items()}
-    return data, text | dict(weights=data["weights"])
+    return data, text | dict(weights=data["weights"], changes_on_images=changes("cifar10-crate"),
+                             changes_on_text=changes("pydoc-crate-plain"))
 
 
 def written():
