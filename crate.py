@@ -2,15 +2,15 @@
 
     python crate.py         trains on drawn shapes, then looks inside every layer
 
-Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse. The
-objective is max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c,
-Eq. (31)-(37), with a softmax and a learned W; Eq. (45) drops what shrinks Z. ISTA makes Z sparse.
+Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse:
+max R(Z) - R^c(Z | U) - lambda ||Z||_0. Attention comes from a gradient step on R^c, Eq. (31)-(37),
+which is (1 - beta kappa) Z + beta kappa MSSA(Z) in Eq. (34), but keeps all of Z in Eq. (45).
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
-Equations are those of arXiv 2311.13110, where Z is d x n, one token per column; here it is
-(B, n, d), one token per row. model.py has the same operators made fast, and their variants."""
+Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
+token a row. model.py has the same operators made fast, and their variants."""
 import argparse
 import math
 
@@ -47,7 +47,7 @@ def subspace_coding_rate_grad(Z, U, eps=0.5):
 
 
 def neumann_terms(Z, U, eps=0.5):
-    """(first, second) of Eq. (33): the gradient is near first - second if beta ||w||^2 << 1."""
+    """(first, second) of Eq. (33): the gradient is near first - second if beta ||w||_2^2 << 1."""
     w = Z[:, None] @ U
     n, p = w.shape[-2:]
     beta = p / (n * eps ** 2)
@@ -165,8 +165,8 @@ def look(model, x, y, val_x, val_y):
     """A dict for each layer: R^c of LN(Z^l), without gain and bias; what attention adds to R^c,
     with Z^{l+1/2} at the norm of Z^l; what a step of equal length adds if each token attends to
     itself alone; and the objective, nonzeros and accuracy of the output. R^c depends on the size of
-    U, so U is scaled to the norm of orthonormal bases. Accuracy is that of the nearest class mean,
-    because the head is trained on the last layer only."""
+    U, so U is scaled to the norm of orthonormal bases. eps is 0.5; RESULTS has 0.1. Accuracy is of
+    the nearest class mean, because the head is trained on the last layer only."""
     rows, Zs, val_Zs = [], model.all_tokens(x), model.all_tokens(val_x)
     for layer, Z, train_out, out in zip(model.layers, val_Zs, Zs[1:], val_Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)

@@ -239,8 +239,8 @@ class Layer(nn.Module):
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
-    In ISTA's place crate-mm has MMProx, crate-lm TiedODL; crate-residual adds ISTA to Z^{l+1/2}. LN
-    is not in Eq. (45) but in [J] Fig. 8. LayerScale and drop path are on residual branches only."""
+    The table ARCHS has every arch's operators. LN is not in Eq. (45) but in [J] Fig. 8. LayerScale
+    and drop path are on residual branches only."""
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
@@ -281,7 +281,8 @@ class Layer(nn.Module):
 
     def trace(self, Z):
         half = self.compress(Z)
-        code = None if self.norm2 is None else self.sparsification.code(self.norm2(half))
+        operator = self.sparsification
+        code = None if operator is None else operator.code(self.norm2(half))
         return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
@@ -483,13 +484,13 @@ class TSSA(Attention):
             share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
             Pi = (eta * share.sum(-1)).softmax(-2)
             return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
-        past = Cache() if cache is None else cache
-        end = past.n + w.shape[-2]
-        energy = square.cumsum(-2) + past.energy                # squared norm so far
+        before = Cache() if cache is None else cache
+        end = before.n + w.shape[-2]
+        energy = square.cumsum(-2) + before.energy              # squared norm so far
         share = (square / energy.clamp_min(1e-12)).sum(-1)      # the released causal code's guard
-        Pi = (eta * (share + self.p * self.b[:, past.n:end, 0])).softmax(-2)
-        moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + past.moment
-        mass = Pi.cumsum(-1) + past.mass
+        Pi = (eta * (share + self.p * self.b[:, before.n:end, 0])).softmax(-2)
+        moment = (Pi.unsqueeze(-1) * square).cumsum(-2) + before.moment
+        mass = Pi.cumsum(-1) + before.mass
         if cache is not None:
             cache.n, cache.mass = end, mass[..., -1:].clone()
             cache.energy, cache.moment = (t[..., -1:, :].clone() for t in (energy, moment))

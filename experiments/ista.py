@@ -15,8 +15,8 @@ First table: each layer's codes A. Sums over a sample's tokens, mean +- standard
 (A of CRATE-alpha starts at 0 and has more entries than X.) Second table: eta ||D||^2 of each layer;
 up to 2 no step from an A >= 0 raises (42). Last, the score of a trained CRATE, and with D = 0.
 
-Verdict (2026-11-27): no, a ReLU does. In nearly all layers the code after the step has a higher
-LASSO than no code, also at random weights, and in most as many zeros as with D = 0. Yet the trained
+Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
+D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet the trained
 model has come to use D: without it scores fall by 2 to 6 points, and pydoc-crate loses 0.054 +-
 0.002 nats a character. CRATE-alpha's two steps from 0 do lower the LASSO. RESULTS has the control
 that was trained without D; numbers by layer: records/TABLES.md.
