@@ -92,11 +92,11 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
-def changes(name):
-    """What attention, each token alone and the mean token add to R^c, by layer of a model."""
-    with open(ROOT / "records" / "compression.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["model"] == name]
-    return str([[float(row[step]) for row in rows] for step in ("attention", "alone", "mean")])
+def recorded(table, model, *keys):
+    """Columns of records/TABLE.csv, by layer of a model."""
+    with open(ROOT / "records" / f"{table}.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["model"] == model]
+    return [[float(row[key]) for row in rows] for key in keys]
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -117,12 +117,17 @@ def content():
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
     numbers = by_layer(loaded.model, x)
-    at_random = by_layer(untrained.model, x)
-    numbers |= dict(untrained=at_random["rise"], random=at_random["angles"])
+    numbers |= {f"random_{name}": values for name, values in by_layer(untrained.model, x).items()}
+    gains = "gain", "gain_of_eight"
+    numbers["gain"], numbers["gain_of_eight"] = recorded("layers", "shapes-crate", *gains)
+    [numbers["random_gain_of_eight"]] = recorded("layers", "shapes-crate, untrained", gains[1])
     text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
             for name, values in numbers.items()}
-    return data, text | dict(weights=data["weights"], changes_on_images=changes("cifar10-crate"),
-                             changes_on_text=changes("pydoc-crate-plain"))
+    steps = "attention", "alone", "mean"
+    return data, text | dict(
+        weights=data["weights"],
+        changes_on_images=str(recorded("compression", "cifar10-crate", *steps)),
+        changes_on_text=str(recorded("compression", "pydoc-crate-plain", *steps)))
 
 
 def written():
