@@ -54,7 +54,8 @@ class Run:
         run = Run(config, task, name, processes)        takes the folder
         run.resume(model, optimizers, data_meta)        fills them from a checkpoint, if it resumes
         for step in run.steps(total, ...):
-            if run.log(loss, lr):                       writes a line; is an evaluation due?
+            run.log(loss, lr)                           counts a step, may write a line
+            if run.evaluation_due:
                 run.record(scores)                      writes the scores and a checkpoint
         run.done(...)
 
@@ -176,20 +177,23 @@ class Run:
 
     def log(self, loss, lr, numbers=None):
         """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
-        stay on the device until then, and numbers(), if given. Returns whether an evaluation is
-        due."""
+        stay on the device until then, and numbers(), if given."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
-        last = self.step == self.total
-        due = last or self.step % self.eval_every == 0
-        write = last or self.step % self.config.log_every == 0
-        if due or write:                        # waits for a GPU; raises before a NaN is evaluated
+        write = self._is_due(self.config.log_every)
+        if write or self.evaluation_due:        # waits for a GPU; raises before a NaN is evaluated
             mean = self._mean_loss()
         self.seconds.append(time.perf_counter() - self.step_began)
         if write:
             self._write_line(mean, lr, numbers() if numbers else {})
-        return due
+
+    @property
+    def evaluation_due(self):
+        return self._is_due(self.eval_every)
+
+    def _is_due(self, every):
+        return self.step % every == 0 or self.step == self.total
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""

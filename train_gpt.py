@@ -170,7 +170,8 @@ def main(argv):
 
         # log, and evaluate if that is due: on the first --eval_windows sequences, which choose
         # best.pt, at the end on all
-        if run.log(loss, schedule[step]):
+        run.log(loss, schedule[step])
+        if run.evaluation_due:
             scores = validate(model, val)
             chosen_by = scores["loss"]
             if run.step == run.total and len(val) < len(data.val):

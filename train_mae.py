@@ -151,7 +151,8 @@ def main(argv):
         take_step(optimizers, schedule[step])
 
         # log, and evaluate if that is due
-        if run.log(loss, schedule[step]):
+        run.log(loss, schedule[step])
+        if run.evaluation_due:
             run.record(validate(model, val, data, c, processes))
     return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt")

@@ -288,7 +288,8 @@ def main(argv):
 
         # log, with statistics of the first view, and evaluate if that is due
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
-        if run.log(loss, lr[step], numbers):
+        run.log(loss, lr[step], numbers)
+        if run.evaluation_due:
             run.record(score_neighbours(teacher, train, val, data, c, processes))
     return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",
                     "python analyze.py saliency --ckpt={dir}/ckpt.pt")

@@ -246,7 +246,8 @@ def main(argv):
         take_step(optimizers, schedule[step])
 
         # log, and evaluate if that is due
-        if run.log(loss, schedule[step]):
+        run.log(loss, schedule[step])
+        if run.evaluation_due:
             run.record(classify(model, val, data, c, processes))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
