@@ -118,11 +118,12 @@ def pictures(source):
     parts = dict(train={}) | listed(source, suffixes, 2)
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
-    train = set(parts["train"].values())
+    train, where = set(parts["train"].values()), "pictures lie in DIR/[SPLIT/]CLASS/FILE"
+    if len(train) < 2:
+        raise UserError(f"{shown(source)}: fewer than two class folders to train on: {where}")
     for split, part in parts.items():
-        if len(train) < 2 or train.isdisjoint(part.values()):
-            raise UserError(f"{shown(source)}: its {split} has no class folders, or none of train's"
-                            " (two or more): pictures lie in DIR/[SPLIT/]CLASS/FILE")
+        if train.isdisjoint(part.values()):
+            raise UserError(f"{shown(source)}: its {split} has none of train's classes: {where}")
     return parts
 
 
