@@ -5,23 +5,25 @@ and drops what shrinks Z. As R^c falls with the length of Z alone, every step he
 of Z. Three tables a model, in nats, with U at unit size: changes of R^c; of R - R^c, Eq. (14); and
 of R - R^c by the whole layer, that is with its ISTA step after the step in question.
 
-    attention    MSSA(LN(Z)); length is ||MSSA(LN(Z))||_F / ||Z||_F, before is R^c(Z)
+    attention    MSSA(LN(Z)); before is R^c(Z)
     alone        the attention map is I: each token attends to itself alone
     mean         all its weights are equal (in text: of the tokens so far)
+    half         the mean of these two maps
+    kept         each token's weight for itself as in attention, all others equal
     shuffled     attention whose weights for other tokens go to others at random
-    noise        Gaussian             shorter      - LN(Z)
+    noise        Gaussian
     elsewhere    what attention does to the R^c of random subspaces of as many dimensions
 
-Every step has attention's length (with --own_length not alone and mean). +- is the standard error
-over samples, or over checkpoints of one config, such as seeds.
+Every step has attention's length (with --own_length not alone, mean and half). +- is the standard
+error over samples, or over checkpoints of one config, such as seeds.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): attention lowers R^c in every layer of CRATE on images and on text, but in
-each of these layers alone or mean lowers it more. --rotary --shift in the model end it. Shuffled
-weights are worse in nearly all layers. With alone or mean in attention's place each layer raises
-R - R^c more. Numbers: records/TABLES.md.
+Verdict (2026-11-27): attention lowers R^c in every layer of CRATE on images and on text, but at
+equal length half lowers it more in most; at its own length attention leads on CIFAR-10. --rotary
+--shift in the model end it. kept and shuffled are worse in nearly all layers: given its weight for
+itself, whom a token attends to does lower R^c. Numbers: records/TABLES.md.
 """
 import re
 from dataclasses import dataclass, MISSING
@@ -41,7 +43,8 @@ class Compression(OneModel):
     ckpt: str = option(MISSING, "checkpoints, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    own_length: bool = option(False, "alone and mean keep their own length")
+    together: bool = option(False, "code the tokens of a batch as one set")
+    own_length: bool = option(False, "alone, mean and half keep their own length")
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "draws the trained layers into this file")
 
@@ -59,41 +62,42 @@ def shuffled(A, generator, causal):
 
 def steps(layer, Z, generator, own_length=False):
     """{name: what it adds to Z (B, n, d)}, the steps of the docstring."""
-    def mean(values):       # (B, K, n, p); of text over the tokens so far
-        if layer.attention.causal:
-            return values.cumsum(2) / torch.arange(1, values.shape[2] + 1).to(Z)[:, None]
-        return values.mean(2, keepdim=True).expand_as(values)
-
-    def at_random(values):
-        A = layer.attention.map(layer.norm1(Z))
-        return shuffled(A, generator, layer.attention.causal) @ values
-    attention = layer.compress(Z) - Z
-    alone, equally = step_with(layer, Z, lambda values: values), step_with(layer, Z, mean)
-    if not own_length:
-        alone, equally = at_norm(alone, attention), at_norm(equally, attention)
-    noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
-    return dict(attention=attention, alone=alone, mean=equally, noise=at_norm(noise, attention),
-                shorter=-at_norm(layer.norm1(Z), attention),
-                shuffled=at_norm(step_with(layer, Z, at_random), attention))
+    A, n = layer.attention.map(layer.norm1(Z)), Z.shape[1]          # (B, K, n, n)
+    identity, seen = torch.eye(n).to(Z), torch.ones(n, n).to(Z)
+    if layer.attention.causal:
+        seen = seen.tril()                                          # the tokens so far
+    mean, others = seen / seen.sum(-1, keepdim=True), seen - identity
+    others = others / others.sum(-1, keepdim=True).clamp(min=1)     # a first token of text has none
+    own = A.diagonal(dim1=-2, dim2=-1)[..., None]
+    maps = dict(alone=identity, mean=mean, half=(identity + mean) / 2,
+                kept=own * identity + (1 - own) * others,
+                shuffled=shuffled(A, generator, layer.attention.causal))
+    added = {name: step_with(layer, Z, lambda values: M @ values) for name, M in maps.items()}
+    added["noise"] = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
+    attention, free = layer.compress(Z) - Z, ("alone", "mean", "half") if own_length else ()
+    return dict(attention=attention) | {name: step if name in free else at_norm(step, attention)
+                                        for name, step in added.items()}
 
 
 def changes(layer, Z, generator, c):
-    """The numbers of a layer, a dict for each sample: "length", and what each step does to R^c
-    (NAME) and to R - R^c (NAME_gain), there also with ISTA after it (NAME_layer)."""
+    """The numbers of a layer, a dict for each set of tokens: what each step does to R^c (NAME) and
+    to R - R^c (NAME_gain), there also with ISTA after it (NAME_layer)."""
     U = unit_size(layer.attention.bases())
+    V = random_subspaces(*U.shape[1::-1], generator)
 
-    def rates(Z):
-        Rc = subspace_coding_rate(Z, U, c.eps)
-        return Rc, coding_rate(Z, c.eps) - Rc
+    def coded(T):           # as sets of tokens, at the norm of Z
+        return at_norm(*(t.flatten(0, 1)[None] if c.together else t for t in (T, Z)))
+
+    def rates(T):
+        Rc = subspace_coding_rate(coded(T), U, c.eps)
+        return Rc, coding_rate(coded(T), c.eps) - Rc
     Rc, gain = rates(Z)
     added = steps(layer, Z, generator, c.own_length)
-    numbers = dict(length=added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2)), before=Rc)
-    V = random_subspaces(*U.shape[1::-1], generator)
-    moved = at_norm(Z + added["attention"], Z)
-    numbers["elsewhere"] = subspace_coding_rate(moved, V, c.eps) - subspace_coding_rate(Z, V, c.eps)
+    elsewhere = [subspace_coding_rate(coded(T), V, c.eps) for T in (Z + added["attention"], Z)]
+    numbers = dict(before=Rc, elsewhere=elsewhere[0] - elsewhere[1])
     for name, step in added.items():
-        Rc_after, gain_after = rates(at_norm(Z + step, Z))
-        _, gain_last = rates(at_norm(layer.sparsify(Z + step), Z))
+        Rc_after, gain_after = rates(Z + step)
+        _, gain_last = rates(layer.sparsify(Z + step))
         numbers |= {name: Rc_after - Rc, f"{name}_gain": gain_after - gain,
                     f"{name}_layer": gain_last - gain}
     return each_sample(**numbers)
@@ -143,9 +147,8 @@ def show(run, c):
 
 def draw(runs, path):
     """The change of R^c in each layer of trained models, and that of controls."""
-    marks = dict(shuffled=("weights shuffled", dict(color="C1", marker="x")),
-                 mean=("the mean token", dict(mfc="white", mec="black")),
-                 alone=("each token alone", dict(color="0.6")),
+    marks = dict(kept=("its weights for others equal", dict(color="C1", marker="x")),
+                 half=("half itself, half the mean token", dict(color="0.6")),
                  attention=("attention", dict(color="C0")))
     panels = {run["names"][0]: {name: [row[name] for row in run["layers"]] for name in marks}
               for run in runs if not run["untrained"]}

@@ -16,10 +16,9 @@ First table: each layer's codes A. Sums over a sample's tokens, mean +- standard
 up to 2 no step from an A >= 0 raises (42). Last, the score of a trained CRATE, and with D = 0.
 
 Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
-D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet the trained
-model has come to use D: without it scores fall by 2 to 6 points, and pydoc-crate loses 0.054 +-
-0.002 nats a character. CRATE-alpha's two steps from 0 do lower the LASSO. RESULTS has the control
-that was trained without D; numbers by layer: records/TABLES.md.
+D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet a
+trained model uses D: without it scores fall by 2 to 6 points. RESULTS has the control trained
+without D; numbers by layer: records/TABLES.md.
 """
 import copy
 from dataclasses import dataclass, MISSING, replace

@@ -80,10 +80,16 @@ def test_controls(text):
     assert_near(found["attention"], attention(layer.norm1(Z)))
     assert_near(found["alone"], heads_joined(torch.eye(9).double()))
     assert_near(found["mean"], heads_joined(equal / equal.sum(1, keepdim=True)))
+    assert_near(found["half"], (found["alone"] + found["mean"]) / 2)
+    own = attention.map(layer.norm1(Z)).diagonal(dim1=-2, dim2=-1)          # (B, K, n)
+    kept = torch.stack([(1 - own[..., i]) / max(1, equal[i].sum() - 1) for i in range(9)], -1)
+    kept = torch.diag_embed(own - kept) + kept[..., None] * equal
+    kept = heads_joined(kept)
     length = found["attention"].norm(dim=(1, 2))
     scaled = steps(layer, Z, generator)
     for step in scaled.values():
         assert_near(step.norm(dim=(1, 2)), length)
+    assert_near(F.normalize(scaled["kept"].flatten(1)), F.normalize(kept.flatten(1)))
     for name in ("alone", "mean"):
         assert_near(F.normalize(scaled[name].flatten(1)), F.normalize(found[name].flatten(1)))
 
@@ -118,6 +124,12 @@ def test_tables_and_figure(tmp_path, cache):
         write_model(paths[-1], model, "vit", meta)
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4"]
     each = [compression.main([f"--ckpt={path}", *flags])[0]["layers"] for path in paths]
+    copies = compression.Compression(ckpt="", together=True)
+    Z, generator = torch.randn(1, 17, 16).double(), torch.Generator()
+    layer = model.double().encoder.layers[0]
+    twice, = compression.changes(layer, Z.repeat(2, 1, 1), generator, copies)
+    once, = compression.changes(layer, Z, generator, compression.Compression(ckpt=""))
+    assert twice["alone"] == pytest.approx(once["alone"])
     run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--figure={tmp_path / 'a.png'}"])
     assert (tmp_path / "a.png").exists() and run["names"] == paths
     for row, (first, second) in zip(run["layers"], zip(*each), strict=True):

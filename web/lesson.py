@@ -125,7 +125,6 @@ def content():
             for name, values in numbers.items()}
     steps = "attention", "alone", "mean"
     return data, text | dict(
-        weights=data["weights"],
         changes_on_images=str(recorded("compression", "cifar10-crate", *steps)),
         changes_on_text=str(recorded("compression", "pydoc-crate-plain", *steps)))
 
