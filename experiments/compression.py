@@ -20,10 +20,9 @@ error over samples, or over checkpoints of one config, such as seeds.
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): attention lowers R^c in every layer of CRATE on images and on text, but at
-equal length half lowers it more in most; at its own length attention leads on CIFAR-10. --rotary
---shift in the model end it. kept and shuffled are worse in nearly all layers: given its weight for
-itself, whom a token attends to does lower R^c. Numbers: records/TABLES.md.
+Verdict (2026-11-27): attention lowers R^c in every layer of CRATE on images and on text, but half
+lowers it more in most. --rotary --shift in the model end it. kept and shuffled are worse in nearly
+all layers: given its weight for itself, whom a token attends to does lower R^c.
 """
 import re
 from dataclasses import dataclass, MISSING
