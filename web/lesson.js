@@ -279,6 +279,8 @@ for (const svg of $$("[data-changes]")) {                   // step 7's figure, 
   svg.innerHTML = [...ticks, ...kinds.flat()].join("");
 }
 const initial = Object.fromEntries($$(".live [name]").map(input => [input.name, valueOf(input)]));
+const switches = Object.fromEntries(["att", "out", "prox", "root", "noD", "noLN", "eta", "lambd"]
+  .map(name => [name, initial[name]]));
 oninput = ({target}) => target.name && set({[target.name]: valueOf(target)});
 onscroll = onresize = () => draw([]);
 onbeforeprint = () => [...dirty].forEach(drawNow);
@@ -287,7 +289,7 @@ $$(".ask button").forEach(button => button.onclick = () => {
   const box = button.closest(".ask");
   $$("button", box).forEach(other => other.ariaPressed = other === button);
   box.classList.add("answered");
-  if (box.dataset.set) set(JSON.parse(box.dataset.set));
+  if (box.dataset.set) set({...switches, ...JSON.parse(box.dataset.set)});
 });
 $$(".sight").forEach(canvas => canvas.onpointerdown = canvas.onpointermove = e => {     // a brush
   if (!e.buttons) return;
