@@ -131,7 +131,7 @@ class Run:
         it is text it has `tokens`: its speed is in tokens."""
         self.total, self.start, self.flops, self.tokens = total, self.step, flops, tokens
         self.eval_every = self.config.eval_every or eval_every
-        self.processes.main_only(self._start_metrics)
+        self.finished = self.processes.main_only(self._start_metrics)
         self.began = time.perf_counter()
         resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
@@ -156,11 +156,12 @@ class Run:
                 signal.signal(number, handler)
 
     def _start_metrics(self):
-        """Takes the lines that will be written again out of metrics.jsonl."""
-        if self.step >= self.total:         # a finished run stays as it is
-            return
+        """Takes the lines that will be written again out of metrics.jsonl. Returns whether the run
+        was finished: then it stays as it is."""
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
+        if self.step >= self.total and lines and "event" in lines[-1]:
+            return True
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
         tmp.write_text("".join(json.dumps(line) + "\n" for line in lines
                                if line["step"] <= self.step))
@@ -283,10 +284,9 @@ class Run:
         seconds, (speed, words) = time.perf_counter() - self.began, self._speed(self.total)
         line = dict(event="done", step=self.step, seconds=round(seconds, 3), **speed,
                     best=self.best)
-        if self.step > self.start:
+        if not self.finished:
             self.write(line)
-        else:
-            words = ": there was nothing left to do"
+        words = words or ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir))
