@@ -11,8 +11,8 @@ Two measures: the IoU of the object with saliency maps ([B] Eq. (7.2.41)), and M
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --untrained
     python -m experiments.segmentation --ckpt=out/vit-shapes-camouflage/ckpt.pt --features=pixels
 
-Verdict (2026-11-22): not at this size. Box AP of CRATE 2.0 and 1.0 % in two seeds, of a transformer
-of equal parameters 2.6, of equal width 10.0 and 11.8; untrained CRATE 0.1, pixels 1.2.
+Verdict (2026-11-27): not at this size. Box AP of CRATE 1.9 and 1.1 % in two seeds, of a transformer
+of equal parameters 3.4 and 0.8, of equal width 3.4 and 5.5; untrained CRATE 0.1, pixels 1.2.
 """
 import json
 from dataclasses import dataclass
