@@ -284,6 +284,7 @@ class Curves:
 
 
 def curves(c):
+    """Draws the loss and, where one is scored, the accuracy of c.folders."""
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]

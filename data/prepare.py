@@ -41,6 +41,7 @@ from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 # ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------
 class DrawnSet(NamedTuple):
+    """Pictures of shapes.py, with the exact mask of each object."""
     options: dict                   # split -> options of draw_shapes
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
     hub = None
@@ -55,6 +56,7 @@ class DrawnSet(NamedTuple):
 
 
 class ImageSet(NamedTuple):
+    """Square pictures by class, of the Hub or of a person's own folder."""
     size: int                       # pixels per side, as stored
     hub: str | None = None
     val: str = "val"                # the split that validates
@@ -113,6 +115,7 @@ class ImageSet(NamedTuple):
 
 
 class TextSet(NamedTuple):
+    """Documents, stored as the tokens of each split."""
     tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
     hub: str | None = None
     revision: str | None = None     # of the Hub's set
@@ -228,7 +231,6 @@ TEXTS = {
 SETS = {**IMAGES, **TEXTS}
 LARGE = ("imagenet", "openwebtext")     # not prepared unasked
 SEED = 2357         # of every order and part that is drawn
-
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------
