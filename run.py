@@ -78,6 +78,7 @@ class Run:
     def _take_folder(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
         c = self.config
+        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
@@ -87,7 +88,8 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        restarted = self.processes.restarts > 0         # by torchrun
+        # torchrun also restarts what was refused here: that has not left its launch in .lock
+        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
         files = {path.name for path in self.dir.iterdir()} - {".lock"}
         if files and not (c.resume or c.overwrite or restarted):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
@@ -95,6 +97,7 @@ class Run:
             for name in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(name):
                     path.unlink()
+        (self.dir / ".lock").write_text(launch)
         return saved and (c.resume or restarted)
 
     def resume(self, model, optimizers, data_meta, extra=None):

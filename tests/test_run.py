@@ -90,7 +90,12 @@ def test_a_restarted_run_resumes_by_itself(tmp_path, monkeypatch):
     run.step = 1
     run.save("ckpt.pt")
     run.close()
-    assert start(tmp_path, overwrite=True)[0].step == 1
+    run, *_ = start(tmp_path, overwrite=True)
+    assert run.step == 1
+    run.close()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another")        # its first start was refused
+    with pytest.raises(UserError, match="is not empty"):
+        start(tmp_path)
 
 
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):
