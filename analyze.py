@@ -121,10 +121,17 @@ def step_with(layer, Z, attend):
         del layer.attention.attend          # the class's own is back
 
 
+def in_sets(T, together):
+    """T (B, n, d) as sets of the tokens of `together` samples: (B / together, together n, d)."""
+    if len(T) % together:
+        raise UserError(f"--together={together} does not divide a batch of {len(T)} samples")
+    return T.unflatten(0, (-1, together)).flatten(1, 2)
+
+
 def layer_numbers(layer, trace, c):
     """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
-    def coded(T):           # (B, n, d) as sets of tokens
-        return T.cpu().double().unflatten(0, (-1, c.together)).flatten(1, 2)
+    def coded(T):
+        return in_sets(T.cpu().double(), c.together)
 
     def rates(T):           # R and R^c at the norm of Z
         T = at_norm(T, Z)
@@ -164,8 +171,6 @@ def layer_table(loaded, c):
 
 def layers(c):
     """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
-    if c.samples % c.together or c.batch_size % c.together:
-        raise UserError(f"--together={c.together} does not divide --samples and --batch_size")
     runs = []
     for path, untrained, loaded in opened(c):
         table = layer_table(loaded, c)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, MISSING
 
 import torch
 
-from analyze import at_norm, batches, OneModel, opened, step_with, unit_size
+from analyze import at_norm, batches, in_sets, OneModel, opened, step_with, unit_size
 from experiments.random_tokens import random_subspaces
 from experiments.shared import averages, dots_by_layer, each_sample
 from figures import print_table
@@ -42,7 +42,7 @@ class Compression(OneModel):
     ckpt: str = option(MISSING, "checkpoints, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    together: bool = option(False, "code the tokens of a batch as one set")
+    together: int = option(1, "samples whose tokens are coded as one set", low=1)
     own_length: bool = option(False, "alone, mean and half keep their own length")
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "draws the trained layers into this file")
@@ -85,7 +85,7 @@ def changes(layer, Z, generator, c):
     V = random_subspaces(*U.shape[1::-1], generator)
 
     def coded(T):           # as sets of tokens, at the norm of Z
-        return at_norm(*(t.flatten(0, 1)[None] if c.together else t for t in (T, Z)))
+        return at_norm(in_sets(T, c.together), in_sets(Z, c.together))
 
     def rates(T):
         Rc = subspace_coding_rate(coded(T), U, c.eps)

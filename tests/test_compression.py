@@ -124,7 +124,7 @@ def test_tables_and_figure(tmp_path, cache):
         write_model(paths[-1], model, "vit", meta)
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4"]
     each = [compression.main([f"--ckpt={path}", *flags])[0]["layers"] for path in paths]
-    copies = compression.Compression(ckpt="", together=True)
+    copies = compression.Compression(ckpt="", together=2)
     Z, generator = torch.randn(1, 17, 16).double(), torch.Generator()
     layer = model.double().encoder.layers[0]
     twice, = compression.changes(layer, Z.repeat(2, 1, 1), generator, copies)
