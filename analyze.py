@@ -196,8 +196,9 @@ def draw_layers(runs, c):
                          for name in ("layer", key, f"{key}_std"))
             name = "/".join(Path(run["ckpt"]).parts[-2:]).removeprefix("pretrained:")
             name += ", untrained" if run["untrained"] else ""
-            ax.plot(l, y, "o--" if run["untrained"] else "o-", color=f"C{i}", label=name)
-            ax.fill_between(l, y - std, y + std, color=f"C{i}", alpha=0.15, linewidth=0)
+            color = "0.6" if run["untrained"] and len(runs) == 2 else f"C{i}"
+            ax.plot(l, y, "o--" if run["untrained"] else "o-", color=color, label=name)
+            ax.fill_between(l, y - std, y + std, color=color, alpha=0.15, linewidth=0)
         figures.over_layers(ax, title)
     figures.legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)
