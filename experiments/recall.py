@@ -14,7 +14,7 @@ values may repeat). aot is aot-mhsa with one matrix for all three; --tie shares 
 Verdict (2026-11-27; 2 layers, 5 seeds, 1,500 steps): it costs the model most of recall, at this
 size. With three matrices attention alone learns it in 250 steps; with one it does not (60.5 %
 right), nor does CRATE. Tying the query costs most (2 of 5 runs learn), tying key and value little
-(320 +- 25 steps). A likely reason: scores are symmetric, which hides the previous token.
+(310 +- 19 steps). A likely reason: scores are symmetric, which hides the previous token.
 """
 from dataclasses import dataclass
 
