@@ -7,7 +7,6 @@ SPLIT is a key of SPLITS in any case. Folders around all of this do not count.""
 import os
 import re
 import sys
-from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
@@ -47,15 +46,6 @@ def files_in(folder, around=()):
             yield path
 
 
-def refuse_missing_shards(files):
-    """Raises UserError unless files such as train-00000-of-00002.parquet are all there."""
-    shards = [re.match(r"(.+-)\d+(-of-(\d+).*)", shown(path)) for path in files]
-    counts = Counter(shard.groups() for shard in shards if shard)
-    for (start, end, whole), n in counts.items():
-        if n != int(whole):
-            raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
-
-
 def named(place):
     """The names of a path, the first of which may be a split's: it is `train` for train.txt too."""
     stem = re.sub(r"-\d+-of-\d+$", "", place.stem)
@@ -87,7 +77,6 @@ def listed(source, suffixes, least):
     if not files:
         raise UserError(f"{shown([*every, source][0])} is no such data: pictures lie in DIR/CLASS/"
                         "FILE, text (it needs --tokenizer) in .parquet, .jsonl or .txt files")
-    refuse_missing_shards(files)
     # the folders around all files do not count, down to a split
     around = Path(os.path.commonpath([path.parent for path in files])).relative_to(source)
     top = source.joinpath(*takewhile(lambda name: name.lower() not in SPLITS, around.parts))
