@@ -94,7 +94,7 @@ class ImageSet(NamedTuple):
                     if problem:
                         problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
                     else:
-                        out.write(pixels.tobytes())
+                        out.write(pixels)
                         labels.append(label)
             out.seek(0)
             np.lib.format.write_array_header_1_0(out, dict(
@@ -122,35 +122,32 @@ class TextSet(NamedTuple):
     rows: object = None             # a function that makes them, where nothing is read
 
     def read(self, source, draft):
-        """{split: documents}, of the Hub or of the files in a folder; and whether train and val are
-        one text: the last tenth of a single document validates, where there is no other."""
+        """{split: rows with a `text`}, of the Hub or of a person's own folder."""
         from datasets import Dataset, Features, load_dataset, Value
 
         if self.rows:
-            sets = self.rows()
-        elif source is None:
-            sets = load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
-        else:
-            sets = {split: Dataset.from_generator(      # 64 at once: they may be books
-                        partial(documents, files), Features(text=Value("large_string")),
-                        cache_dir=str(draft / "scratch"), writer_batch_size=64)
-                    for split, files in folders.texts(source).items()}
-        if self.one_text:
-            whole = "".join(text for rows in sets.values() for text in rows["text"])
-            sets = dict(train=Dataset.from_dict(dict(text=[whole])))
-        parts = {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
-        one_text = "train" in parts and "val" not in parts
-        if one_text:
-            whole = "".join(parts["train"])
-            end = int(0.9 * len(whole))
-            parts |= dict(train=[whole[:end]], val=[whole[end:]])
-        return parts, one_text
+            return self.rows()
+        if source is None:
+            return load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
+        return {split: Dataset.from_generator(      # 64 at once: they may be books
+                    documents, Features(text=Value("large_string")), str(draft / "scratch"),
+                    gen_kwargs=dict(paths=files), writer_batch_size=64)
+                for split, files in folders.texts(source).items()}
 
     def write(self, source, draft):
         """Writes the tokens of all splits; returns what meta.json says of them."""
-        parts, one_text = self.read(source, draft)
+        sets = self.read(source, draft)
+        if self.one_text:
+            parts = dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
+        else:
+            parts = {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
+        cut = "train" in parts and "val" not in parts       # a single text: its end validates
+        if cut:
+            whole = "".join(parts["train"])
+            length = int(0.9 * len(whole))
+            parts |= dict(train=[whole[:length]], val=[whole[length:]])
         tokenizer = make_tokenizer(self.tokenizer, parts.get("train", []))
-        end = [] if one_text or tokenizer.eot is None else [tokenizer.eot]
+        end = [] if cut or tokenizer.eot is None else [tokenizer.eot]
         tokens, checksum = {}, 0
         for split, texts in parts.items():
             with open(draft / f"{split}.bin", "wb") as out:
@@ -272,10 +269,10 @@ def prepare(name, row, source=None, cache=CACHE):
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    names = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
-    names.update(name for name in sets if name not in LARGE)
+    prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
+    names = sorted(prepared | sets.keys() - {*LARGE})
     if name not in names:
-        raise UserError(f"--data={not_one_of(name, sorted(names))}; python data/prepare.py makes "
+        raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py makes "
                         f"{', '.join(LARGE)}; with --source DIR it makes your own")
     if not folder.exists():
         prepare(name, sets[name], cache=cache)
