@@ -7,6 +7,7 @@ SPLIT is a key of SPLITS in any case."""
 import os
 import re
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 from tqdm import tqdm
@@ -62,15 +63,15 @@ def refuse_mixed(places):
 
 def data_in(source, *kinds):
     """{file: its path in the folder}, of the first kind that is there: a list of suffixes. Folders
-    around all files do not count, unless the last of them is a split's."""
+    around all files do not count, down to a split's."""
     every = list(files_in(source))
     for suffixes in kinds:
         files = [path for path in every if path.suffix.lower() in suffixes]
         if files:
             tell_left_out("files that are no such data", sorted(set(every) - set(files)))
-            top = Path(os.path.commonpath([path.parent for path in files]))
-            if top != source and split_of(top.name) != "outside":
-                top = top.parent
+            common = Path(os.path.commonpath([path.parent for path in files]))
+            around = common.relative_to(source).parts
+            top = source.joinpath(*takewhile(lambda name: split_of(name) == "outside", around))
             return {path: path.relative_to(top) for path in files}
     raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text (it "
                     "needs --tokenizer) in .parquet, .jsonl or .txt files")

@@ -121,7 +121,7 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
      dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
     ("texts", "1.txt 2.txt test.txt", dict(train="1.txt 2.txt test.txt")),
     ("texts", "en/train.txt en/test.txt de/a.txt", "en/test.txt and en/train.txt would"),
-    ("texts", "in/test/a.txt in/test/b.txt", dict(test="a.txt b.txt")),
+    ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", "a_train.txt and a_val.txt would be mixed"),
     ("texts", "web[en]-00000-of-00001.parquet a.csv",
      dict(train="web[en]-00000-of-00001.parquet"))])
