@@ -7,6 +7,7 @@ SPLIT is a key of SPLITS in any case."""
 import os
 import re
 import sys
+from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from flags import UserError
 
 SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
               test="test", testing="test")
-PICTURES = ".bmp .gif .jfif .jpeg .jpg .pgm .png .ppm .tif .tiff .webp".split()
-HIDDEN = ["__MACOSX", "@eaDir", "Thumbs.db"]        # and every name that begins with a dot
+PICTURES = ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .pgm .png .ppm .tga .tif .tiff .webp".split()
+HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
+          "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
 
 
 def shown(path):
@@ -40,6 +42,15 @@ def files_in(folder):
             yield path
         elif path.resolve() not in [parent.resolve() for parent in path.parents]:
             yield from files_in(path)
+
+
+def refuse_missing_shards(files):
+    """Raises UserError unless files such as train-00000-of-00002.parquet are all there."""
+    shards = [re.match(r"(.+-)\d+(-of-(\d+).*)", shown(path)) for path in files]
+    counts = Counter(shard.groups() for shard in shards if shard)
+    for (start, end, whole), n in counts.items():
+        if n != int(whole):
+            raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
 
 
 def split_of(name):
@@ -68,6 +79,7 @@ def data_in(source, *kinds):
     for suffixes in kinds:
         files = [path for path in every if path.suffix.lower() in suffixes]
         if files:
+            refuse_missing_shards(files)
             tell_left_out("files that are no such data", sorted(set(every) - set(files)))
             common = Path(os.path.commonpath([path.parent for path in files]))
             around = common.relative_to(source).parts

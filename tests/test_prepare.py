@@ -73,6 +73,9 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert_fails("is there already", prepare.main, command)
     assert_fails("has a plain name", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
     assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
+    (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
+    assert_fails("incomplete: there are 1 of 00003 .*", prepare.main,
+                 [*command[:2], f"--data_dir={tmp_path / 'other'}"])
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
@@ -124,7 +127,8 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", "a_train.txt and a_val.txt would be mixed"),
     ("texts", "web[en]-00000-of-00001.parquet a.csv",
-     dict(train="web[en]-00000-of-00001.parquet"))])
+     dict(train="web[en]-00000-of-00001.parquet")),
+    ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
 def test_splits_and_classes_by_names(read, names, expected, tmp_path):
     for name in names.split():
         path = tmp_path / name
