@@ -182,8 +182,8 @@ def image_meta(classes, draft):
     labels, lone = np.concatenate([train, val]), np.setxor1d(train, val)
     classes = classes or [str(i) for i in range(labels.max() + 1)]
     if len(lone):
-        print(f"note: {len(lone)} classes have pictures to train on or to validate on, not both, "
-              f"such as {classes[lone[0]]}", file=sys.stderr)
+        print(f"note: {len(lone)} of the classes have no pictures to train on, or none to validate "
+              f"on, such as {classes[lone[0]]}", file=sys.stderr)
     pictures, checksum = np.load(draft / "train_images.npy", "r"), zlib.crc32(labels)
     sums = np.zeros((2, 3), np.int64)
     for picture in pictures:
@@ -274,8 +274,8 @@ def opened(name, kind, cache):
     prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
     names = sorted(prepared | sets.keys() - {*LARGE})
     if name not in names:
-        raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py makes "
-                        f"{', '.join(LARGE)}; with --source DIR it makes your own")
+        how = f"{name} makes it" if name in sets else "NAME --source DIR makes your own"
+        raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
     if not folder.exists():
         prepare(name, sets[name], cache=cache)
     with one_line(name, f"delete {folder} and prepare it again"):

@@ -334,7 +334,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
-    assert_fails("imagenet is not one of .*prepare.py makes imagenet", images.load,
+    assert_fails("imagenet is not one of .*prepare.py imagenet makes it", images.load,
                  "imagenet", tmp_path)
     assert_fails("pets: .*it needs a network, or .*prepare.py pets .*--source DIR", images.load,
                  "pets", tmp_path)
