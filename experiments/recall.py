@@ -2,11 +2,12 @@
 
 In-context recall: a small causal model reads pairs of a random key and a random value, then each
 key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
-values may repeat). aot is aot-mhsa with one matrix for all three; --tie shares one between two.
+values may repeat). aot is aot-mhsa with one matrix for all three, mhsa-ista is crate with three.
+With one, the matrix of scores is symmetric: --turn ends that, without a new parameter.
 
     python -m experiments.recall
-    python -m experiments.recall --archs=aot-mhsa --tie=qk          # or kv
-    python -m experiments.recall --archs=crate --shift              # or --rotary
+    python -m experiments.recall --archs=crate,mhsa-ista
+    python -m experiments.recall --archs=aot,mssa-mlp,crate --turn      # or --shift
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
@@ -19,13 +20,11 @@ right), nor does CRATE. Tying the query costs most (2 of 5 runs learn), tying ke
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
 
 from experiments.shared import averages, COLORS
 from figures import new_figure, print_table
 from flags import cli, option, parse, UserError
-from model import LanguageModel, MHSA, TextConfig
+from model import LanguageModel, SoftmaxAttention, TextConfig
 from optim import count, make_optimizers, take_step
 from processes import derive_seed, with_bar
 
@@ -34,9 +33,7 @@ from processes import derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    tie: str | None = option(None, "query and key, or key and value, of archs with three matrices",
-                             choices=("qk", "kv"))
-    rotary: bool = option(False, "rotary positions in place of learned ones")
+    turn: bool = option(False, "turn keys by a fixed random rotation: see turn_keys")
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -54,27 +51,23 @@ class Recall:
             raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
-class _Tied(nn.Module):
-    """QKV (3 K p, d) with the key's rows in the place of the query's or of the value's."""
-
-    def __init__(self, tie):
-        super().__init__()
-        self.tie = tie
-
-    def forward(self, QKV):
-        Q, key, V = QKV.chunk(3)
-        return torch.cat([key, key, V] if self.tie == "qk" else [Q, key, key])
+def turn_keys(attention):
+    """Each head's keys k become Q k with a random rotation Q (p, p) that is not learned. With one
+    matrix for query and key, the matrix of scores w_i^* Q w_j is then no longer symmetric."""
+    Q = torch.linalg.qr(torch.randn(attention.heads, attention.p, attention.p))[0]
+    before = attention.shifted_and_rotated
+    attention.shifted_and_rotated = lambda q, k, v: before(q, k @ Q.mT, v)
 
 
 def build(c, arch):
     model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
-                                     rotary=c.rotary, shift=c.shift, context=4 * c.pairs - 1,
+                                     shift=c.shift, context=4 * c.pairs - 1,
                                      vocab_size=2 * c.symbols))
-    if c.tie:
-        if not isinstance(model.layers[0].attention, MHSA):
-            raise UserError(f"--tie={c.tie}: {arch} has one matrix as query, key and value")
+    if c.turn:
         for layer in model.layers:
-            parametrize.register_parametrization(layer.attention.QKV, "weight", _Tied(c.tie))
+            if not isinstance(layer.attention, SoftmaxAttention):
+                raise UserError(f"--turn: {arch} has no keys")
+            turn_keys(layer.attention)
     return model
 
 
@@ -134,9 +127,7 @@ def draw(curves, c):
 def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...]."""
     c, _ = parse(Recall, {}, argv, __doc__)
-    shared = c.layers * c.width ** 2 if c.tie else 0            # rows of QKV that are not read
-    counts = {arch: count(build(c, arch), without=("positions",)) - shared
-              for arch in c.archs.split(",")}
+    counts = {arch: count(build(c, arch), without=("positions",)) for arch in c.archs.split(",")}
     rows, curves = [], {}
     for arch, parameters in counts.items():
         runs, curves[arch] = zip(*(train(c, arch, seed) for seed in range(c.seeds)))

@@ -1,4 +1,4 @@
-"""In-context recall: its sequences, its ties, and that it is learned."""
+"""In-context recall: its sequences, its turned keys, and that it is learned."""
 import pytest
 import torch
 
@@ -21,12 +21,13 @@ def test_sequences():
     assert torch.equal(ids, recall.sequences(c, 50, 7)[0])
 
 
-def test_ties():
-    for tie, expected in (("qk", [True, False]), ("kv", [False, True])):
-        c = recall.Recall(tie=tie, width=8, heads=2)
-        attention = recall.build(c, "aot-mhsa").layers[0].attention
-        q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
-        assert [torch.equal(q, k), torch.equal(k, v)] == expected
+def test_turned_keys():
+    """They are as long as before, and the matrix of scores is no longer symmetric."""
+    attention = recall.build(recall.Recall(turn=True, width=8, heads=2), "aot").layers[0].attention
+    q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
+    assert torch.equal(q, v) and torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
+    scores = q @ k.mT
+    assert (scores - scores.mT).abs().max() > 0.1 * scores.abs().max()
 
 
 def test_recall():
@@ -36,5 +37,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="--tie=qk: aot has one matrix"):
-        recall.main(["--archs=aot", "--tie=qk"])
+    with pytest.raises(UserError, match="--turn: tost has no keys"):
+        recall.main(["--archs=tost", "--turn"])
