@@ -1,6 +1,6 @@
 """The lesson, "From R(Z) to a layer": python -m web.lesson writes docs/index.html.
 
-lesson.html is put together with *.css, crate.js and lesson.js; its formulas ($...$) become
+lesson.html is put together with *.css and *.js; its formulas ($...$) become
 MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH STEP
 VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this model,
 trained and untrained, and numbers of PyTorch's, with which it compares its own."""
@@ -141,7 +141,7 @@ def written():
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
         "</label>"), out)
     out = re.sub(r"\{(\w+)\}", lambda found: text.get(found[1], found[0]), out)
-    for part in ("base.css", "lesson.css", "crate.js", "lesson.js"):
+    for part in ("base.css", "lesson.css", "crate.js", "rates.js", "lesson.js"):
         out = out.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     return out.replace("{data}", json.dumps(data, default=float).replace("<", "\\u003c"))
 

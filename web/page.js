@@ -2,21 +2,24 @@
 // ---- What was chosen
 const all = selector => [...document.querySelectorAll(selector)];
 const $ = Object.fromEntries(all("[id]").map(box => [box.id, box]));        // $.text has id="text"
-const data = JSON.parse($.data.textContent), c = data.config;
-const isText = data.task === "gpt", isMae = data.task === "mae";
-const H = c.image_size, P = c.patch_size, side = H / P;         // side: of the grid of patches
+const data = JSON.parse($.data.textContent);
+const c = data.config;
+const isText = data.task === "gpt";
+const isMae = data.task === "mae";
+const [H, P] = [c.image_size, c.patch_size];
+const side = H / P;                                             // of the grid of patches
 const letters = [...data.characters ?? "", "\ufffd"];           // the last stands for any other
 const models = {trained: build(data, "trained"), untrained: build(data, "untrained")};
 const middle = 1 + (side + 1) * (side >> 1);                    // the token of the middle patch
 const start = {
-  kind: "trained", layer: c.layers, eta: c.eta, lambda: c.lambd,
+  kind: "trained", layer: c.layers, eta: c.eta, lambd: c.lambd,
   at: isText ? null : isMae || c.pool === "mean" ? middle : 0,  // a token; null is the last
   entry: null,                                                  // of its code; null is the largest
-  off: [], hold: [], mask: data.masked ?? [],                   // as crate.js has them
+  off: [], mask: data.masked ?? [],                             // heads, "layer.head"; patches
 };
-const chosen = {...start};              // and the pixels of a picture
-let model, L, n;                        // what is shown: a layer of a model, with n tokens
-let frame;                              // the frame that will show it
+const chosen = {...start};                                      // and the pixels of a picture
+let model, L, n;                                                // what is shown: layer L, n tokens
+let frame;                                                      // the frame that will show it
 
 // Lists and pixels are replaced, never changed in place: so `run` knows what is new
 function set(changes) {
@@ -25,29 +28,29 @@ function set(changes) {
   frame = requestAnimationFrame(draw);
 }
 
-// Runs a model, if anything is new
-function run(kind) {
-  const model = models[kind], {eta, lambda, off, hold, mask, pixels} = chosen;
+function run(model) {                                           // if anything is new
+  const {eta, lambd, off, mask, pixels} = chosen;
   const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
-  const seen = [eta, lambda, off, hold, mask, pixels, `${ids}`];
-  if (seen.every((value, i) => value === model.seen?.[i])) return model;
+  const seen = [eta, lambd, off, mask, pixels, `${ids}`];
+  if (seen.every((value, i) => value === model.seen?.[i])) return;
   const Z = isText ? embedText(model, ids) : embedPicture(model, data, pixels, new Set(mask));
-  forward(model, Z, {eta, lambda, off, hold});
-  return Object.assign(model, {seen, ids});
+  forward(model, Z, {eta, lambd, off});
+  Object.assign(model, {seen, ids});
 }
 
 // ---- What is drawn from it
 function draw() {
-  model = run(chosen.kind);
+  model = models[chosen.kind];
+  run(model);
   L = model.layers[chosen.layer - 1];
   n = L.T.code.rows;
   chosen.at = Math.min(chosen.at ?? n, n - 1);
-  chosen.entry ??= order(rowAt(L.T.code))[0];
-  for (const knob of ["layer", "lambda", "eta"])
+  chosen.entry ??= order(own(L.T.code))[0];
+  for (const knob of ["layer", "lambd", "eta"])
     $[knob].nextElementSibling.value = $[knob].value = chosen[knob];
   $.untrained.checked = chosen.kind === "untrained";
-  (isText ? drawText : drawPicture)();
-  (isMae ? drawGuess : drawAnswer)();
+  isText ? put($.tokens, view([])) : drawPicture();
+  isMae ? drawGuess() : drawAnswer();
   drawHeads();
   drawCode();
   drawEntry();
@@ -56,8 +59,7 @@ function draw() {
 const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
 const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
 const largest = values => Math.max(1e-9, ...values);            // never 0: one divides by it
-const rowAt = (M, i = chosen.at) => M.at.subarray(i * M.cols, (i + 1) * M.cols);
-const logits = () => read(model, model.layers.at(-1).T.out);
+const own = M => rowAt(M, chosen.at);                           // of the chosen token
 const visible = letter => ({" ": "␣", "\n": "↵"}[letter] ?? letter);
 const percent = share => `${(100 * share).toFixed(1)} %`;
 
@@ -75,9 +77,6 @@ function put(box, ...inside) {                                  // the same butt
 
 const button = (words, ariaPressed, onclick) => node("button", {ariaPressed, onclick}, words);
 const note = words => node("small", {}, words);
-const svg = (box, inside) => node("div", {innerHTML: `<svg ${box}>${inside}</svg>`});
-const character = (i, above, below) => node("span", {className: i === chosen.at ? "at" : "",
-  onclick: () => point(i)}, above, node("b", {}, visible(letters[model.ids[i]])), below);
 const canvas = pixels => paintCanvas(node("canvas"), H, H, t =>  // of uint8 (H, H, 3)
   [...pixels.subarray(3 * t, 3 * t + 3), 255]);
 
@@ -93,69 +92,72 @@ function view(values) {
   const most = largest(values.slice(isText ? 0 : 1));           // without the class token
   const share = i => clamp((values[i] ?? 0) / most, 0, 1);
   if (!isText) return patches(chosen.pixels, "heat", i => share(i + 1));
-  return node("div", {className: "type"}, model.ids.map((_, i) =>
-    character(i, node("i", {style: `height: ${1.5 * share(i)}em`}), "")));
+  return node("div", {className: "type"}, model.ids.map((id, i) =>
+    node("span", {className: i === chosen.at ? "at" : "", onclick: () => point(i)},
+      node("i", {style: `height: ${1.5 * share(i)}em`}), visible(letters[id]))));
 }
 
 function drawPicture() {
   const {at, mask, pixels} = chosen;
-  const row = 1 + ((at - 1) / side | 0), column = 1 + (at - 1) % side;
+  const row = 1 + ((at - 1) / side | 0);
+  const column = 1 + (at - 1) % side;
   const area = at ? [row, column, row + 1, column + 1] : [1, 1, -1, -1];
   document.body.style = `--side: ${side}; --chosen: ${area.join(" / ")}`;
   put($.picture, patches(pixels, "mask", i => +mask.includes(i)));
 }
 
-function drawText() {                                           // below each, the likeliest to come
-  const {ids} = model, Y = logits(), five = i => order(rowAt(Y, i)).slice(0, 5);
-  put($.tokens, ids.map((_, i) => character(i, "", five(i).map(id =>
-    node(id === ids[i + 1] ? "u" : "s", {}, visible(letters[id]))))));
-}
-
 function drawGuess() {                                          // what an autoencoder fills in
-  const {mask, pixels} = chosen, {mean, std} = data, filled = pixels.slice(), Y = logits();
-  for (const patch of mask)
+  const filled = chosen.pixels.slice();
+  const Y = read(model, model.layers.at(-1).T.out);
+  for (const patch of chosen.mask)
     rowAt(Y, patch + 1).forEach((y, t) => {
-      const k = t % 3, pixel = pixelOf(patch, t / 3 | 0, side, P);
-      filled[3 * pixel + k] = clamp(255 * (y * std[k] + mean[k]), 0, 255);
+      const k = t % 3;
+      const pixel = pixelOf(patch, t / 3 | 0, side, P);
+      filled[3 * pixel + k] = clamp(255 * (y * data.std[k] + data.mean[k]), 0, 255);
     });
-  put($.verdict, `It fills in ${mask.length} masked patches`);
+  put($.verdict, `It fills in ${chosen.mask.length} masked patches`);
   put($.answer, patches(filled, "", () => 0));
 }
 
 function drawAnswer() {                                         // what the head reads in each layer
   if (!model.head && !isText) return put($.verdict, "An encoder without a head");
-  const {at} = chosen, names = isText ? letters.map(visible) : data.classes;
+  const {at} = chosen;
+  const names = isText ? letters.map(visible) : data.classes;
   const layers = model.layers.map(({T: {out}}) =>
     softmax(rowAt(read(model, isText ? rowsOf(out, at, at + 1) : out), 0)));
-  const last = layers.at(-1), best = order(last).slice(0, 10);
+  const last = layers.at(-1);
+  const best = order(last).slice(0, 10);
   const row = (name, inside, end) => node("tr", {}, node("th", {}, name), layers.map((_, l) =>
     node("td", {className: l === L.number - 1 ? "now" : ""}, inside(l))), node("td", {}, end));
+  const bar = share => node("i", {style: `width: ${100 * share}%`});
   const asked = isText ? `After ${names[model.ids[at]]} comes` : "It sees:";
   put($.verdict, `${asked} ${names[best[0]]}, ${percent(last[best[0]])}`);
   put($.answer, node("table", {}, row("layer", l => l + 1, ""),
-    best.map(k => row(names[k], l => node("i", {style: `width: ${100 * layers[l][k]}%`}),
-      percent(last[k])))));
+    best.map(k => row(names[k], l => bar(layers[l][k]), percent(last[k])))));
 }
 
 function drawHeads() {
-  put($.heads, L.T.A.map((rows, k) => {
-    const head = `${L.number}.${k + 1}`, off = chosen.off.includes(head), row = rows[chosen.at];
-    const spread = Math.exp(-sumOf(row, a => a && a * Math.log(a)));        // e^entropy
-    return node("div", {}, view(row), button(`head ${k + 1}: ${off ? "off" : "on"}`, !off,
-      () => set({off: toggled(chosen.off, head)})),
-      note(off ? "adds nothing" : `averages ≈ ${spread.toFixed()} of ${n}`));
+  put($.heads, L.T.A.map((weights, k) => {
+    const head = `${L.number}.${k + 1}`;
+    const off = chosen.off.includes(head);
+    return node("div", {}, view(own(weights)),
+      button(`head ${k + 1}: ${off ? "off" : "on"}`, !off,
+        () => set({off: toggled(chosen.off, head)})));
   }));
 }
 
 function drawCode() {                                           // before and after the step
-  const before = rowAt(L.T.X), after = rowAt(L.T.code), m = after.length;
+  const before = own(L.T.X);
+  const after = own(L.T.code);
+  const m = after.length;
   const most = largest([...before, ...after].map(Math.abs));
   const strip = (values, kind) => {
     const rows = Math.min(...values) < 0 ? 2 : 1;               // above zero, and below
     const bars = [...values].map((y, j) => `M${j + .1} 0v${-y / most}h.8v${y / most}z`);
-    return svg(`viewBox="0 -1 ${m} ${rows}" height="${48 * rows}" preserveAspectRatio="none"`,
-      `<rect x="${chosen.entry}" y="-1" width="1" height="${rows}"/>
-      <path class="${kind}" d="${bars.join("")}"/>`);
+    return node("div", {innerHTML:
+      `<svg viewBox="0 -1 ${m} ${rows}" height="${48 * rows}" preserveAspectRatio="none">
+      <rect x="${chosen.entry}" y="-1" width="1" height="${rows}"/>
+      <path class="${kind}" d="${bars.join("")}"/></svg>`});
   };
   const nonzeros = after.filter(y => y !== 0).length;
   put($.code, note("before the step"), strip(before, "before"),
@@ -165,17 +167,9 @@ function drawCode() {                                           // before and af
 }
 
 function drawEntry() {                                          // at every token
-  const {entry, hold} = chosen, {code} = L.T;
-  const others = code.at.filter((_, t) => t % code.cols !== entry);         // holding moves none
-  const [low, high] = [Math.min, Math.max].map(end => others.reduce((a, b) => end(a, b)));
+  const {entry} = chosen;
   $.entry.textContent = `Entry ${entry} of layer ${L.number}`;
-  $.hold.min = Math.floor(2 * low);
-  $.hold.max = Math.ceil(2 * high);
-  $.hold.value = rowAt(code)[entry];
-  $.hold.nextElementSibling.value = show($.hold.valueAsNumber);
-  $.release.hidden = !hold.length;
-  $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
-  put($.where, view(Float32Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
+  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(L.T.code, i)[entry])));
   const passages = data.entries?.[L.number - 1][entry] ?? [];
   const marked = ([words, i]) => node("p", {}, [...words].map((letter, j) =>
     i === j ? node("mark", {}, visible(letter)) : visible(letter)));
@@ -188,13 +182,11 @@ const toggled = (list, item) =>
 const point = at => at === chosen.at || set({at, entry: null});
 const toggleMask = () => isMae && chosen.at && set({mask: toggled(chosen.mask, chosen.at - 1)});
 
-for (const knob of ["lambda", "eta"])
+for (const knob of ["lambd", "eta"])
   $[knob].oninput = () => set({[knob]: $[knob].valueAsNumber});
 $.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
 $.untrained.onchange = () => set({kind: $.untrained.checked ? "untrained" : "trained"});
 $.reset.onclick = () => set(start);
-$.hold.oninput = () => set({hold: [L.number, chosen.entry, $.hold.valueAsNumber]});
-$.release.onclick = () => set({hold: []});
 $.code.onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
 
@@ -218,7 +210,8 @@ $.picture.onpointerdown = $.picture.onpointermove = e => {
 };
 
 // ---- What stays: names, equations, the check; then what is shown first
-const depth = models.trained.layers.length, worst = check(data, models.trained);
+const depth = models.trained.layers.length;
+const worst = check(data, models.trained);
 document.body.className = [data.task, c.arch, c.rotary && "rotary", c.shift && "shift"].join(" ");
 document.title = $.title.textContent = `Look inside ${data.name}`;
 $.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
@@ -234,12 +227,9 @@ for (const box of all(".math > span"))                          // _k, ^* and ^{
     .replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
 $.text.value = data.text ?? "";
 put($.thumbs, (data.labels ?? []).map((label, i) => {
-  const size = 3 * H * H, pixels = bytes(data.pictures).subarray(size * i, size * (i + 1));
-  const name = data.classes[label], onclick = () => {
-    $.caption.textContent = name;
-    set({pixels, entry: null});
-  };
-  return node("button", {ariaLabel: name, onclick}, canvas(pixels));
+  const pixels = pictureAt(bytes(data.pictures), i, H);
+  const onclick = () => set({pixels, entry: null});
+  return node("button", {title: data.classes[label], onclick}, canvas(pixels));
 }));
 $.thumbs.firstChild?.click();
 set({});
