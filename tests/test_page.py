@@ -12,6 +12,7 @@ import torch
 from helpers import write_model
 
 import analyze
+import sample
 from checkpoint import Loaded
 from data import images, text
 from evaluate import model_input
@@ -126,8 +127,8 @@ console.log(JSON.stringify(pages.map(page => {
     const A = models.trained.layers.map(L => L.T.A.map(M => Array.from({length: M.rows},
       (_, i) => [...rowAt(M, i)])));
     const first = {worst, verdict: $.verdict.children[0], attention: A};
-    set({eta: 0.2, lambd: 0.03, off: ["1.2"]});
-    const {rows, cols, at} = read(model, model.layers.at(-1).T.out);
+    set({eta: 0.2, lambd: 0.03, off: ["1.2"], hold: [2, 3, 1.5]});
+    const {rows, cols, at} = logits();
     return {...first, out: [...at.subarray(0, rows * cols)],
       untrained: check(data, models.untrained)};`)(...Object.values(browser));
 })));
@@ -155,7 +156,8 @@ def computed(cache, text_cache):
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_javascript_is_pytorch(kind, computed):
-    """Logits, attention and the share in the verdict; then logits with other knobs, a head off."""
+    """Logits, attention and the share in the verdict; then logits with other knobs, a head off and
+    an entry held."""
     model, data, got = computed[kind]
     assert got["worst"] < 2e-5 < 1e-3 < got["untrained"]
     encoder = getattr(model, "encoder", model)
@@ -171,6 +173,7 @@ def test_javascript_is_pytorch(kind, computed):
             for row, ours in zip(rows, weights, strict=True):
                 assert row == pytest.approx(ours[:len(row)].tolist(), rel=1e-3, abs=1e-5)
 
+    sample.steer(encoder, "2:3:1.5")
     for layer in [*layers, *getattr(model, "decoder", [])]:
         if sparsification := getattr(layer, "sparsification", None):
             sparsification.eta, sparsification.lambd = 0.2, 0.03

@@ -2,10 +2,9 @@
 // A matrix is {rows, cols, at}: one token a row, as in model.py. A model is a tree like PyTorch's:
 // model.layers[0].attention.U.weight is a matrix.
 "use strict";
-
 // ---- Matrices ----------------------------------------------------------------------------------
-// Three rows are spare, because `multiply` reads four rows of W at a time
-const matrix = (rows, cols) => ({rows, cols, at: new Float64Array((rows + 3) * cols)});
+// Four rows are spare, because `multiply` reads past the end
+const matrix = (rows, cols) => ({rows, cols, at: new Float64Array((rows + 4) * cols)});
 
 function made(rows, cols, value) {                              // value(place)
   const M = matrix(rows, cols);
@@ -18,23 +17,33 @@ const rowsOf = (M, from, n) => ({rows: n - from, cols: M.cols, at: M.at.subarray
 const transposed = M => made(M.cols, M.rows, t => M.at[t % M.rows * M.cols + (t / M.rows | 0)]);
 const plus = (M, N, share = 1) => made(M.rows, M.cols, t => M.at[t] + share * N.at[t]);
 
-// X W^T + b, four columns at a time: a number of X that is read serves four sums
+// X W^T + b. Most of a page's time goes here: two rows of X by four of W at a time are fastest, as
+// a number that is read serves several sums
 function multiply(X, W, b) {
   const [x, w, d] = [X.at, W.at, X.cols];
   const out = matrix(X.rows, W.rows);
-  for (let i = 0; i < X.rows; i++)
+  for (let i = 0; i < X.rows; i += 2)
     for (let j = 0; j < W.rows; j += 4) {
-      let [sum0, sum1, sum2, sum3] = [0, 0, 0, 0];
-      for (let p = i * d, q = j * d; p < (i + 1) * d; p++, q++) {
-        sum0 += x[p] * w[q];
-        sum1 += x[p] * w[q + d];
-        sum2 += x[p] * w[q + 2 * d];
-        sum3 += x[p] * w[q + 3 * d];
+      let [a0, a1, a2, a3, b0, b1, b2, b3] = [0, 0, 0, 0, 0, 0, 0, 0];
+      for (let p = i * d, q = j * d; q < (j + 1) * d; p++, q++) {
+        const u = x[p];
+        const v = x[p + d];
+        a0 += u * w[q];
+        a1 += u * w[q + d];
+        a2 += u * w[q + 2 * d];
+        a3 += u * w[q + 3 * d];
+        b0 += v * w[q];
+        b1 += v * w[q + d];
+        b2 += v * w[q + 2 * d];
+        b3 += v * w[q + 3 * d];
       }
-      const sums = [sum0, sum1, sum2, sum3];
-      for (let k = j; k < j + 4 && k < W.rows; k++) out.at[i * W.rows + k] = sums[k - j];
+      const sums = [a0, a1, a2, a3, b0, b1, b2, b3];
+      for (let t = 0; t < 8; t++) {
+        const k = j + t % 4;
+        if (k < W.rows) out.at[(i + (t >> 2)) * W.rows + k] = sums[t] + (b ? b.at[k] : 0);
+      }
     }
-  return b ? made(X.rows, W.rows, t => out.at[t] + b.at[t % W.rows]) : out;
+  return out;
 }
 
 function sumOf(list, value = y => y) {
@@ -51,7 +60,6 @@ function sideBySide(heads) {
   const width = p * heads.length;
   return made(rows, width, t => heads[t % width / p | 0].at[(t / width | 0) * p + t % p]);
 }
-
 // ---- A layer -----------------------------------------------------------------------------------
 function normalize(Z, {weight, bias, eps}) {                    // LN
   const out = matrix(Z.rows, Z.cols);
@@ -59,16 +67,18 @@ function normalize(Z, {weight, bias, eps}) {                    // LN
     const row = rowAt(Z, i);
     const mean = sumOf(row) / Z.cols;
     const std = Math.sqrt(sumOf(row, y => (y - mean) ** 2) / Z.cols + eps);
-    rowAt(out, i).set(row.map((y, j) => (y - mean) / std * weight.at[j] + (bias?.at[j] ?? 0)));
+    for (let j = 0; j < Z.cols; j++)
+      out.at[i * Z.cols + j] = (row[j] - mean) / std * weight.at[j] + (bias ? bias.at[j] : 0);
   }
   return out;
 }
 
-function softmax(row, scale = 1) {
+function softmax(row, scale = 1) {                              // in place
   const most = row.reduce((a, b) => Math.max(a, b));
-  const powers = row.map(y => Math.exp(scale * (y - most)));
-  const sum = sumOf(powers);
-  return powers.map(y => y / sum);
+  for (let j = 0; j < row.length; j++) row[j] = Math.exp(scale * (row[j] - most));
+  const sum = sumOf(row);
+  for (let j = 0; j < row.length; j++) row[j] /= sum;
+  return row;
 }
 
 // Keys or values, mixed with the previous token's by a share for each head
@@ -94,7 +104,7 @@ function attention({p, number, mix}, w, c, off) {
     for (let i = 0; i < w.rows; i++) {
       const row = rowAt(weights, i);
       const end = c.causal ? i + 1 : w.rows;
-      row.set(softmax(row.subarray(0, end), p ** -0.5));
+      softmax(row.subarray(0, end), p ** -0.5);
       row.fill(0, off.includes(`${number}.${k + 1}`) ? 0 : end);
     }
     return weights;
@@ -118,11 +128,14 @@ function step(A, X, {D, Dt}, {eta, lambd}) {
 }
 
 // What a layer makes of Z: weights A, X where the last step of ISTA begins, the code, the output.
-// Knobs are eta, lambd, and the heads that are `off`
+// Knobs are eta, lambd, the heads that are `off`, and to `hold` a layer, its entry and the value
 function layer(L, Z, c, knobs) {
+  const [number, entry, value] = knobs.hold;
+  const held = M => number !== L.number ? M :
+    made(M.rows, M.cols, t => t % M.cols === entry ? value : M.at[t]);
   if (L.decodes) {                                              // the same in reverse
     const X = normalize(Z, L.norm1);
-    const code = multiply(X, L.D);
+    const code = held(multiply(X, L.D));
     const {A, half} = compress(L, code, normalize(code, L.norm2), c, knobs.off);
     return {A, X, code, out: half};
   }
@@ -130,11 +143,10 @@ function layer(L, Z, c, knobs) {
   const target = normalize(half, L.norm2);
   let X = L.D_hat ? matrix(Z.rows, L.D.cols) : target;
   for (let s = 1; L.D_hat && s < c.ista_steps; s++) X = step(X, target, L, knobs);
-  const code = step(X, target, L, knobs);
+  const code = held(step(X, target, L, knobs));
   const out = L.D_hat ? plus(half, scaled(multiply(code, L.D_hat), L.scale2)) : code;
   return {A, X, code, out};
 }
-
 // ---- A model -----------------------------------------------------------------------------------
 function forward(model, Z, knobs) {
   for (const L of model.layers) {
@@ -192,7 +204,6 @@ function operators(L, {config: c, output}) {
     decodes: !L.sparsification,
   };
 }
-
 // ---- Pictures and text -------------------------------------------------------------------------
 const pictureAt = (pixels, i, H) => pixels.subarray(3 * H * H * i, 3 * H * H * (i + 1));
 const pixelOf = (patch, t, side, P) =>                          // a patch's pixel t in the picture
@@ -233,7 +244,6 @@ function paintCanvas(canvas, width, height, rgba) {             // rgba(t) of pi
 const idsOf = ({characters}, words) => [...words].map(y => [...characters, y].indexOf(y));
 const embedText = ({embed: {weight}, positions}, ids) => made(ids.length, weight.cols, t =>
   rowAt(weight, ids[t / weight.cols | 0])[t % weight.cols] + (positions ? positions.at[t] : 0));
-
 // ---- Numbers -----------------------------------------------------------------------------------
 const show = y => (+(Math.abs(y) < 1e-6 ? 0 : y).toPrecision(3)).toLocaleString("en")
   .replace("-", "−");
@@ -243,7 +253,7 @@ function check(data, model) {
   const {config: c, task} = data;
   const Z = task === "gpt" ? embedText(model, idsOf(data, data.text)) :
     embedPicture(model, data, bytes(data.pictures), new Set(data.masked));
-  forward(model, Z, {eta: c.eta, lambd: c.lambd, off: []});
+  forward(model, Z, {eta: c.eta, lambd: c.lambd, off: [], hold: []});
   const out = read(model, model.layers.at(-1).T.out);
   const skip = task === "mae" ? out.cols : 0;                   // the class token's pixels
   return new Float32Array(bytes(data.expected).buffer).reduce((most, y, i) =>

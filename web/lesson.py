@@ -1,9 +1,9 @@
 """The lesson, "From R(Z) to a layer": python -m web.lesson writes docs/index.html.
 
-lesson.html is put together with *.css and *.js; its formulas ($...$) become
-MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH STEP
-VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this model,
-trained and untrained, and numbers of PyTorch's, with which it compares its own."""
+It puts base.css, lesson.css, crate.js, rates.js and lesson.js into lesson.html. Formulas ($...$)
+become MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH
+STEP VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this
+model, trained and untrained, and numbers of PyTorch's, with which it compares its own."""
 import csv
 import html
 import inspect

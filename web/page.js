@@ -15,9 +15,9 @@ const start = {
   kind: "trained", layer: c.layers, eta: c.eta, lambd: c.lambd,
   at: isText ? null : isMae || c.pool === "mean" ? middle : 0,  // a token; null is the last
   entry: null,                                                  // of its code; null is the largest
-  off: [], mask: data.masked ?? [],                             // heads, "layer.head"; patches
+  off: [], hold: [], mask: data.masked ?? [],                   // as crate.js has them
 };
-const chosen = {...start};                                      // and the pixels of a picture
+const chosen = {...start};                                      // and pixels, caption of a picture
 let model, L, n;                                                // what is shown: layer L, n tokens
 let frame;                                                      // the frame that will show it
 
@@ -29,15 +29,14 @@ function set(changes) {
 }
 
 function run(model) {                                           // if anything is new
-  const {eta, lambd, off, mask, pixels} = chosen;
+  const {eta, lambd, off, hold, mask, pixels} = chosen;
   const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
-  const seen = [eta, lambd, off, mask, pixels, `${ids}`];
+  const seen = [eta, lambd, off, hold, mask, pixels, `${ids}`];
   if (seen.every((value, i) => value === model.seen?.[i])) return;
   const Z = isText ? embedText(model, ids) : embedPicture(model, data, pixels, new Set(mask));
-  forward(model, Z, {eta, lambd, off});
+  forward(model, Z, {eta, lambd, off, hold});
   Object.assign(model, {seen, ids});
 }
-
 // ---- What is drawn from it
 function draw() {
   model = models[chosen.kind];
@@ -49,7 +48,7 @@ function draw() {
   for (const knob of ["layer", "lambd", "eta"])
     $[knob].nextElementSibling.value = $[knob].value = chosen[knob];
   $.untrained.checked = chosen.kind === "untrained";
-  isText ? put($.tokens, view([])) : drawPicture();
+  isText ? drawText() : drawPicture();
   isMae ? drawGuess() : drawAnswer();
   drawHeads();
   drawCode();
@@ -60,6 +59,7 @@ const clamp = (y, low, high) => Math.min(high, Math.max(low, y));
 const order = row => [...row.keys()].sort((a, b) => row[b] - row[a]);
 const largest = values => Math.max(1e-9, ...values);            // never 0: one divides by it
 const own = M => rowAt(M, chosen.at);                           // of the chosen token
+const logits = () => read(model, model.layers.at(-1).T.out);
 const visible = letter => ({" ": "␣", "\n": "↵"}[letter] ?? letter);
 const percent = share => `${(100 * share).toFixed(1)} %`;
 
@@ -77,6 +77,8 @@ function put(box, ...inside) {                                  // the same butt
 
 const button = (words, ariaPressed, onclick) => node("button", {ariaPressed, onclick}, words);
 const note = words => node("small", {}, words);
+const character = (i, above, below) => node("span", {className: i === chosen.at ? "at" : "",
+  onclick: () => point(i)}, above, node("b", {}, visible(letters[model.ids[i]])), below);
 const canvas = pixels => paintCanvas(node("canvas"), H, H, t =>  // of uint8 (H, H, 3)
   [...pixels.subarray(3 * t, 3 * t + 3), 255]);
 
@@ -92,23 +94,31 @@ function view(values) {
   const most = largest(values.slice(isText ? 0 : 1));           // without the class token
   const share = i => clamp((values[i] ?? 0) / most, 0, 1);
   if (!isText) return patches(chosen.pixels, "heat", i => share(i + 1));
-  return node("div", {className: "type"}, model.ids.map((id, i) =>
-    node("span", {className: i === chosen.at ? "at" : "", onclick: () => point(i)},
-      node("i", {style: `height: ${1.5 * share(i)}em`}), visible(letters[id]))));
+  return node("div", {className: "type"}, model.ids.map((_, i) =>
+    character(i, node("i", {style: `height: ${1.5 * share(i)}em`}), "")));
 }
 
 function drawPicture() {
-  const {at, mask, pixels} = chosen;
+  const {at, mask, pixels, caption} = chosen;
   const row = 1 + ((at - 1) / side | 0);
   const column = 1 + (at - 1) % side;
   const area = at ? [row, column, row + 1, column + 1] : [1, 1, -1, -1];
   document.body.style = `--side: ${side}; --chosen: ${area.join(" / ")}`;
   put($.picture, patches(pixels, "mask", i => +mask.includes(i)));
+  $.caption.textContent = caption;
+}
+
+function drawText() {                                           // below each, the likeliest to come
+  const {ids} = model;
+  const Y = logits();
+  const five = i => order(rowAt(Y, i)).slice(0, 5).map(id =>
+    node(id === ids[i + 1] ? "u" : "s", {}, visible(letters[id])));
+  put($.tokens, ids.map((_, i) => character(i, "", five(i))));
 }
 
 function drawGuess() {                                          // what an autoencoder fills in
   const filled = chosen.pixels.slice();
-  const Y = read(model, model.layers.at(-1).T.out);
+  const Y = logits();
   for (const patch of chosen.mask)
     rowAt(Y, patch + 1).forEach((y, t) => {
       const k = t % 3;
@@ -140,9 +150,12 @@ function drawHeads() {
   put($.heads, L.T.A.map((weights, k) => {
     const head = `${L.number}.${k + 1}`;
     const off = chosen.off.includes(head);
-    return node("div", {}, view(own(weights)),
+    const row = own(weights);
+    const spread = Math.exp(-sumOf(row, a => a && a * Math.log(a)));        // e^entropy
+    return node("div", {}, view(row),
       button(`head ${k + 1}: ${off ? "off" : "on"}`, !off,
-        () => set({off: toggled(chosen.off, head)})));
+        () => set({off: toggled(chosen.off, head)})),
+      note(off ? "adds nothing" : `averages ≈ ${spread.toFixed()} of ${n}`));
   }));
 }
 
@@ -167,15 +180,22 @@ function drawCode() {                                           // before and af
 }
 
 function drawEntry() {                                          // at every token
-  const {entry} = chosen;
+  const {entry, hold} = chosen;
+  const {code} = L.T;
+  const others = code.at.filter((_, t) => t % code.cols !== entry);         // holding moves none
   $.entry.textContent = `Entry ${entry} of layer ${L.number}`;
-  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(L.T.code, i)[entry])));
+  $.hold.min = Math.floor(2 * others.reduce((a, b) => Math.min(a, b)));
+  $.hold.max = Math.ceil(2 * others.reduce((a, b) => Math.max(a, b)));
+  $.hold.value = own(code)[entry];
+  $.hold.nextElementSibling.value = show($.hold.valueAsNumber);
+  $.release.hidden = !hold.length;
+  $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
+  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
   const passages = data.entries?.[L.number - 1][entry] ?? [];
   const marked = ([words, i]) => node("p", {}, [...words].map((letter, j) =>
     i === j ? node("mark", {}, visible(letter)) : visible(letter)));
   put($.passages, note(passages.length ? "It is highest here:" : ""), passages.map(marked));
 }
-
 // ---- What the hand does
 const toggled = (list, item) =>
   list.includes(item) ? list.filter(other => other !== item) : [...list, item];
@@ -187,6 +207,8 @@ for (const knob of ["lambd", "eta"])
 $.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
 $.untrained.onchange = () => set({kind: $.untrained.checked ? "untrained" : "trained"});
 $.reset.onclick = () => set(start);
+$.hold.oninput = () => set({hold: [L.number, chosen.entry, $.hold.valueAsNumber]});
+$.release.onclick = () => set({hold: []});
 $.code.onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
 
@@ -208,7 +230,6 @@ $.picture.onpointerdown = $.picture.onpointermove = e => {
   if (e.buttons && e.type === "pointermove" && !isMae)
     set({pixels: painted(chosen.pixels, x, y, $.colour.value)});
 };
-
 // ---- What stays: names, equations, the check; then what is shown first
 const depth = models.trained.layers.length;
 const worst = check(data, models.trained);
@@ -228,8 +249,9 @@ for (const box of all(".math > span"))                          // _k, ^* and ^{
 $.text.value = data.text ?? "";
 put($.thumbs, (data.labels ?? []).map((label, i) => {
   const pixels = pictureAt(bytes(data.pictures), i, H);
-  const onclick = () => set({pixels, entry: null});
-  return node("button", {title: data.classes[label], onclick}, canvas(pixels));
+  const caption = data.classes[label];
+  const onclick = () => set({pixels, caption, entry: null});
+  return node("button", {ariaLabel: caption, onclick}, canvas(pixels));
 }));
 $.thumbs.firstChild?.click();
 set({});

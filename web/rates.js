@@ -34,7 +34,6 @@ function inverted(M) {
   }
   return {inverse, logdet};
 }
-
 // ---- Rates -------------------------------------------------------------------------------------
 const alphaOf = (Z, eps) => Z.cols / (Z.rows * eps ** 2);
 const identityPlus = (s, M) => made(M.rows, M.cols, t => (t % (M.cols + 1) ? 0 : 1) + s * M.at[t]);
