@@ -78,6 +78,13 @@ def by_layer(net, x):
     return {name: [float(row[name].mean()) for row in rows] for name in rows[0]}
 
 
+def gains(net, x):
+    """What each layer adds to R - R^c at the norm of Z, with eight pictures coded together."""
+    c = Layers(ckpt="", unit_bases=True, together=8)
+    return [float(layer_numbers(layer, trace, c)["gain"].mean())
+            for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
+
+
 def points():
     """({name: the points of steps 1, 2, 3, and of 4 and 5}, what PyTorch computes of them)."""
     torch.manual_seed(3)
@@ -92,11 +99,11 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
-def recorded(table, model, *keys):
-    """Columns of records/TABLE.csv, by layer of a model."""
-    with open(ROOT / "records" / f"{table}.csv") as file:
+def recorded(model):
+    """Changes of R^c in records/compression.csv, by layer: of attention, alone, mean."""
+    with open(ROOT / "records" / "compression.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model]
-    return [[float(row[key]) for row in rows] for key in keys]
+    return [[float(row[key]) for row in rows] for key in ("attention", "alone", "mean")]
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -116,17 +123,13 @@ def content():
     data |= dict(points={name: rows.tolist() for name, rows in drawn.items()},
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
-    numbers = by_layer(loaded.model, x)
+    numbers = by_layer(loaded.model, x) | dict(gain_of_eight=gains(loaded.model, x[:96]))
     numbers |= {f"random_{name}": values for name, values in by_layer(untrained.model, x).items()}
-    gains = "gain", "gain_of_eight"
-    numbers["gain"], numbers["gain_of_eight"] = recorded("layers", "shapes-crate", *gains)
-    [numbers["random_gain_of_eight"]] = recorded("layers", "shapes-crate, untrained", gains[1])
+    numbers["random_gain_of_eight"] = gains(untrained.model, x[:96])
     text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
             for name, values in numbers.items()}
-    steps = "attention", "alone", "mean"
-    return data, text | dict(
-        changes_on_images=str(recorded("compression", "cifar10-crate", *steps)),
-        changes_on_text=str(recorded("compression", "pydoc-crate-plain", *steps)))
+    return data, text | dict(changes_on_images=str(recorded("cifar10-crate")),
+                             changes_on_text=str(recorded("pydoc-crate-plain")))
 
 
 def written():
