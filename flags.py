@@ -38,7 +38,8 @@ class DataFlags:
 @dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both."""
-    arch: str | None = option(None, "a row of model.py's ARCHS; auto: crate, or the checkpoint's")
+    arch: str | None = option(None, "crate, crate-alpha, tost, cbsa, aot, mssa-mlp, transformer or "
+                              "another row of model.py's ARCHS; auto: crate, or the checkpoint's")
     size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
                               displaces=("width", "heads", "head_dim", "layers"))
     width: int | None = option(None, "d; auto is the size's or the checkpoint's, else 384", low=1)

@@ -135,6 +135,9 @@ def build_model(c, classes, loaded=None):
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=pooling(loaded))
+    for name in ("arch", "width", "heads", "head_dim", "layers", "patch_size"):
+        if ours.get(name, theirs[name]) != theirs[name]:
+            raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
     checkpoint.load_resized(model.encoder, loaded, c.init_from)
     return model

@@ -1,4 +1,6 @@
 """Image classification: learning, fine-tuning, held-out images, and SRR."""
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers import losses, metrics, write_model
@@ -25,9 +27,9 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     assert model(x).shape == (2, 5)
     c.lambd = 0.7                                               # a flag that is given counts
     assert train_vit.build_model(c, 5, start).encoder.layers[0].sparsification.lambd == 0.7
-    c.layers = 3
-    with pytest.raises(UserError, match="Missing key.*layers.2"):
-        train_vit.build_model(c, 5, start)
+    for name, value, has in (("layers", 3, 2), ("arch", "crate-alpha", "crate")):
+        with pytest.raises(UserError, match=f"--{name}={value}: .* has {has}"):
+            train_vit.build_model(replace(c, **{name: value}), 5, start)
 
 
 @pytest.mark.parametrize("published", [False, True])
