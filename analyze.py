@@ -133,12 +133,13 @@ def layer_numbers(layer, trace, c):
     def coded(T):
         return in_sets(T.cpu().double(), c.together)
 
-    def rates(T):           # R and R^c at the norm of Z
-        T = at_norm(T, Z)
-        return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
     X, Z, half, out = map(coded, (layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
     U = layer.attention.bases().cpu().double()
     U = unit_size(U) if c.unit_bases else U
+
+    def rates(T):           # R and R^c at the norm of Z
+        T = at_norm(T, Z)
+        return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
     (R, Rc), (_, Rc_half), (R_out, Rc_out) = map(rates, (Z, half, out))
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=Rc_half - Rc)

@@ -136,8 +136,8 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
     CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
-    stacks = {p: len(p) // (m.heads * m.p) for m in model.modules() if isinstance(m, MHSA)
-              for p in m.QKV.parameters() if p.ndim == 2 and p in inside}
+    stacks = {m.QKV.weight: 3 for m in model.modules()
+              if isinstance(m, MHSA) and m.QKV.weight in inside}
     groups = {}                 # (with Muon?, decays, scale, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
