@@ -143,25 +143,25 @@ def length(c):
 
 
 def objective(c):
-    """In how many layers R - R^c rises, by the number of samples whose tokens are coded together;
-    prints it, and in how many R does."""
+    """What the layers after the first add to R - R^c, by the number of samples whose tokens are
+    coded together; prints in how many layers it rises, and in how many R does."""
     figure, (axes,) = new_figure(1, len(MODELS), 1.6, 2.4)
     for ax, name in zip(axes, MODELS):
         for untrained, style in ((False, "o-"), (True, "o--")):
-            rises = []
+            added = []
             for together in (1, 2, 4, 8):
                 rows = by_layer(c, f"pretrained:{name}", untrained, together)
-                rises.append(sum(row["gain"] > 0 for row in rows))
+                added.append(sum(row["gain"] for row in rows[1:]))
+                rises, R_rises = (sum(row[key] > 0 for row in rows) for key in ("gain", "R_change"))
                 print(f"{name}{', untrained' * untrained}: {together} together, {len(rows)} layers:"
-                      f" R - R^c rises in {rises[-1]}, R in {sum(r['R_change'] > 0 for r in rows)}")
-            ax.plot((1, 2, 4, 8), rises, style, color="0.6" if untrained else COLORS["crate"],
+                      f" R - R^c rises in {rises}, R in {R_rises}")
+            ax.plot((1, 2, 4, 8), added, style, color="0.6" if untrained else COLORS["crate"],
                     label="at random weights" if untrained else "trained")
+        ax.axhline(0, color="black", lw=0.8)
         ax.set_xscale("log", base=2)
-        n = len(rows)
-        ax.set(xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8), ylim=(-0.06 * n, 1.06 * n),
-               yticks=range(0, n + 1, n // 4))
+        ax.set(xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8))
         ax.set_title(name.replace("crate-", "crate\n"), fontsize="medium")
-    axes[0].set_ylabel("layers that\nraise $R - R^c$")
+    axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
     axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
     legend_below(figure, axes[0])
     return figure
