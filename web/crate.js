@@ -74,9 +74,10 @@ function normalize(Z, {weight, bias, eps}) {                    // LN
 }
 
 function softmax(row, scale = 1) {                              // in place
-  const most = row.reduce((a, b) => Math.max(a, b));
-  for (let j = 0; j < row.length; j++) row[j] = Math.exp(scale * (row[j] - most));
-  const sum = sumOf(row);
+  let most = -Infinity;
+  for (let j = 0; j < row.length; j++) most = Math.max(most, row[j]);
+  let sum = 0;
+  for (let j = 0; j < row.length; j++) sum += row[j] = Math.exp(scale * (row[j] - most));
   for (let j = 0; j < row.length; j++) row[j] /= sum;
   return row;
 }
@@ -87,12 +88,17 @@ const mixed = (w, p, shares) => made(w.rows, w.cols, t => {
   return w.at[t] + shares[t % w.cols / p | 0] * (previous - w.at[t]);
 });
 
-// Queries or keys, turned by their positions: each number and its neighbour, in a plane
-const turned = (w, p) => made(w.rows, w.cols, t => {
-  const angle = (t / w.cols | 0) * 1e4 ** ((t % 2 - t % p) / p);
-  const neighbour = t % 2 ? w.at[t - 1] : -w.at[t + 1];
-  return w.at[t] * Math.cos(angle) + neighbour * Math.sin(angle);
-});
+// Queries or keys, turned by their positions: each two numbers, in a plane
+function turned(w, p) {
+  const out = matrix(w.rows, w.cols);
+  for (let t = 0; t < w.rows * w.cols; t += 2) {
+    const angle = (t / w.cols | 0) * 1e4 ** (-(t % p) / p);
+    const [cos, sin] = [Math.cos(angle), Math.sin(angle)];
+    out.at[t] = w.at[t] * cos - w.at[t + 1] * sin;
+    out.at[t + 1] = w.at[t + 1] * cos + w.at[t] * sin;
+  }
+  return out;
+}
 
 // stack_k SSA(X | U_k) from w = U^* X, which is query, key and value; A: each head's weights
 function attention({p, number, mix}, w, c, off) {
@@ -118,8 +124,7 @@ function compress(L, Z, X, c, off) {
   const added = scaled(multiply(ssa, L.W, L.bias), L.scale1);
   return {A, half: plus(Z, added, L.decodes ? -1 : 1)};
 }
-const scaled = (Y, scale) =>
-  scale ? made(Y.rows, Y.cols, t => Y.at[t] * scale.at[t % Y.cols]) : Y;
+const scaled = (Y, scale) => scale ? made(Y.rows, Y.cols, t => Y.at[t] * scale.at[t % Y.cols]) : Y;
 
 // ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is one step from A = X, ODL ista_steps from A = 0
 function step(A, X, {D, Dt}, {eta, lambd}) {

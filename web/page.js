@@ -201,7 +201,6 @@ const toggled = (list, item) =>
   list.includes(item) ? list.filter(other => other !== item) : [...list, item];
 const point = at => at === chosen.at || set({at, entry: null});
 const toggleMask = () => isMae && chosen.at && set({mask: toggled(chosen.mask, chosen.at - 1)});
-
 for (const knob of ["lambd", "eta"])
   $[knob].oninput = () => set({[knob]: $[knob].valueAsNumber});
 $.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
@@ -211,7 +210,6 @@ $.hold.oninput = () => set({hold: [L.number, chosen.entry, $.hold.valueAsNumber]
 $.release.onclick = () => set({hold: []});
 $.code.onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
-
 $.text.oninput = () => set({at: null, entry: null});
 $.class.onclick = () => point(0);
 $.picture.onclick = toggleMask;
