@@ -11,13 +11,13 @@ from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
+from PIL import Image
 from tqdm import tqdm
 
 from flags import UserError
 
 SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
               test="test", testing="test")
-PICTURES = ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .pgm .png .ppm .tga .tif .tiff .webp".split()
 HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
           "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
 
@@ -64,11 +64,12 @@ def refuse_mixed(places):
     numbers too: seg_train and seg_test, train and test1, cat/train and cat/val."""
     found = {}
     for place in sorted({part for place in places for part in (place, *place.parents)}):
-        name = re.sub(r"\d", "", place.stem.lower())
+        name = re.sub(r"\d", "", place.name.lower())
         alike = re.sub("(train|val|test)(ing|idation|id)?", "SPLIT", name)
         other, other_name = found.setdefault((place.parent, alike), (place, name))
-        if name != other_name:
-            raise UserError(f"{shown(other)} and {shown(place)} would be mixed: a split is named "
+        if ("train" in name) != ("train" in other_name):
+            train, other = (place, other) if "train" in name else (other, place)
+            raise UserError(f"{shown(train)} and {shown(other)} would be mixed: a split is named "
                             f"{', '.join(SPLITS)}, at the top of the folder")
 
 
@@ -77,7 +78,8 @@ def data_in(source, *kinds):
     around all files do not count, down to a split's."""
     every = list(files_in(source))
     for suffixes in kinds:
-        files = [path for path in every if path.suffix.lower() in suffixes]
+        files = [path for path in every         # a link may be broken
+                 if path.suffix.lower() in suffixes and path.is_file()]
         if files:
             refuse_missing_shards(files)
             tell_left_out("files that are no such data", sorted(set(every) - set(files)))
@@ -89,16 +91,19 @@ def data_in(source, *kinds):
                     "needs --tokenizer) in .parquet, .jsonl or .txt files")
 
 
-def by_split(files):
+def by_split(files, least=1):
     """{split: {file: its names below the split}}, given {file: its path}. There are splits if all
-    files lie in one, or if some are for training and some are not. Else all are "train"."""
+    files of at least so many names lie in one, or if some are for training and some are not. Else
+    all files are "train"."""
     parts = dict(train={}, val={}, test={}, outside={})
     for path, place in files.items():
-        parts[split_of(place.parts[0])][path] = place.parts[1:]
+        if len(place.parts) >= least:
+            parts[split_of(place.parts[0])][path] = place.parts[1:]
     outside = parts.pop("outside")
     parts = {split: part for split, part in parts.items() if part}
     if not outside or "train" in parts and len(parts) > 1:
-        tell_left_out("files outside the splits", list(outside))
+        used = set().union(*parts.values())
+        tell_left_out("files outside the splits", sorted(files.keys() - used))
         return parts
     refuse_mixed(files.values())
     for split in parts:
@@ -111,7 +116,9 @@ def pictures(source):
     """{split: {file: its class}}; test validates if there is no val. Raises UserError unless there
     are two classes to train on, and one of them in val."""
     parts, where = {}, "pictures lie in DIR/[SPLIT/]CLASS/FILE"
-    for split, files in by_split(data_in(source, PICTURES)).items():
+    suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
+                if kind in Image.OPEN}
+    for split, files in by_split(data_in(source, suffixes), least=2).items():
         parts[split] = {path: shown(names[0]) for path, names in files.items() if len(names) > 1}
         tell_left_out(f"pictures of {split} without a class folder",
                       sorted(files.keys() - parts[split].keys()))

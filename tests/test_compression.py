@@ -8,6 +8,7 @@ from torch.nn import functional as F
 import model as models
 from data import images
 from experiments import compression
+from flags import UserError
 from experiments.compression import steps
 from experiments.random_tokens import directions, random_subspaces, random_tokens
 
@@ -130,6 +131,8 @@ def test_tables_and_figure(tmp_path, cache):
     twice, = compression.changes(layer, Z.repeat(2, 1, 1), generator, copies)
     once, = compression.changes(layer, Z, generator, compression.Compression(ckpt=""))
     assert twice["alone"] == pytest.approx(once["alone"])
+    with pytest.raises(UserError, match="--together=2 does not divide a batch of 1"):
+        compression.changes(layer, Z, generator, copies)
     run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--figure={tmp_path / 'a.png'}"])
     assert (tmp_path / "a.png").exists() and run["names"] == paths
     for row, (first, second) in zip(run["layers"], zip(*each), strict=True):
