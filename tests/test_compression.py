@@ -8,9 +8,9 @@ from torch.nn import functional as F
 import model as models
 from data import images
 from experiments import compression
-from flags import UserError
 from experiments.compression import steps
 from experiments.random_tokens import directions, random_subspaces, random_tokens
+from flags import UserError
 
 
 def start(seed, norm):
