@@ -40,11 +40,12 @@ def at_least_float32(t):
 
 
 def attention_map(q, k, scale, causal=False):
-    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal
-    (m = n), row i has weights on columns <= i only."""
+    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
+    queries are of the last m of n tokens, and a token has weights on itself and those before."""
     gram = scale * (q @ k.mT)
     if causal:
-        future = torch.ones(gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
+        m, n = gram.shape[-2:]
+        future = torch.ones(m, n, dtype=torch.bool, device=gram.device).triu(1 + n - m)
         gram = gram.masked_fill(future, -math.inf)
     return gram.softmax(-1)
 
@@ -92,18 +93,23 @@ class Attention(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, Z, cache=None):
-        """Z (B, n, d) -> (B, n, d). A cache keeps the tokens of Z; unless it is empty, n is 1."""
+        """Z (B, n, d) -> (B, n, d). With a cache, Z are the tokens after those that it keeps."""
+
+    def new_cache(self, room):
+        """An empty cache of at most `room` tokens."""
+        return Cache(room)
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
-        n = q.shape[2]
-        causal = self.causal and n == k.shape[2]        # else, in generation, q is k's last token
+        m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and n <= 512:
-            out = F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
+        faster = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
+        if faster or 1 < m < n:         # the kernel's causal mask takes q for k's first tokens
+            out = F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
         else:
-            out = F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
+            out = F.scaled_dot_product_attention(
+                q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
         return out.transpose(1, 2).flatten(-2)
 
 
@@ -114,37 +120,19 @@ class SoftmaxAttention(Attention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.rotary, self.mix = config.rotary, None
-        if config.shift:
-            # logits of all a_k, then of all b_k: a vector, which is not decayed. Heads start out
-            # different: the last takes mostly the previous token's key and the token's own value
-            spread = torch.linspace(-2, 2, self.heads)
-            self.mix = nn.Parameter(torch.cat([spread, -spread]))
+        self.rotary = config.rotary
+        self.mix = first_mix(self.heads) if config.shift else None
 
     def queries_keys_values(self, Z, cache=None):
         """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        return self.shifted_and_rotated(w, seen, seen)
+        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
-
-    def shifted_and_rotated(self, q, k, v):
-        """q, k, v (B, K, n, p) after --shift and --rotary; q are those of k's last tokens.
-
-        shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
-        rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
-        symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
-        if self.mix is not None:
-            a, b = self.mix.sigmoid().view(2, -1, 1, 1)
-            k, v = shift(k, a), shift(v, b)
-        if self.rotary:
-            phase = phases(k.shape[2], self.p, k)
-            q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
-        return q, k, v
 
 
 class MSSA(SoftmaxAttention):
@@ -389,6 +377,29 @@ def gaussian_mixture_denoise(z, U, sigma):
 
 
 # ---- What language models add to attention: the token before, positions, a cache ---------------
+def first_mix(K):
+    """The parameter of --shift before training: logits of all a_k, then of all b_k, in one vector,
+    which is not decayed. Heads start out different: the last takes mostly the previous token's key
+    and the token's own value."""
+    spread = torch.linspace(-2, 2, K)
+    return nn.Parameter(torch.cat([spread, -spread]))
+
+
+def shift_and_rotate(q, k, v, mix=None, rotary=False):
+    """Queries, keys and values (B, K, n, p) as attention takes them; q is of the last tokens of k.
+
+    shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
+    rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
+    symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
+    if mix is not None:
+        a, b = mix.sigmoid().view(2, -1, 1, 1)
+        k, v = shift(k, a), shift(v, b)
+    if rotary:
+        phase = phases(k.shape[2], k.shape[3], k)
+        q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
+    return q, k, v
+
+
 def shift(w, a):
     """(1 - a) w_i + a w_{i-1} for every token i, 0 before the first: keys or values that see the
     token before (Xu et al. 2025: two weights of any sum). w (..., K, n, p), shares a (K, 1, 1)."""
@@ -412,17 +423,11 @@ def rotate(w, phase):
 
 @dataclass
 class Cache:
-    """What the attention of a layer keeps of the n tokens that a generation has read.
-
-    MSSA    past: w = U^* Z of `room` tokens, the first n filled            (B, K, room, p)
-    MHSA    past: the same of keys and values, side by side                 (B, K, room, 2 p)
-    TSSA    sums: energy of w^2, moment of Pi w^2 (B, K, 1, p), mass of Pi  (B, K, 1)"""
-    room: int = 0
+    """What attention keeps of the n tokens that a generation has read: of MSSA w = U^* Z, of MHSA
+    keys and values, side by side."""
+    room: int
     n: int = 0
-    past: torch.Tensor | None = None
-    energy: torch.Tensor | float = 0.0
-    moment: torch.Tensor | float = 0.0
-    mass: torch.Tensor | float = 0.0
+    past: torch.Tensor | None = None    # (B, K, room, p or 2 p), the first n tokens filled
 
     def append(self, new):
         """Adds tokens (B, K, m, .) to `past` and returns all that it holds: (B, K, n, .)."""
@@ -451,10 +456,19 @@ class MHSA(SoftmaxAttention):
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
-        return self.shifted_and_rotated(q, k, v)
+        return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def forward(self, Z, cache=None):
         return self.W(self.attend(*self.queries_keys_values(Z, cache)))
+
+
+@dataclass
+class Sums:
+    """What TSSA keeps in place of a cache, sums over the n tokens that a generation has read."""
+    n: int = 0
+    energy: torch.Tensor | float = 0.0      # of w^2 (B, K, 1, p)
+    moment: torch.Tensor | float = 0.0      # of Pi w^2 (B, K, 1, p)
+    mass: torch.Tensor | float = 0.0        # of Pi (B, K, 1)
 
 
 class TSSA(Attention):
@@ -476,6 +490,9 @@ class TSSA(Attention):
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
         self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
+    def new_cache(self, room):
+        return Sums()
+
     def statistics(self, w, cache):
         """Pi (B, K, n) and s (B, K, n or 1, p)."""
         square, eta = w.square(), at_least_float32(self.eta)[:, None]
@@ -484,7 +501,7 @@ class TSSA(Attention):
             share = square / square.sum(-2, keepdim=True).clamp_min(1e-24)
             Pi = (eta * share.sum(-1)).softmax(-2)
             return Pi, (Pi / (Pi.sum(-1, keepdim=True) + 1e-8)).unsqueeze(-2) @ square
-        before = Cache() if cache is None else cache
+        before = Sums() if cache is None else cache
         end = before.n + w.shape[-2]
         energy = square.cumsum(-2) + before.energy              # squared norm so far
         share = (square / energy.clamp_min(1e-12)).sum(-1)      # the released causal code's guard
@@ -1089,11 +1106,11 @@ class LanguageModel(Backbone):
 
     def advance(self, ids, caches):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
-        a list that is empty at first, then holds a Cache for each layer."""
+        a list that is empty at first, then holds one for each layer."""
         if not self.config.causal:
             raise ConfigError("a masked model continues no text: its tokens attend to later ones")
         if not caches:
-            caches.extend(Cache(self.config.context) for _ in self.layers)
+            caches.extend(layer.attention.new_cache(self.config.context) for layer in self.layers)
         Z = self.tokens(ids, caches[0].n)
         with sdpa_kernel(FOR_ANY_LENGTH):
             for layer, cache in zip(self.layers, caches):

@@ -3,11 +3,12 @@
 In-context recall: a small causal model reads pairs of a random key and a random value, then each
 key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
 values may repeat). aot is aot-mhsa with one matrix for all three, mhsa-ista is crate with three.
-With one, the matrix of scores is symmetric: --turn ends that, without a new parameter.
+With one, the matrix of scores is symmetric, and a token's score with itself is large. --turn=random
+ends both without a new parameter, --turn=symmetric the second alone.
 
     python -m experiments.recall
     python -m experiments.recall --archs=crate,mhsa-ista
-    python -m experiments.recall --archs=aot,mssa-mlp,crate --turn      # or --shift
+    python -m experiments.recall --archs=aot,mssa-mlp,crate --turn=random       # or --shift
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
@@ -33,7 +34,8 @@ from processes import derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    turn: bool = option(False, "turn keys by a fixed random rotation: see turn_keys")
+    turn: str = option("no", "map keys by a fixed orthogonal matrix: see turn_keys",
+                       choices=("no", "random", "symmetric"))
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -51,23 +53,30 @@ class Recall:
             raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
-def turn_keys(attention):
-    """Each head's keys k become Q k with a random rotation Q (p, p) that is not learned. With one
-    matrix for query and key, the matrix of scores w_i^* Q w_j is then no longer symmetric."""
+def turn_keys(attention, kind):
+    """Each head's keys k become Q k with a random orthogonal Q (p, p) that is not learned. With one
+    matrix for query and key, scores w_i^* Q w_j are then no longer symmetric; with a symmetric Q,
+    which reflects half of the directions, they are, but w_i^* Q w_i is 0 on average."""
     Q = torch.linalg.qr(torch.randn(attention.heads, attention.p, attention.p))[0]
-    before = attention.shifted_and_rotated
-    attention.shifted_and_rotated = lambda q, k, v: before(q, k @ Q.mT, v)
+    if kind == "symmetric":
+        Q = Q @ torch.diag((-1.0) ** torch.arange(attention.p)) @ Q.mT
+    before = attention.queries_keys_values
+
+    def turned(Z, cache=None):
+        q, k, v = before(Z, cache)
+        return q, k @ Q.mT, v
+    attention.queries_keys_values = turned
 
 
 def build(c, arch):
     model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
                                      shift=c.shift, context=4 * c.pairs - 1,
                                      vocab_size=2 * c.symbols))
-    if c.turn:
+    if c.turn != "no":
         for layer in model.layers:
             if not isinstance(layer.attention, SoftmaxAttention):
                 raise UserError(f"--turn: {arch} has no keys")
-            turn_keys(layer.attention)
+            turn_keys(layer.attention, c.turn)
     return model
 
 

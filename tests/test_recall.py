@@ -21,13 +21,20 @@ def test_sequences():
     assert torch.equal(ids, recall.sequences(c, 50, 7)[0])
 
 
-def test_turned_keys():
-    """They are as long as before, and the matrix of scores is no longer symmetric."""
-    attention = recall.build(recall.Recall(turn=True, width=8, heads=2), "aot").layers[0].attention
+@pytest.mark.parametrize("turn", ["random", "symmetric"])
+def test_turned_keys(turn):
+    """They are as long as before; scores are symmetric if the matrix is. Its trace is then 0."""
+    attention = recall.build(recall.Recall(turn=turn, width=8, heads=2), "aot").layers[0].attention
     q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
     assert torch.equal(q, v) and torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
     scores = q @ k.mT
-    assert (scores - scores.mT).abs().max() > 0.1 * scores.abs().max()
+    q, k, _ = attention.queries_keys_values(torch.randn(1, 9, 8))
+    Q = torch.linalg.lstsq(q, k).solution
+    if turn == "symmetric":
+        assert torch.allclose(scores, scores.mT, atol=1e-5)
+        assert Q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 1e-4
+    else:
+        assert (scores - scores.mT).abs().max() > 0.1 * scores.abs().max()
 
 
 def test_recall():
@@ -38,4 +45,4 @@ def test_recall():
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
     with pytest.raises(UserError, match="--turn: tost has no keys"):
-        recall.main(["--archs=tost", "--turn"])
+        recall.main(["--archs=tost", "--turn=random"])
