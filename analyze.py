@@ -5,81 +5,31 @@
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
-from dataclasses import dataclass, MISSING, replace
+from dataclasses import dataclass, MISSING
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 import evaluate
 import figures
-from checkpoint import CheckpointFlags, load_model
+from checkpoint import load_model
 from data import augment
-from flags import CACHE, cli, option, parse_command, ROOT, UserError
-from model import (
-    coding_rate,
-    saliency,
-    SoftmaxAttention,
-    sparse_rate_reduction,
-    subspace_coding_rate,
-)
-from processes import with_bar
+from flags import cli, option, parse_command, ROOT, UserError
+from measure import batches, each_model, layer_numbers, SampleFlags, split_for
+from model import saliency
 from run import read_metrics
 from web import page
 
 
 @dataclass(kw_only=True)
-class OneModel(CheckpointFlags):
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    split: str = option("val", "which part of it", choices=("train", "val"))
-    untrained: bool = option(False, "random weights instead (layers: beside the trained ones)")
-    seed: int = option(0, "draws the random weights", low=0)
-    data_dir: str = option(str(CACHE), "where prepared data lies")
+class PictureFlags(SampleFlags):
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
-
-
-def opened(c):
-    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
-    separate; with c.untrained each of them a second time, with random weights of its own."""
-    for i, path in enumerate(c.ckpt.split(",")):
-        for untrained in (False, True) if c.untrained else (False,):
-            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
-            yield path, untrained, evaluate.open_model(one)[0]
-
-
-def spread(total, n):
-    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
-    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
-
-
-def split_for(loaded, c):
-    """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = evaluate.images_for(c.data, loaded.meta, c.data_dir)
-    return data, data.on_device(c.split, next(loaded.model.parameters()).device)
-
-
-def batches(loaded, c):
-    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
-    c.samples images or windows of text, spread over the split. Nothing is masked."""
-    config, device = loaded.model.config, next(loaded.model.parameters()).device
-    if loaded.task == "gpt":
-        tokens = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
-        n = min(config.context, len(tokens))
-        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
-    else:
-        data, samples = split_for(loaded, c)
-    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
-        if loaded.task == "gpt":
-            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
-            yield ids, ids
-        else:
-            yield index, evaluate.model_input(samples.batch(index)[0], data, config.image_size)
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
-class Layers(OneModel):
+class Layers(PictureFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
     samples, rates in nats. MHSA has value maps for U. --shift and --rotary are left out of R^c.
 
@@ -101,58 +51,6 @@ class Layers(OneModel):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def step_with(layer, Z, attend):
-    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
-    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
-    layer.attention.attend = lambda q, k, v: attend(v).transpose(1, 2).flatten(2)
-    try:
-        return layer.compress(Z) - Z
-    finally:
-        del layer.attention.attend          # the class's own is back
-
-
-def in_sets(T, together):
-    """T (B, n, d) as sets of the tokens of `together` samples: (B / together, together n, d)."""
-    if len(T) % together:
-        raise UserError(f"--together={together} does not divide a batch of {len(T)} samples")
-    return T.unflatten(0, (-1, together)).flatten(1, 2)
-
-
-def layer_numbers(layer, trace, c):
-    """What Layers explains, (B,) each. Float64, as float32 may give NaN; on the CPU for mps."""
-    def coded(T):
-        return in_sets(T.cpu().double(), c.together)
-
-    X, Z, half, out = map(coded, (layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
-    U = layer.attention.bases().cpu().double()
-    U = unit_size(U) if c.unit_bases else U
-
-    def rates(T):           # R and R^c at the norm of Z
-        T = at_norm(T, Z)
-        return coding_rate(T, c.eps), subspace_coding_rate(T, U, c.eps)
-    (R, Rc), (_, Rc_half), (R_out, Rc_out) = map(rates, (Z, half, out))
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    numbers = dict(Rc_tokens=coding_rate(w, c.eps).sum(-1), Rc_change=Rc_half - Rc)
-    if isinstance(layer.attention, SoftmaxAttention):
-        alone = coded(step_with(layer, trace.tokens, lambda values: values))
-        numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
-    objective, at_first = (sparse_rate_reduction(T, U, c.eps, c.lambd) for T in (out, Z))
-    return numbers | dict(
-        R_change=R_out - R, gain=R_out - Rc_out - R + Rc, R=coding_rate(out, c.eps),
-        Rc=subspace_coding_rate(out, U, c.eps), nonzeros=(out != 0).double().mean((-2, -1)),
-        objective=objective, rise=objective - at_first)
-
-
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
@@ -160,7 +58,7 @@ def layer_table(loaded, c):
     by_layer = [[] for _ in backbone.layers]
     for _, x in batches(loaded, c):
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, trace, c))
+            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.unit_bases, c.together))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
     for row, parts in zip(table, by_layer):
@@ -173,7 +71,7 @@ def layer_table(loaded, c):
 def layers(c):
     """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
-    for path, untrained, loaded in opened(c):
+    for path, untrained, loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -207,7 +105,7 @@ def draw_layers(runs, c):
 
 # ---- saliency, predict --------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Pictures(OneModel):
+class Pictures(PictureFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
     index: int = option(0, "the first image's number in the split", low=0)
     pictures: int = option(8, "how many images of the data set, one per row", low=1)
@@ -309,7 +207,7 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(OneModel):
+class Page(PictureFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
 
 

@@ -25,12 +25,12 @@ import numpy as np
 import torch
 
 import train_vit
-from analyze import spread
 from checkpoint import load_model
 from data import images
 from evaluate import classify, images_for, model_input
 from figures import print_table
 from flags import cli, DataFlags, option, parse, ROOT, UserError
+from measure import spread
 from model import sparse_rate_reduction
 from processes import derive_seed, PrecisionFlags, Processes
 

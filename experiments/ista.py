@@ -26,15 +26,15 @@ from dataclasses import dataclass, MISSING, replace
 import torch
 from torch.nn import functional as F
 
-from analyze import batches, OneModel, opened, split_for
-from experiments.shared import averages, dots_by_layer, each_sample
-from figures import print_table
+from experiments.shared import averages, each_sample
+from figures import legend_below, new_figure, over_layers, print_table
 from flags import cli, option, parse, UserError
+from measure import batches, each_model, SampleFlags, split_for
 from model import ISTA, ODL
 
 
 @dataclass(kw_only=True)
-class Sparsify(OneModel):
+class Sparsify(SampleFlags):
     ckpt: str = option(MISSING, "checkpoints with a dictionary, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
@@ -148,15 +148,19 @@ def draw(results, path):
     marks = dict(step=("the ISTA step", dict(color="C0")),
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
-    panels = {}
-    for result in results:
-        if not result["untrained"]:
-            rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
-            layers = sorted({layer for layer, _ in rows})
-            panels[result["ckpt"]] = {code: [rows[l, code] / rows[l, "zero"] for l in layers]
-                                      for code in marks}
-    figure = dots_by_layer(panels, marks, "LASSO objective / that of no code\n"
-                           "(above 1: worse than none)", 1, sharey=True)
+    trained = [result for result in results if not result["untrained"]]
+    figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 3)
+    for ax, result in zip(axes, trained):
+        ax.sharey(axes[0])
+        ax.axhline(1, color="black", lw=0.8)
+        rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
+        layers = sorted({layer for layer, _ in rows})
+        for code, (label, style) in marks.items():
+            ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
+                    **style)
+        over_layers(ax, result["ckpt"].removeprefix("pretrained:").replace("crate-", "crate-\n"))
+    axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
+    legend_below(figure, axes[0])
     figure.savefig(path, dpi=200)
 
 
@@ -164,7 +168,7 @@ def main(argv):
     """[{"ckpt", "untrained", "codes", "dictionary", "without_D"}, ...]."""
     c, _ = parse(Sparsify, {}, argv, __doc__)
     results = []
-    for path, untrained, loaded in opened(c):
+    for path, untrained, loaded in each_model(c):
         first, second = tables(loaded, c)
         print(f"{path}{', untrained' if untrained else ''}: {c.samples} samples of {c.split}")
         print_table(first)

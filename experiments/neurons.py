@@ -24,17 +24,17 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analyze import batches, OneModel, opened, split_for
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from experiments.shared import averages
 from figures import print_table
 from flags import cli, option, parse, UserError
+from measure import batches, each_model, SampleFlags, split_for
 
 
 @dataclass(kw_only=True)
-class Neurons(OneModel):
+class Neurons(SampleFlags):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
@@ -145,7 +145,7 @@ def main(argv):
     c, _ = parse(Neurons, {}, argv, __doc__)
     width = min(load_model(path, c.heads).model.config.width for path in c.ckpt.split(","))
     runs = {}
-    for _, untrained, loaded in opened(c):
+    for _, untrained, loaded in each_model(c):
         name = loaded.model.config.arch + (", untrained" if untrained else "")
         each = runs.setdefault(name, [])
         each.append(measure(read_codes(loaded, c), width, c.seed + len(each)))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm
 from figures import print_table
 from flags import cli, option, parse, UserError
+from measure import at_norm
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 
 

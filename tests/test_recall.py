@@ -21,20 +21,34 @@ def test_sequences():
     assert torch.equal(ids, recall.sequences(c, 50, 7)[0])
 
 
-@pytest.mark.parametrize("turn", ["random", "symmetric"])
-def test_turned_keys(turn):
+@pytest.mark.parametrize("scores", ["rotated", "reflected"])
+def test_turned_keys(scores):
     """They are as long as before; scores are symmetric if the matrix is. Its trace is then 0."""
-    attention = recall.build(recall.Recall(turn=turn, width=8, heads=2), "aot").layers[0].attention
+    c = recall.Recall(scores=scores, width=8, heads=2)
+    attention = recall.build(c, "aot").layers[0].attention
     q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
     assert torch.equal(q, v) and torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
-    scores = q @ k.mT
+    gram = q @ k.mT
     q, k, _ = attention.queries_keys_values(torch.randn(1, 9, 8))
     Q = torch.linalg.lstsq(q, k).solution
-    if turn == "symmetric":
-        assert torch.allclose(scores, scores.mT, atol=1e-5)
+    if c.scores == "reflected":
+        assert torch.allclose(gram, gram.mT, atol=1e-5)
         assert Q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 1e-4
     else:
-        assert (scores - scores.mT).abs().max() > 0.1 * scores.abs().max()
+        assert (gram - gram.mT).abs().max() > 0.1 * gram.abs().max()
+
+
+def test_scores_apart():
+    """As the equation with zeros on the diagonal of the scores; nothing of later tokens."""
+    model = recall.build(recall.Recall(scores="apart", width=8, heads=2), "aot")
+    attention = model.layers[0].attention
+    Z = torch.randn(1, 5, 8)
+    w = attention.queries_keys_values(Z)[0]                                 # (1, 2, 5, 4)
+    scores = attention.scale * w @ w.mT
+    scores = scores - torch.diag_embed(scores.diagonal(dim1=-2, dim2=-1))
+    A = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf).softmax(-1)
+    expected = attention.W((A @ w).transpose(1, 2).flatten(2))
+    assert torch.allclose(attention(Z), expected, atol=1e-6)
 
 
 def test_recall():
@@ -44,5 +58,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="--turn: tost has no keys"):
-        recall.main(["--archs=tost", "--turn=random"])
+    with pytest.raises(UserError, match="--scores: tost compares no tokens"):
+        recall.main(["--archs=tost", "--scores=rotated"])

@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional as F
 
 import crate
-from analyze import layer_numbers, Layers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
 from data.shapes import draw_shapes
 from flags import ROOT
+from measure import layer_numbers
 from web import page
 from web.mathml import mathml
 
@@ -49,7 +49,7 @@ def of_attention(layer, trace):
     energy, (K, n, p) = w.square().sum(-1), w.shape[1:]                 # w (B, K, n, p)
     Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
-    rates = layer_numbers(layer, trace, Layers(ckpt="", unit_bases=True, lambd=0))
+    rates = layer_numbers(layer, trace, lambd=0, unit_bases=True)
     return dict(
         attention=rates["Rc_change"], alone=rates["Rc_alone"], rise=rates["rise"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
@@ -80,8 +80,7 @@ def by_layer(net, x):
 
 def gains(net, x):
     """What each layer adds to R - R^c at the norm of Z, with eight pictures coded together."""
-    c = Layers(ckpt="", unit_bases=True, together=8)
-    return [float(layer_numbers(layer, trace, c)["gain"].mean())
+    return [float(layer_numbers(layer, trace, unit_bases=True, together=8)["gain"].mean())
             for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
 
 
