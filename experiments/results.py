@@ -24,6 +24,7 @@ from run import read_metrics
 
 MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",
           "pydoc-crate")
+TOGETHER = 1, 2, 4, 8, 16       # samples coded together
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "CRATE's attention, MLP", "transformer": "transformer",
          "crate-t": "CRATE-T", "crate-n": "CRATE-N", "crate-c": "CRATE-C"}
@@ -33,7 +34,7 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 class Figures:
     names: tuple = option((), "which figures; none: all")
     data_dir: str = option(str(CACHE), "where prepared data lies")
-    samples: int = option(40, "samples of `objective` and `training`", low=1)
+    samples: int = option(48, "samples of `objective` and `training`", low=1)
     runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 
 
@@ -62,7 +63,7 @@ def name_ends(ax, ends, line=0.06):
 def by_layer(c, ckpt, untrained=False, together=1):
     """The rows of `analyze.py layers`, with U at unit size."""
     flags = Layers(ckpt=str(ckpt), untrained=untrained, unit_bases=True, samples=c.samples,
-                   data_dir=c.data_dir, batch_size=8, together=together)
+                   data_dir=c.data_dir, batch_size=16, together=together)
     return layer_table(evaluate.open_model(flags)[0], flags)
 
 
@@ -149,17 +150,18 @@ def objective(c):
     for ax, name in zip(axes, MODELS):
         for untrained, style in ((False, "o-"), (True, "o--")):
             added = []
-            for together in (1, 2, 4, 8):
+            for together in TOGETHER:
                 rows = by_layer(c, f"pretrained:{name}", untrained, together)
                 added.append(sum(row["gain"] for row in rows[1:]))
                 rises, R_rises = (sum(row[key] > 0 for row in rows) for key in ("gain", "R_change"))
                 print(f"{name}{', untrained' * untrained}: {together} together, {len(rows)} layers:"
                       f" R - R^c rises in {rises}, R in {R_rises}")
-            ax.plot((1, 2, 4, 8), added, style, color="0.6" if untrained else COLORS["crate"],
+                print(f"    together the layers after the first add {added[-1]:.1f} nats")
+            ax.plot(TOGETHER, added, style, color="0.6" if untrained else COLORS["crate"],
                     label="at random weights" if untrained else "trained")
         ax.axhline(0, color="black", lw=0.8)
         ax.set_xscale("log", base=2)
-        ax.set(xticks=(1, 2, 4, 8), xticklabels=(1, 2, 4, 8))
+        ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
         ax.set_title(name.replace("crate-", "crate\n"), fontsize="medium")
     axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
     axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
