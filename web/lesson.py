@@ -52,6 +52,7 @@ def of_attention(layer, trace):
     rates = layer_numbers(layer, trace, lambd=0, unit_bases=True)
     return dict(
         attention=rates["Rc_change"], alone=rates["Rc_alone"], rise=rates["rise"],
+        gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
@@ -61,14 +62,21 @@ def of_attention(layer, trace):
 def of_ista(layer, trace):
     """{name in the text: what a layer's dictionary has, or makes of the traced tokens}."""
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
-    X, A = layer.norm2(trace.half), trace.code
+    X, A, gram = layer.norm2(trace.half), trace.code, D.T @ D
 
     def lasso(A):
         return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
     return dict(
         lasso=100 * lasso(A) / lasso(0 * X), relu=100 * lasso(X.relu()) / lasso(0 * X),
         kept=100 * crate.coding_rate(A) / crate.coding_rate(X),
-        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(A @ D.mT, X))
+        gram=apart(gram, torch.eye(len(D))), miss=apart(A @ D.mT, X),
+        scaled=apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(D))))
+
+
+def listed(values):
+    """The numbers of the layers for a sentence, all to the same decimal."""
+    decimals = sum(max(map(abs, values)) < bound for bound in (10, 1))
+    return ", ".join(f"{value:z.{decimals}f}" for value in values).replace("-", "−")
 
 
 def by_layer(net, x):
@@ -125,8 +133,7 @@ def content():
     numbers = by_layer(loaded.model, x) | dict(gain_of_eight=gains(loaded.model, x[:96]))
     numbers |= {f"random_{name}": values for name, values in by_layer(untrained.model, x).items()}
     numbers["random_gain_of_eight"] = gains(untrained.model, x[:96])
-    text = {name: ", ".join(f"{value:.3g}" for value in values).replace("-", "−")
-            for name, values in numbers.items()}
+    text = {name: listed(values) for name, values in numbers.items()}
     return data, text | dict(changes_on_images=str(recorded("cifar10-crate")),
                              changes_on_text=str(recorded("pydoc-crate-plain")))
 
