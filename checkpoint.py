@@ -22,12 +22,15 @@ from model import TASKS
 from processes import DeviceFlags, note
 
 FORMAT = "crate-3"
+# Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
+FIXED = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
+         "batch_size", "seed")
 PRETRAINED = ROOT / "data" / "pretrained"
 
 
 @dataclass(kw_only=True)
 class CheckpointFlags(DeviceFlags):
-    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
+    ckpt: str = option(MISSING, "a checkpoint: ours, published, or pretrained:NAME", path=True)
     heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 
@@ -61,26 +64,53 @@ def reading(path):
     Models are built outside, so that a mistake in an operator keeps its traceback."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
         kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
         raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
+def file_of(path):
+    """Where a checkpoint is: the path itself, or of pretrained:NAME a file of ours."""
+    kind, _, name = str(path).partition(":")
+    if kind != "pretrained":
+        return path
+    names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
+    if name not in names:
+        raise UserError(f"pretrained model {not_one_of(name, names)}")
+    return PRETRAINED / f"{name}.pt"
+
+
+def read_file(path):
+    """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
+    testzip checks each part's CRC, torch.load does not."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            if file.testzip() is not None:
+                raise zipfile.BadZipFile
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError:                             # such as: there is no file
+        raise
+    except Exception:                           # any kind, and a page of text
+        raise ValueError("it is damaged, not of torch, or holds more than tensors and plain "
+                         "values, which could run code") from None
+
+
 def read_checkpoint(path, *tasks, heads=None):
     """The content of a checkpoint, ours or a published one, which is translated; of one of `tasks`
     if any are given. UserError otherwise."""
+    file = file_of(path)
     with reading(path):
-        content = _read(path)
+        content = read_file(file)
         if "format" not in content:
             content = translated(content, heads)
         if content["format"] != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
-        if tasks and content["task"] not in tasks:
-            raise UserError(f"{path} is of task {content['task']}, not {' or '.join(tasks)}")
-        return content
+        task = content["task"]
+    if tasks and task not in tasks:
+        raise UserError(f"{path} is of task {task}, not {' or '.join(tasks)}")
+    return content
 
 
 def newest_whole(folder, task):
@@ -98,26 +128,19 @@ def newest_whole(folder, task):
     return newest
 
 
-def _read(path):
-    """What torch.save wrote to a file, or to pretrained:NAME's: tensors, plain values, and the
-    argparse.Namespace of official files. testzip checks each part's CRC, torch.load does not."""
-    kind, _, name = str(path).partition(":")
-    if kind == "pretrained":
-        names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
-        if name not in names:
-            raise UserError(f"pretrained model {not_one_of(name, names)}")
-        path = PRETRAINED / f"{name}.pt"
-    try:
-        with zipfile.ZipFile(path) as file:
-            if file.testzip() is not None:
-                raise zipfile.BadZipFile
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except OSError:
-        raise
-    except Exception:                           # any kind, and a page of text
-        raise ValueError("it is damaged, not of torch, or holds more than tensors and plain "
-                         "values, which could run code") from None
+def refuse_another(content, flags, model_config, data_meta, folder):
+    """UserError if the checkpoint of a run in `folder` is of another model, of other flags in FIXED
+    or of another version of the data. With another --lr or --epochs a run goes on."""
+    saved = content["run_config"] | content["model_config"]     # values that auto stands for
+    given = flags | model_config
+    for name in (*FIXED, *model_config):
+        if name in saved and saved[name] != given.get(name):
+            raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
+                            f"{given.get(name)}; give those of its config.json again")
+    before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
+    if before != now:
+        raise UserError(f"cannot resume {folder}: {data_meta['name']} was prepared anew: it had "
+                        f"{before}, it has {now}")
 
 
 class Loaded(NamedTuple):

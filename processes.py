@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -147,12 +148,12 @@ class Processes:
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self.control)
         return int(number)
 
-    def main_only(self, function):
-        """function() on rank 0; its result, or its error as a UserError, on every process."""
+    def main_only(self, function, *args):
+        """function(*args) on rank 0; its result, or its error as a UserError, on every process."""
         outcome = [None]
         if self.rank == 0:
             try:
-                outcome = [function()]
+                outcome = [function(*args)]
             except (UserError, OSError) as error:
                 outcome = [UserError(str(error))]
         if self.world > 1:
@@ -167,10 +168,50 @@ class Processes:
         if self.world == 1:
             return model
         ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # After the first backward DDP rearranges its buckets, which changes how sums are rounded: a
-        # resumed run would not repeat the numbers of one left alone. So here is one of zeros
-        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
-        ddp(torch.zeros((), device=self.device)).backward()
-        del model.forward                       # the class's own is back
-        ddp.zero_grad(set_to_none=True)
+        settle_buckets(ddp, self.device)
         return ddp
+
+
+def settle_buckets(ddp, device):
+    """A backward of zeros, after which DDP arranges its buckets of gradients for good. The buckets
+    decide how sums are rounded: a resumed run needs them from its first step on, to repeat the
+    numbers of one left alone."""
+    model = ddp.module
+    model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
+    ddp(torch.zeros((), device=device)).backward()
+    del model.forward                       # the class's own is back
+    ddp.zero_grad(set_to_none=True)
+
+
+# ---- Speed --------------------------------------------------------------------------------------
+class Clock:
+    """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
+    `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.began = self.started = time.perf_counter()
+        self.seconds = []
+
+    def start(self):
+        """Begins a step."""
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Ends it. What comes before the next start, such as an evaluation, does not count."""
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def speed(self, steps):
+        """({for metrics.jsonl}, words) of the last steps, without the first of all, which may
+        compile. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
+        seconds = self.seconds[1:][-steps:]
+        if not seconds:
+            return {}, ""
+        samples = self.samples * len(seconds) / sum(seconds)
+        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
+        speed = {key: samples * (self.tokens or 1)}
+        words = f", {speed[key]:,.0f} {unit}/s"
+        if mfu := samples * self.flops / self.processes.peak_flops():
+            speed["mfu"] = mfu
+            words += f", mfu {mfu:.1%}"
+        return speed, words

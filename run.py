@@ -10,20 +10,19 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from checkpoint import newest_whole, read_checkpoint, reading, write_checkpoint
+from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import DataFlags, flush_or_mute, option, ROOT, UserError
-from processes import PrecisionFlags
+from processes import Clock, PrecisionFlags
 
 
 @dataclass(kw_only=True)
 class RunFlags(PrecisionFlags, DataFlags):
-    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
+    out_dir: str | None = option(None, "where it writes; auto is out/TASK-PRESET[-DATA]", path=True)
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run on the same CPU", low=0)
@@ -31,11 +30,6 @@ class RunFlags(PrecisionFlags, DataFlags):
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
     keep: str = option("", "steps, by commas, after each of which ckpt-STEP.pt is written")
-
-
-# Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
-FIXED = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
-         "batch_size", "seed")
 
 
 class RunEnded(Exception):
@@ -48,18 +42,33 @@ class RunEnded(Exception):
         self.exit_status = exit_status
 
 
+# ---- The folder of a run ------------------------------------------------------------------------
+def lock(folder):
+    """Makes the folder and returns its open file .lock. UserError if another run has it open."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = open(folder / ".lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another run is writing to {folder}") from None
+    return file
+
+
+def read_metrics(folder):
+    """The lines of a run's metrics.jsonl, without those that a kill or a power cut has damaged."""
+    lines = []
+    for line in (Path(folder) / "metrics.jsonl").read_text(errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+
+
+# ---- The run ------------------------------------------------------------------------------------
 class Run:
-    """One training run in one folder. A script uses it in this order:
-
-        run = Run(config, task, name, processes)        takes the folder
-        run.resume(model, optimizers, data_meta)        fills them from a checkpoint, if it resumes
-        for step in run.steps(total, ...):
-            run.log(loss, lr)                           counts a step, may write a line
-            if run.evaluation_due:
-                run.record(scores)                      writes the scores and a checkpoint
-        run.done(...)
-
-    Every process calls every method, rank 0 alone writes. A failed write ends the run."""
+    """One training run in one folder. A script calls its methods in this order: resume() may fill
+    the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
+    an evaluation and a checkpoint, done() ends. Every process calls each of them, rank 0 alone
+    writes. A failed write ends the run."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -70,57 +79,44 @@ class Run:
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
         self.losses = []                # since the last line of metrics.jsonl
-        self.seconds = []               # of each step
+        self.model = self.optimizers = self.data_meta = self.extra = None       # resume() sets them
+        self.total = self.eval_every = self.finished = self.clock = self.bar = None     # steps()
+        self.evaluation_due = False     # after this step; log() sets it
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.resuming = processes.main_only(self._take_folder)
 
     def _take_folder(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c = self.config
-        launch = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"      # of this torchrun
+        c, name = self.config, self.dir / ".lock"
         saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
-        try:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.dir / ".lock", "a+")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun also restarts what was refused here: that has not left its launch in .lock
-        restarted = self.processes.restarts > 0 and (self.dir / ".lock").read_text() == launch
-        files = {path.name for path in self.dir.iterdir()} - {".lock"}
-        if files and not (c.resume or c.overwrite or restarted):
-            raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-        if c.overwrite and not (c.resume or restarted):
-            for name in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
-                for path in self.dir.glob(name):
+        self._lock = lock(self.dir)
+        # torchrun also restarts what was refused below, which has not left its name in .lock
+        torchrun = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
+        restarted = self.processes.restarts > 0 and name.read_text() == torchrun
+        goes_on = c.resume or restarted
+        if c.overwrite and not goes_on:
+            for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
+                for path in self.dir.glob(pattern):
                     path.unlink()
-        (self.dir / ".lock").write_text(launch)
-        return saved and (c.resume or restarted)
+        elif not goes_on and any(path != name for path in self.dir.iterdir()):
+            raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
+        name.write_text(torchrun)
+        return goes_on and saved
 
     def resume(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
-        sets the step and returns the checkpoint's content; else None. UserError if the model or a
-        flag of FIXED differs: with another --lr or --epochs it goes on."""
+        sets the step and returns the checkpoint's content; else None."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.resuming:
             return None
-        path = self.processes.main_only(partial(newest_whole, self.dir, self.task))
+        path = self.processes.main_only(newest_whole, self.dir, self.task)
         content = read_checkpoint(path, self.task)
-        saved = content["run_config"] | content["model_config"]     # values that auto stands for
-        given = vars(self.config) | asdict(model.config)
-        for name in (*FIXED, *asdict(model.config)):
-            if name in saved and saved[name] != given.get(name):
-                raise UserError(f"cannot resume {self.dir}: it has {name}={saved[name]}, the "
-                                f"flags say {given.get(name)}; give those of its config.json again")
-        before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
-        if before != now:
-            raise UserError(f"cannot resume {self.dir}: {data_meta['name']} was prepared anew: it "
-                            f"had {before}, it has {now}")
+        refuse_another(content, vars(self.config), asdict(model.config), data_meta, self.dir)
         with reading(path):
             model.load_state_dict(content["model"])
             for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
@@ -132,20 +128,18 @@ class Run:
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
         checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
         it is text it has `tokens`: its speed is in tokens."""
-        self.total, self.start, self.flops, self.tokens = total, self.step, flops, tokens
-        self.eval_every = self.config.eval_every or eval_every
-        self.finished = self.processes.main_only(self._start_metrics)
-        self.began = time.perf_counter()
-        resuming = f"resuming after step {self.start}: " if 0 < self.start < total else ""
+        self.total, self.eval_every = total, self.config.eval_every or eval_every
+        self.processes.main_only(self._begin_files)
+        self.clock = Clock(self.processes, self.config.batch_size, flops, tokens)
+        resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         handlers = {number: signal.signal(number, self._on_signal)
                     for number in (signal.SIGINT, signal.SIGTERM)}
-        shown = self.is_main and sys.stderr.isatty() and self.start < total
-        self.bar = tqdm(total=total, initial=self.start, unit="step", dynamic_ncols=True,
-                        disable=not shown)
+        self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
+                        disable=None if self.is_main and self.step < total else True)
         try:
             while self.step < total:
-                self.step_began = time.perf_counter()
+                self.clock.start()
                 yield self.step
                 if str(self.step) in self.config.keep.split(","):
                     self.save(f"ckpt-{self.step}.pt")
@@ -158,13 +152,14 @@ class Run:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def _start_metrics(self):
-        """Takes the lines that will be written again out of metrics.jsonl. Returns whether the run
-        was finished: then it stays as it is."""
+    def _begin_files(self):
+        """Writes config.json, and takes the lines that will be written again out of metrics.jsonl.
+        Of a run that was finished it changes nothing."""
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
-        if self.step >= self.total and lines and "event" in lines[-1]:
-            return True
+        self.finished = self.step >= self.total and "event" in (lines or [{}])[-1]
+        if self.finished:
+            return
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
         tmp.write_text("".join(json.dumps(line) + "\n" for line in lines
                                if line["step"] <= self.step))
@@ -185,19 +180,14 @@ class Run:
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
-        write = self._is_due(self.config.log_every)
-        if write or self.evaluation_due:        # waits for a GPU; raises before a NaN is evaluated
-            mean = self._mean_loss()
-        self.seconds.append(time.perf_counter() - self.step_began)
-        if write:
+        is_last = self.step == self.total
+        line_due = is_last or self.step % self.config.log_every == 0
+        self.evaluation_due = is_last or self.step % self.eval_every == 0
+        if line_due or self.evaluation_due:     # so that no NaN is evaluated
+            mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
+        self.clock.stop()
+        if line_due:
             self._write_line(mean, lr, numbers() if numbers else {})
-
-    @property
-    def evaluation_due(self):
-        return self._is_due(self.eval_every)
-
-    def _is_due(self, every):
-        return self.step % every == 0 or self.step == self.total
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -213,34 +203,18 @@ class Run:
 
     def _write_line(self, mean, lr, numbers):
         """Of the steps since the last: to metrics.jsonl, and to the bar or, without one, stdout."""
-        speed, words = self._speed(len(self.losses))
+        speed, words = self.clock.speed(len(self.losses))
         self.losses = []
         self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers))
         words = f"loss {mean:.4f}{words}"
         self.bar.set_postfix_str(words)
         if self.bar.disable:
-            left = statistics.mean(self.seconds) * (self.total - self.step)
+            left = statistics.mean(self.clock.seconds) * (self.total - self.step)
             self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
-
-    def _speed(self, steps):
-        """({for metrics.jsonl}, words) of the last steps; without the first, which may compile, and
-        evaluations. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
-        seconds = self.seconds[1:][-steps:]
-        if not seconds:
-            return {}, ""
-        samples = self.config.batch_size * len(seconds) / sum(seconds)
-        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
-        speed = {key: samples * (self.tokens or 1)}
-        words = f", {speed[key]:,.0f} {unit}/s"
-        if mfu := samples * self.flops / self.processes.peak_flops():
-            speed["mfu"] = mfu
-            words += f", mfu {mfu:.1%}"
-        return speed, words
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
-        is given and the lowest so far. RunEnded if the validation loss or a weight is not finite.
-        """
+        is given and the lowest so far. RunEnded if the loss or a weight is not finite."""
         self._check_finite(scores.get("loss", 0.0), self.step)
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
@@ -253,20 +227,18 @@ class Run:
         self.save(*names)
 
     def save(self, *names):
-        """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs."""
+        """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs. RunEnded
+        if a weight is not finite: the last good checkpoint stays."""
         norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
-        self._check_finite(norms.sum().item(), self.step)       # before it replaces a good one
-        self.processes.main_only(partial(self._write_checkpoints, names))
-
-    def _write_checkpoints(self, names):
+        self._check_finite(norms.sum().item(), self.step)
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                        model=self.model.state_dict(), model_config=asdict(self.model.config),
                        data_meta=self.data_meta, optimizer={}, extra={})
-        whole = content | dict(optimizer=[o.state_dict() for o in self.optimizers],
-                               extra=self.extra)
+        whole = dict(optimizer=[o.state_dict() for o in self.optimizers], extra=self.extra)
         for name in names:
-            write_checkpoint(self.dir / name, whole if name == "ckpt.pt" else content,
-                             keep_previous=name == "ckpt.pt")
+            newest = name == "ckpt.pt"
+            self.processes.main_only(write_checkpoint, self.dir / name,
+                                     content | whole if newest else content, newest)
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
@@ -284,9 +256,9 @@ class Run:
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
-        seconds, (speed, words) = time.perf_counter() - self.began, self._speed(self.total)
-        line = dict(event="done", step=self.step, seconds=round(seconds, 3), **speed,
-                    best=self.best)
+        seconds = round(time.perf_counter() - self.clock.began, 3)
+        speed, words = self.clock.speed(self.total)
+        line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
         if not self.finished:
             self.write(line)
         words = words or ": there was nothing left to do"
@@ -306,12 +278,3 @@ class Run:
         """Lets another run have the folder."""
         if self.is_main:
             self._lock.close()
-
-
-def read_metrics(folder):
-    """The lines of a run's metrics.jsonl, except what a kill has torn or a power cut made NULs."""
-    lines = []
-    for line in (Path(folder) / "metrics.jsonl").read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]

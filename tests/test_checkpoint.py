@@ -1,6 +1,4 @@
-"""Checkpoint files, and loading models of every task.
-
-Damage is in test_survive.py, runs in test_run.py."""
+"""Checkpoint files and models of every task. Damage: test_survive.py, runs: test_run.py."""
 from argparse import Namespace
 from dataclasses import asdict
 
