@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from model import MHSA, SoftmaxAttention
+from model import SoftmaxAttention
 from processes import is_fast_in_bfloat16
 
 
@@ -136,20 +136,21 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
     CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
-    stacks = {m.QKV.weight: 3 for m in model.modules()
-              if isinstance(m, MHSA) and m.QKV.weight in inside}
-    groups = {}                 # (with Muon?, decays, scale, parts) -> the parameters of a group
+    muon, rest = {}, {}         # (decays, factor, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
             factor = scale(key) if scale else 1.0
-            group = decays and p in inside, decays, factor, stacks.get(p, 1)
-            groups.setdefault(group, []).append(p)
-    muon, rest = [], []
-    for (with_muon, decays, factor, parts), params in sorted(groups.items(), reverse=True):
-        (muon if with_muon else rest).append(dict(
-            params=params, weight_decay=weight_decay * decays, decays=decays, scale=factor,
-            parts=parts))
+            if decays and p in inside:
+                muon.setdefault((decays, factor, getattr(p, "parts", 1)), []).append(p)
+            else:
+                rest.setdefault((decays, factor, 1), []).append(p)
+
+    def as_groups(found):       # sorted, since a checkpoint knows them by their order
+        return [dict(params=params, weight_decay=weight_decay * decays, decays=decays,
+                     scale=factor, parts=parts)
+                for (decays, factor, parts), params in sorted(found.items(), reverse=True)]
+    muon, rest = as_groups(muon), as_groups(rest)
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
