@@ -30,7 +30,7 @@ PRETRAINED = ROOT / "data" / "pretrained"
 
 @dataclass(kw_only=True)
 class CheckpointFlags(DeviceFlags):
-    ckpt: str = option(MISSING, "a checkpoint: ours, published, or pretrained:NAME", path=True)
+    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 

@@ -23,10 +23,11 @@ class UserError(Exception):
 
 
 # ---- Fields -------------------------------------------------------------------------------------
-def option(default, help, displaces=(), **limits):
-    """A dataclass field with its --help text and limits: choices, low <= value <= high, value >
-    above. With MISSING it is required. If given, it removes the preset's values of `displaces`."""
-    return field(default=default, metadata=dict(help=help, displaces=displaces, **limits))
+def option(default, help, **more):
+    """A dataclass field with its --help text. With MISSING it is required. `more` may be limits:
+    choices, low <= value <= high, value > above; verbatim=True, a text that keeps its ~/; and
+    displaces, flags whose values in a preset do not count if this one is given."""
+    return field(default=default, metadata=dict(help=help, **more))
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,8 @@ class ModelFlags:
     lambd: float | None = option(None, "sparsity weight; auto: 0.1 (mae 0.5) or the file's", low=0)
     expansion: int | None = option(None, "C, width of MLP and ODL in units of d; auto: 4", low=1)
     ista_steps: int | None = option(None, "of ODL's code; auto: 2", low=1)
+    step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
+    mm_eps: float | None = option(None, "distortion of crate-mm's operator; auto: 0.5", above=0)
 
 
 def model_fields(cls, config, **given):
@@ -70,6 +73,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message)
 
+    def given(self, argv, names):
+        """{flag: value} of argv. UserError for an unknown flag, with the nearest of `names`."""
+        namespace, unknown = self.parse_known_intermixed_args(argv)
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, 1, 0.7)
+            hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
+            raise UserError(f"unknown argument {unknown[0]}{hint}")
+        return vars(namespace)
+
 
 LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", operator.ge),
               above=("more than", operator.gt), high=("at most", operator.le))
@@ -80,7 +92,8 @@ def converter(f, kind, optional):
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        text = os.path.expanduser(text) if text.startswith("~/") else text      # bash leaves it
+        if text.startswith("~/") and not f.metadata.get("verbatim"):
+            text = os.path.expanduser(text)             # bash leaves the ~ of --out_dir=~/x
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
         for name, (words, holds) in LIMITS.items():
             limit = f.metadata.get(name)
@@ -91,14 +104,25 @@ def converter(f, kind, optional):
     return convert
 
 
-def add_flag(parser, f, kind, optional, default):
-    """One flag of `parser` for the dataclass field f of type `kind`, or None too if `optional`."""
+def add_flag(parser, f, default):
+    """One flag of `parser` for the dataclass field f; a tuple takes the words that are no flags."""
+    kind, *optional = typing.get_args(f.type) or (f.type,)      # (int, NoneType) of int | None
+    if kind is tuple:
+        parser.add_argument(f.name, nargs="+" if default is MISSING else "*",
+                            help=f.metadata["help"])
+        return
     shown = {None: "auto", MISSING: "needed"}.get(default, default)
     bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
         f"--{f.name}", **bare, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
         metavar="|".join(f.metadata.get("choices", [kind.__name__])),
         type=converter(f, kind, optional), required=default is MISSING)
+
+
+def merged(preset, given, flags):
+    """The preset's values and those given, which come first and may displace others."""
+    displaced = [other for name in given for other in flags[name].metadata.get("displaces", ())]
+    return {k: v for k, v in preset.items() if k not in displaced} | given
 
 
 def parse(config_class, presets, argv, doc, default=None, subcommand=""):
@@ -108,30 +132,17 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
         name = argv.pop(0)
         if name not in presets:
             raise UserError(f"preset {not_one_of(name, presets)}")
-    preset, hints = presets.get(name, {}), typing.get_type_hints(config_class)
+    preset = presets.get(name, {})
     parser = Parser(
         usage=f"%(prog)s{subcommand}{' [PRESET]' if presets else ''} [--name=value ...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,
         epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
-    for flag, f in flags.items():
-        kinds = typing.get_args(hints[flag]) or (hints[flag],)      # (int, NoneType) of int | None
-        if kinds[0] is tuple:               # takes the words that are no flags
-            parser.add_argument(flag, nargs="+" if f.default is MISSING else "*",
-                                help=f.metadata["help"])
-        else:
-            add_flag(parser, f, kinds[0], len(kinds) > 1, preset.get(flag, f.default))
-    namespace, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
-        hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
-        raise UserError(f"unknown argument {unknown[0]}{hint}")
-    given = vars(namespace)
-    displaced = {other for flag in given for other in flags[flag].metadata["displaces"]}
-    config = config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
-    if name and preset.get("data") != getattr(config, "data", None):
-        name += f"-{config.data}"
-    return config, name
+    for f in flags.values():
+        add_flag(parser, f, preset.get(f.name, f.default))
+    config = config_class(**merged(preset, parser.given(argv, flags), flags))
+    other_data = name and preset.get("data") != getattr(config, "data", None)
+    return config, f"{name}-{config.data}" if other_data else name
 
 
 def parse_command(commands, argv, doc):
@@ -154,7 +165,8 @@ def ending(error):
         return 130, ""
     if isinstance(error, BrokenPipeError) and not flush_or_mute():
         return 0, ""                # `... | head`: the reader has what it wanted
-    if isinstance(error, torch.OutOfMemoryError) or "alloc_cpu.cpp" in str(error):
+    # the CPU's allocator has no class of error of its own
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
     if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
         return 2, str(error)
@@ -165,27 +177,26 @@ def cli(main):
     128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
     signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
     sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
-    status, returned = 0, False
+    status = 0
     try:
         main(sys.argv[1:])
-        returned = True
-        sys.stdout.flush()                              # a full disk shows here at the latest
+        if dist.is_initialized():
+            dist.barrier()              # gloo aborts a process whose peers have left before it
+        sys.stdout.flush()              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
         if ending(error) is None:
             raise
         status, line = ending(error)
-        # an error before the processes join, or a shared one, is everybody's: rank 0 reports it
-        alone = dist.is_initialized() and not getattr(error, "shared", False)
+        # rank 0 alone reports what every process has: a shared error, any before they join
+        alone = dist.is_initialized() and not hasattr(error, "shared")
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
     flush_or_mute()
     if dist.is_initialized():
-        if returned:
-            dist.barrier()          # gloo aborts a process whose peers have left before it
         dist.destroy_process_group()
-        os._exit(status)            # skips gloo's destructors, which crash now and then
+        os._exit(status)                # skips gloo's destructors, which crash now and then
     sys.exit(status)
 
 

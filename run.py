@@ -22,7 +22,7 @@ from processes import Clock, PrecisionFlags
 
 @dataclass(kw_only=True)
 class RunFlags(PrecisionFlags, DataFlags):
-    out_dir: str | None = option(None, "where it writes; auto is out/TASK-PRESET[-DATA]", path=True)
+    out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run on the same CPU", low=0)

@@ -22,7 +22,8 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 
 @dataclass(kw_only=True)
 class Sample(CheckpointFlags, PrecisionFlags):
-    prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
+    prompt: str = option("", "how the text begins; - reads stdin; empty: a new document",
+                         verbatim=True)
     steer: str | None = option(None, "LAYER:ENTRY:VALUE, from 1 and 0: hold that entry of the code")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)

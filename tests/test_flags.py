@@ -19,7 +19,8 @@ class Config:
     arch: str = option("crate", "word", choices=("crate", "tost"))
     limit: int | None = option(None, "maybe, at most 100 %")
     flip: bool = option(False, "yes or no")
-    size: str | None = option(None, "instead of the preset's width", displaces=("width",))
+    size: str | None = option(None, "not the preset's width", displaces=("width",))
+    prompt: str = option("", "a text that may begin like a path", verbatim=True)
 
 
 @dataclass
@@ -43,7 +44,9 @@ def test_flags_take_their_fields_types():
     assert c.limit == 3 and c.flip is True and c.arch == "tost"
     c, preset = parse("--width=9", "--limit=none", "--flip=false")
     assert preset == "tiny" and c.width == 9 and c.limit is None and c.flip is False
-    assert parse("large", "--size=big")[0].width == 8               # not the preset's any more
+    c, _ = parse("large", "--size=~/big", "--prompt=~/ is my home")
+    assert c.width == 8                                             # not the preset's any more
+    assert c.size == flags.os.path.expanduser("~/big") and c.prompt == "~/ is my home"
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 
