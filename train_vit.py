@@ -30,14 +30,12 @@ class Config(RunFlags, ModelFlags):
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
-    step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
-    mm_eps: float | None = option(None, "distortion of crate-mm's operator; auto: 0.5", above=0)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
+        path=True, displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
@@ -52,7 +50,7 @@ class Config(RunFlags, ModelFlags):
     label_smoothing: float = option(0.1, "probability spread over all classes", low=0, high=0.99)
     # sparse rate reduction as a regularizer ([S])
     srr_weight: float = option(0.0, "weight of R^c, SRR's only term with a gradient", low=0)
-    srr_layers: int | None = option(None, "the layer, from 1, that has it; auto: all", low=1)
+    srr_layer: int | None = option(None, "the layer, from 1, that has it; auto: all", low=1)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
                        "and aspect; none", choices=("pad", "resized", "none"))
@@ -185,14 +183,8 @@ def main(argv):
         data = images_for(c.data, loaded.meta, c.data_dir)
     if c.crop == "pad" and data.image_size > c.image_size:
         note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
-    kept = len(data.train_labels) - c.val                   # the first are trained on
-    if kept < 1:
-        raise UserError(f"--val={c.val} leaves no image of {c.data} to train on")
-    if c.val:
-        data.val_images, data.val_labels = data.train_images[kept:], data.train_labels[kept:]
-    n = min(c.train_images or kept, kept)
-    data.train_images, data.train_labels = data.train_images[:n], data.train_labels[:n]
-    epoch = images.steps_per_epoch(n, c.batch_size)
+    data = data.hold_out(c.val, c.train_images)
+    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -202,8 +194,10 @@ def main(argv):
     if c.srr_weight:
         if not hasattr(model.encoder.layers[0].attention, "U"):
             raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        if c.srr_layers and c.srr_layers > L:
-            raise UserError(f"--srr_layers={c.srr_layers}: the layers are 1 to {L}")
+        if c.srr_layer and c.srr_layer > L:
+            raise UserError(f"--srr_layer={c.srr_layer}: the layers are 1 to {L}")
+    elif c.srr_layer:
+        raise UserError(f"--srr_layer={c.srr_layer} needs an --srr_weight above 0")
 
     # ---- optimizer
     scale = partial(lr_scale, L=L, decay=c.layer_decay)
@@ -241,7 +235,7 @@ def main(argv):
                 micro_loss = F.cross_entropy(ddp(micro_x), micro_labels,
                                              label_smoothing=c.label_smoothing)
                 if c.srr_weight:
-                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layers)
+                    micro_loss += c.srr_weight * srr_loss(model, micro_x, c.srr_layer)
             micro_loss = micro_loss * (len(micro_x) / len(x))
             micro_loss.backward()
             loss = loss + micro_loss.detach()

@@ -1,7 +1,7 @@
 """Image sets as training reads them: load(NAME) -> ImageData -> Images -> batches on the device.
 prepare.py makes the files; a small set is prepared at its first use."""
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,6 +35,18 @@ class ImageData:
     def on_device(self, split, device):
         """Its "train" or "val" part, as Images."""
         return Images(getattr(self, f"{split}_images"), getattr(self, f"{split}_labels"), device)
+
+    def hold_out(self, val, train=None):
+        """The set that validates on the last `val` training images, 0: as before, and trains on
+        the first `train` of the others, None: on all. It has no masks."""
+        kept = len(self.train_labels) - val
+        if kept < 1:
+            raise UserError(f"--val={val} leaves no image of {self.name} to train on")
+        images, labels, n = self.train_images, self.train_labels, min(train or kept, kept)
+        parts = dict(train_images=images[:n], train_labels=labels[:n])
+        if val:
+            parts |= dict(val_images=images[kept:], val_labels=labels[kept:])
+        return replace(self, **parts, train_masks=None, val_masks=None)
 
 
 def load(name, cache=CACHE):
