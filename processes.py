@@ -1,4 +1,4 @@
-"""This process among those of torchrun: rank, device, precision, seeds, what it prints."""
+"""This process among those of torchrun: rank, device, precision, seeds, what it prints, speed."""
 import hashlib
 import math
 import os
