@@ -3,12 +3,12 @@
     pictures    [SPLIT/]CLASS/.../FILE
     texts       SPLIT/.../FILE, SPLIT.EXT, NAME.SPLIT.EXT, SPLIT-00000-of-00002.EXT
 
-SPLIT is a key of SPLITS in any case."""
+SPLIT is a key of SPLITS in any case. There are splits if every name at the top of the folder tells
+one, or if some are for training and some are not; what tells none is left out then."""
 import os
 import re
 import sys
-from collections import Counter
-from itertools import takewhile
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from PIL import Image
@@ -18,8 +18,7 @@ from flags import UserError
 
 SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
               test="test", testing="test")
-HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
-          "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
+HIDDEN = ["__MACOSX", "@eaDir", "Thumbs.db"]        # and every name that begins with a dot
 
 
 def shown(path):
@@ -54,77 +53,72 @@ def refuse_missing_shards(files):
 
 
 def split_of(name):
-    """The split that a name at the top of the folder tells, or "outside"."""
+    """The split that a name at the top of the folder tells, or None."""
     stem = re.sub(r"-\d+-of-\d+$", "", Path(name).stem)
-    return SPLITS.get(stem.split(".")[-1].lower(), "outside")
+    return SPLITS.get(stem.split(".")[-1].lower())
 
 
 def refuse_mixed(places):
     """Raises UserError where two names in a folder differ in the word for the split alone, or in
     numbers too: seg_train and seg_test, train and test1, cat/train and cat/val."""
-    found = {}
+    alike = defaultdict(dict)       # folder, name without the word -> {is it for training: path}
     for place in sorted({part for place in places for part in (place, *place.parents)}):
         name = re.sub(r"\d", "", place.name.lower())
-        alike = re.sub("(train|val|test)(ing|idation|id)?", "SPLIT", name)
-        other, other_name = found.setdefault((place.parent, alike), (place, name))
-        if ("train" in name) != ("train" in other_name):
-            train, other = (place, other) if "train" in name else (other, place)
-            raise UserError(f"{shown(train)} and {shown(other)} would be mixed: a split is named "
-                            f"{', '.join(SPLITS)}, at the top of the folder")
+        found = alike[place.parent, re.sub("(train|val|test)(ing|idation|id)?", "SPLIT", name)]
+        found["train" in name] = place
+        if len(found) == 2:
+            raise UserError(f"{shown(found[True])} and {shown(found[False])} would be mixed: a "
+                            f"split is named {', '.join(SPLITS)}, at the top of the folder")
 
 
-def data_in(source, *kinds):
-    """{file: its path in the folder}, of the first kind that is there: a list of suffixes. Folders
-    around all files do not count, down to a split's."""
-    every = list(files_in(source))
-    for suffixes in kinds:
-        files = [path for path in every         # a link may be broken
-                 if path.suffix.lower() in suffixes and path.is_file()]
-        if files:
-            refuse_missing_shards(files)
-            tell_left_out("files that are no such data", sorted(set(every) - set(files)))
-            common = Path(os.path.commonpath([path.parent for path in files]))
-            around = common.relative_to(source).parts
-            top = source.joinpath(*takewhile(lambda name: split_of(name) == "outside", around))
-            return {path: path.relative_to(top) for path in files}
-    raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text (it "
-                    "needs --tokenizer) in .parquet, .jsonl or .txt files")
-
-
-def by_split(files, least=1):
-    """{split: {file: its names below the split}}, given {file: its path}. There are splits if all
-    files of at least so many names lie in one, or if some are for training and some are not. Else
-    all files are "train"."""
-    parts = dict(train={}, val={}, test={}, outside={})
-    for path, place in files.items():
-        if len(place.parts) >= least:
-            parts[split_of(place.parts[0])][path] = place.parts[1:]
-    outside = parts.pop("outside")
-    parts = {split: part for split, part in parts.items() if part}
-    if not outside or "train" in parts and len(parts) > 1:
-        used = set().union(*parts.values())
-        tell_left_out("files outside the splits", sorted(files.keys() - used))
-        return parts
-    refuse_mixed(files.values())
-    for split in parts:
+def by_split(places, depth):
+    """{split: {path: its folders below the split}}, given paths from the top of the folder. Names
+    of what lies in fewer folders than `depth` do not tell a split."""
+    splits = {place.parts[0]: split_of(place.parts[0])
+              for place in places if len(place.parts) > depth}
+    found = set(splits.values())
+    if None not in found or "train" in found and found & {"val", "test"}:
+        return {split: {place: place.parts[1:-1] for place in places
+                        if splits.get(place.parts[0]) == split}
+                for split in ("train", "val", "test") if split in found}
+    refuse_mixed(places)
+    for split in sorted(found - {None}):
         print(f"note: `{split}` is taken for the name of a class or a text: a split has train and "
               "val or test", file=sys.stderr)
-    return dict(train={path: place.parts for path, place in files.items()})
+    return dict(train={place: place.parts[:-1] for place in places})
+
+
+def data_in(source, *kinds, depth=0):
+    """{split: {file: its folders below the split}}, of the files of the first kind that is there: a
+    list of suffixes. One that lies in fewer folders than `depth` is left out."""
+    every = [path.relative_to(source) for path in files_in(source)]
+    for suffixes in kinds:
+        places = [place for place in every              # a link may be broken
+                  if place.suffix.lower() in suffixes and (source / place).is_file()]
+        if places:
+            break
+    else:
+        raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text "
+                        "(it needs --tokenizer) in .parquet, .jsonl or .txt files")
+    refuse_missing_shards(places)
+    parts = {split: {source / place: folders for place, folders in part.items()
+                     if len(folders) >= depth}
+             for split, part in by_split(places, depth).items()}
+    used = set().union(*parts.values())
+    tell_left_out("files", [place for place in every if source / place not in used])
+    return parts
 
 
 def pictures(source):
     """{split: {file: its class}}; test validates if there is no val. Raises UserError unless there
     are two classes to train on, and one of them in val."""
-    parts, where = {}, "pictures lie in DIR/[SPLIT/]CLASS/FILE"
     suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
                 if kind in Image.OPEN}
-    for split, files in by_split(data_in(source, suffixes), least=2).items():
-        parts[split] = {path: shown(names[0]) for path, names in files.items() if len(names) > 1}
-        tell_left_out(f"pictures of {split} without a class folder",
-                      sorted(files.keys() - parts[split].keys()))
+    parts = {split: {path: shown(folders[0]) for path, folders in files.items()}
+             for split, files in data_in(source, suffixes, depth=1).items()}
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
-    classes = set(parts.get("train", {}).values())
+    classes, where = set(parts.get("train", {}).values()), "pictures lie in DIR/[SPLIT/]CLASS/FILE"
     if len(classes) < 2:
         raise UserError(f"{shown(source)}: fewer than two class folders to train on: {where}")
     if "val" in parts and classes.isdisjoint(parts["val"].values()):
@@ -134,5 +128,5 @@ def pictures(source):
 
 def texts(source):
     """{split: files}, of Parquet, or else .jsonl, or else .txt."""
-    parts = by_split(data_in(source, [".parquet"], [".jsonl"], [".txt"]))
+    parts = data_in(source, [".parquet"], [".jsonl"], [".txt"])
     return {split: list(files) for split, files in parts.items()}
