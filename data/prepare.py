@@ -23,9 +23,8 @@ import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])      # in place of data/ itself
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 from data import folders, shapes
 from data.files import documents, read_picture
-from data.tokenizer import CharTokenizer, make_tokenizer
+from data.tokenizer import make_tokenizer
 from flags import CACHE, cli, not_one_of, option, parse, UserError
 
 
@@ -62,7 +61,7 @@ class ImageSet(NamedTuple):
     val: str = "val"                # the split that validates
     image: str = "image"            # the column of the pictures
     label: str = "label"
-    mixed: bool = False             # any other set is stored in an order that is drawn
+    streamed: bool = False          # read as it comes, and keeps its order; else one is drawn
 
     def read(self, source, draft):
         """{split: rows}, of the Hub, of its files in a folder, or of a person's own folder."""
@@ -72,26 +71,26 @@ class ImageSet(NamedTuple):
             if source:
                 folders.refuse_missing_shards(folders.files_in(source))
             sets = load_dataset(str(source or self.hub), cache_dir=str(draft / "scratch"),
-                                streaming=self.mixed)
+                                streaming=self.streamed)
             return sets.cast_column(self.image, Image(decode=False))
         sets, parts = {}, folders.pictures(source)
-        names = sorted({name for part in parts.values() for name in part.values()})
+        classes = ClassLabel(names=sorted(set().union(*(part.values() for part in parts.values()))))
         for split, part in parts.items():
-            cells = [dict(path=os.fsencode(path), bytes=None) for path in part]
-            rows = Dataset.from_dict(dict(image=cells, label=list(part.values())))
-            sets[split] = rows.cast_column("label", ClassLabel(names=names))
+            rows = [dict(image=dict(path=os.fsencode(path), bytes=None), label=name)
+                    for path, name in part.items()]
+            sets[split] = Dataset.from_list(rows).cast_column("label", classes)
         return hold_out(sets, 0.1)
 
     def write_split(self, split, rows, draft):
         """Writes the pictures that can be read, and their labels."""
-        read, labels, problems = partial(read_picture, size=self.size), [], []
+        labels, problems = [], []
         with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as threads:
             out.seek(128)               # the header comes last: not every picture can be read
             for batch in tqdm(rows.iter(512), f"{split}, 512", disable=None):
                 cells = batch[self.image]
                 files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
                          for cell in cells]
-                decoded = threads.map(read, files)
+                decoded = threads.map(lambda file: read_picture(file, self.size), files)
                 for cell, label, (pixels, problem) in zip(cells, batch[self.label], decoded):
                     if problem:
                         problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
@@ -110,64 +109,70 @@ class ImageSet(NamedTuple):
         """Writes the pictures and labels of both splits; returns what meta.json says of them."""
         sets = self.read(source, draft)
         for split, rows in (("train", sets["train"]), ("val", sets[self.val])):
-            self.write_split(split, rows if self.mixed else rows.shuffle(seed=SEED), draft)
+            self.write_split(split, rows if self.streamed else rows.shuffle(seed=SEED), draft)
         return image_meta(getattr(rows.features[self.label], "names", None), draft)
 
 
 class TextSet(NamedTuple):
-    """Documents, stored as the tokens of each split."""
-    tokenizer: object = "gpt2"      # or "char", of the training text, or a tokenizer
+    """Texts, stored as the tokens of each split."""
+    tokenizer: str = "gpt2"         # or "char"
     hub: str | None = None
     revision: str | None = None     # of the Hub's set
-    one_text: bool = False          # all rows are one text
+    one_text: bool = False          # the rows are parts of one text
     held_out: float = 0.01          # of the rows, where none are for validation
-    rows: object = None             # a function that makes them, where nothing is read
+    make: Callable | None = None    # returns the one text, where nothing is read
+    characters: str | None = None   # of "char", in place of those of the training text
 
     def read(self, source, draft):
-        """{split: rows with a `text`}, of the Hub or of a person's own folder."""
+        """{split: texts}, of the Hub or of a person's own folder. A single one has no val."""
+        if self.make:
+            return dict(train=[self.make()])
         from datasets import Dataset, Features, load_dataset, Value
 
-        if self.rows:
-            return self.rows()
         if source is None:
-            return load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
-        return {split: Dataset.from_generator(      # 64 at once: they may be books
-                    documents, Features(text=Value("large_string")), str(draft / "scratch"),
-                    gen_kwargs=dict(paths=files), writer_batch_size=64)
-                for split, files in folders.texts(source).items()}
+            sets = load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
+        else:
+            sets = {split: Dataset.from_generator(      # 64 at once: they may be books
+                        documents, Features(text=Value("large_string")), str(draft / "scratch"),
+                        gen_kwargs=dict(paths=files), writer_batch_size=64)
+                    for split, files in folders.texts(source).items()}
+        if self.one_text:
+            return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
+        return {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
 
     def write(self, source, draft):
         """Writes the tokens of all splits; returns what meta.json says of them."""
-        sets = self.read(source, draft)
-        if self.one_text:
-            parts = dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
-        else:
-            parts = {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
-        cut = "train" in parts and "val" not in parts       # a single text: its end validates
-        if cut:
-            whole = "".join(parts["train"])
-            length = int(0.9 * len(whole))
-            parts |= dict(train=[whole[:length]], val=[whole[length:]])
-        tokenizer = make_tokenizer(self.tokenizer, parts.get("train", []))
-        end = [] if cut or tokenizer.eot is None else [tokenizer.eot]
+        texts = self.read(source, draft)
+        single = "train" in texts and "val" not in texts
+        if single:                      # its last tenth validates; no document ends in it
+            text = texts["train"][0]
+            length = int(0.9 * len(text))
+            texts |= dict(train=[text[:length]], val=[text[length:]])
+        tokenizer = make_tokenizer(self.tokenizer, self.characters or texts.get("train", []))
+        end = [] if single or tokenizer.eot is None else [tokenizer.eot]
         tokens, checksum = {}, 0
-        for split, texts in parts.items():
+        for split, part in texts.items():
             with open(draft / f"{split}.bin", "wb") as out:
-                # 64 at once: they may be books, and memory holds their tokens
-                for start in tqdm(range(0, len(texts), 64), split, disable=None):
-                    for ids in tokenizer.encode_batch(texts[start:start + 64]):
-                        ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
-                        checksum = zlib.crc32(ids, checksum)
-                        out.write(ids)
+                for ids in encoded(part, tokenizer, end, split):
+                    checksum = zlib.crc32(ids, checksum)
+                    out.write(ids)
                 tokens[split] = out.tell() // 2
             if tokens[split] < 2:
                 raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
 
 
+def encoded(texts, tokenizer, end, split):
+    """Yields the tokens of each text, and the end behind them."""
+    # 64 texts at once: they may be books, and memory holds their tokens
+    for start in tqdm(range(0, len(texts), 64), split, disable=None):
+        for ids in tokenizer.encode_batch(texts[start:start + 64]):
+            yield np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+
+
 def hold_out(sets, share):
     """The sets, named train, val and test. This share of the rows for training validates, if no
-    others do."""
+    others do and there are two."""
     sets = {folders.SPLITS[split]: rows for split, rows in sets.items()}
     if "val" in sets or len(sets.get("train", [])) < 2:
         return sets
@@ -199,21 +204,21 @@ def image_meta(classes, draft):
 
 # ---- The sets, one row each ---------------------------------------------------------------------
 def pydoc():
-    """{split: rows}: one document, the English text of Python's own help topics."""
+    """The English text of Python's own help topics."""
     from pydoc_data.topics import topics
 
-    return dict(train=dict(text=["\n".join(topics[name] for name in sorted(topics))]))
+    return "\n".join(topics[name] for name in sorted(topics))
 
 
 IMAGES = {
     "shapes": DrawnSet({}),
     "camouflage": DrawnSet(shapes.CAMOUFLAGE),
-    "cifar10": ImageSet(32, "uoft-cs/cifar10", "test", image="img", mixed=True),
-    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", mixed=True),
+    "cifar10": ImageSet(32, "uoft-cs/cifar10", "test", image="img", streamed=True),
+    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", streamed=True),
     "flowers102": ImageSet(256, "dpdl-benchmark/oxford_flowers102", "test"),
     "pets": ImageSet(256, "timm/oxford-iiit-pet", "test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
-    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", mixed=True),
+    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", streamed=True),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 CONVERTED = "refs/convert/parquet"      # the Hub's own conversion of what has only a script
@@ -223,7 +228,7 @@ TEXTS = {
     "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005),
     "shakespeare": TextSet("gpt2", PLAYS, CONVERTED, one_text=True),
     "shakespeare_char": TextSet("char", PLAYS, CONVERTED, one_text=True),
-    "pydoc": TextSet(CharTokenizer(PRINTABLE), one_text=True, rows=pydoc),
+    "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}
 LARGE = ("imagenet", "openwebtext")     # not prepared unasked

@@ -38,15 +38,14 @@ def text_cache(tmp_path_factory):
     """A data directory with 40,000 characters of Python's manual (`tiny`), all of it (`pydoc`), a
     short rhyme (`verse`), and a set without a training part (`exam`)."""
     from data.prepare import prepare, PRINTABLE, pydoc, SETS, TextSet
-    from data.tokenizer import CharTokenizer
     folder = tmp_path_factory.mktemp("text")
-    sets = [("tiny", "a.txt", PRINTABLE, pydoc()["train"]["text"][0][:40_000]),
+    sets = [("tiny", "a.txt", PRINTABLE, pydoc()[:40_000]),
             ("verse", "a.txt", "\nabc", "abc\n" * 3000),
             ("exam", "test.txt", PRINTABLE, "read only\n" * 9)]
     for name, file, characters, words in sets:
         (folder / name).mkdir()
         (folder / name / file).write_text(words)
-        prepare(name, TextSet(CharTokenizer(characters)), folder / name, folder / "cache")
+        prepare(name, TextSet("char", characters=characters), folder / name, folder / "cache")
     prepare("pydoc", SETS["pydoc"], cache=folder / "cache")
     return folder / "cache"
 
