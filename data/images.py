@@ -34,7 +34,9 @@ class ImageData:
 
     def on_device(self, split, device):
         """Its "train" or "val" part, as Images."""
-        return Images(getattr(self, f"{split}_images"), getattr(self, f"{split}_labels"), device)
+        parts = dict(train=(self.train_images, self.train_labels),
+                     val=(self.val_images, self.val_labels))
+        return Images(*parts[split], device)
 
     def hold_out(self, val, train=None):
         """The set that validates on the last `val` training images, 0: as before, and trains on

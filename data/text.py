@@ -29,16 +29,15 @@ class TextData:
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "text", cache) as (folder, meta):
-        data = TextData(name, tokenizer_from_meta(meta),
-                        version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
+        tokenizer, splits = tokenizer_from_meta(meta), {}
         for split, n in meta["tokens"].items():
-            tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
+            splits[split] = tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
             if len(tokens) != n:
                 raise ValueError(f"{split}.bin has {len(tokens)} tokens, not {n}")
-            if max(tokens[:1000].max(), tokens[-1000:].max()) >= data.tokenizer.n_vocab:
+            if max(tokens[:1000].max(), tokens[-1000:].max()) >= tokenizer.n_vocab:
                 raise ValueError(f"{split}.bin has tokens beyond its vocabulary")
-            setattr(data, split, tokens)
-    return data
+        return TextData(name, tokenizer, **splits,
+                        version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
 
 
 # ---- Batches ------------------------------------------------------------------------------------
@@ -69,16 +68,17 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
     batch. A causal model does not see the padding after a last window; any other would, so its last
     window ends with the text and overlaps the one before. All ranks get equally many batches of one
     shape: one compiled graph, and no rank waits in vain."""
-    starts, n = np.arange(0, len(tokens) - 1, context), min(context, len(tokens) - 1)
+    last = len(tokens) - 1              # this token is a target alone
+    n = min(context, last)
+    starts = np.arange(0, last, context)        # of the targets of each window
     for first in range(0, len(starts), batch_size * world):
         x = np.zeros((batch_size, n), dtype=np.int64)
         y = np.full((batch_size, n), -1, dtype=np.int64)
         for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
-            back = 0 if causal else max(0, start + n + 1 - len(tokens))     # seen before: no target
-            window = tokens[start - back:start - back + n + 1]
-            m = len(window) - 1
-            x[row, :m] = window[:-1]
-            y[row, back:m] = window[back + 1:]
+            begin = start if causal else min(start, last - n)
+            end = min(begin + n, last)
+            x[row, :end - begin] = tokens[begin:end]
+            y[row, start - begin:end - begin] = tokens[start + 1:end + 1]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
