@@ -142,12 +142,12 @@ def main(argv):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
-        # batch
-        x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, rows, c.once)
+        # batch: all of it, as its masks are drawn, then the rows of this process
+        x, y = text.batch(data.train, step, c.batch_size, c.context, c.seed, c.once)
         if masked:
             hide = torch.Generator().manual_seed(derive_seed(c.seed, step, "mask"))
-            x, y = text.mask_some(x, hide, tokenizer.n_vocab, c.mask_rate, rows, c.batch_size)
-        x, y = to_device(x, device), to_device(y, device)
+            x, y = text.mask_some(x, hide, tokenizer.n_vocab, c.mask_rate)
+        x, y = to_device(x[rows], device), to_device(y[rows], device)
 
         # the number of targets in the step: every token, or the randomly masked ones
         n_targets = processes.sum((y >= 0).sum()).clamp_min(1)

@@ -47,17 +47,17 @@ def window_order(windows, seed):
     return np.random.default_rng(seed).permutation(windows)
 
 
-def batch(tokens, step, batch_size, context, seed, rows=slice(None), once=False):
-    """Rows `rows` of step's batch: x, y int64 (b, context), y[i, t] being the token after x[i, t].
-    All batch_size windows are drawn from (seed, step) alone, so that any rank or resumed run finds
-    its rows of the same global batch. once: the text is cut into windows, whose order is drawn from
-    the seed, and no token is a target twice."""
+def batch(tokens, step, batch_size, context, seed, once=False):
+    """The batch of a step: x, y int64 (batch_size, context), y[i, t] being the token after x[i, t].
+    It is drawn from (seed, step) alone, so that any process or resumed run finds its rows of the
+    same one. once: the text is cut into windows, whose order is drawn from the seed, and no token
+    is a target twice."""
     if once:
         order = window_order((len(tokens) - 1) // context, seed)
         starts = context * order[step * batch_size:(step + 1) * batch_size]
     else:
         starts = np.random.default_rng([seed, step]).integers(0, len(tokens) - context, batch_size)
-    windows = np.stack([tokens[i:i + context + 1] for i in starts[rows]]).astype(np.int64)
+    windows = np.stack([tokens[i:i + context + 1] for i in starts]).astype(np.int64)
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
@@ -82,13 +82,11 @@ def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 
-def mask_some(x, generator, n_vocab, p=0.15, rows=slice(None), batch_size=None):
+def mask_some(x, generator, n_vocab, p=0.15):
     """BERT's corruption of x, int64 (b, n): inputs, and targets that are -1 where not predicted. A
     token is selected with probability p; of the selected, 80 % become [MASK], the id `n_vocab`
-    after the tokenizer's own, 10 % a random id of those, 10 % stay. With `batch_size`, the draws
-    are those of a global batch of that many rows, of which x is `rows`."""
-    shape = batch_size or len(x), x.shape[1]
-    u = torch.rand(shape, generator=generator)[rows]
-    others = torch.randint(n_vocab, shape, generator=generator)[rows]
+    after the tokenizer's own, 10 % a random id of those, 10 % stay."""
+    u = torch.rand(x.shape, generator=generator)
+    others = torch.randint(n_vocab, x.shape, generator=generator)
     inputs = torch.where(u < 0.8 * p, n_vocab, torch.where(u < 0.9 * p, others, x))
     return inputs, torch.where(u < p, x, -1)
