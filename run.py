@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import statistics
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -31,12 +31,23 @@ def tell_left_out(what, items):
         tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
 
 
+def visible(folder):
+    """What lies in a folder, by name."""
+    return [path for path in sorted(folder.iterdir())
+            if not path.name.startswith(".") and path.name not in HIDDEN]
+
+
+def top_of(folder):
+    """The folder, or the one that alone lies in it, and so on; not a split's, and not a link."""
+    inside = visible(folder)
+    alone = len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink()
+    return top_of(inside[0]) if alone and not split_of(inside[0].name) else folder
+
+
 def files_in(folder):
-    """Yields the visible files of a folder, however deep, by name. A link is followed, but not into
-    a folder that it lies in."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name in HIDDEN:
-            continue
+    """Yields the visible files of a folder, however deep. A link is followed, but not into a folder
+    that it lies in."""
+    for path in visible(folder):
         if not path.is_dir():
             yield path
         elif path.resolve() not in [parent.resolve() for parent in path.parents]:
@@ -91,6 +102,7 @@ def by_split(places, depth):
 def data_in(source, *kinds, depth=0):
     """{split: {file: its folders below the split}}, of the files of the first kind that is there: a
     list of suffixes. One that lies in fewer folders than `depth` is left out."""
+    source = top_of(source)
     every = [path.relative_to(source) for path in files_in(source)]
     for suffixes in kinds:
         places = [place for place in every              # a link may be broken

@@ -69,10 +69,10 @@ class GPT2Tokenizer:
 
 
 def make_tokenizer(kind, documents):
-    """"char", whose vocabulary is the characters of the documents, "gpt2", or one as it is."""
+    """"char", whose vocabulary is the characters of the documents, or "gpt2"."""
     if kind == "char":
         return CharTokenizer("".join(sorted(set().union(*documents))))
-    return GPT2Tokenizer() if kind == "gpt2" else kind
+    return GPT2Tokenizer()
 
 
 def tokenizer_from_meta(meta):

@@ -105,7 +105,9 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("pictures", "train/cat/a.png train/cow/a.png val/dog/b.png val/cat/c.png test/d.png",
      dict(train="cat cow", val="cat dog")),
     ("pictures", "train/cat/a.png train/dog/a.png train/b.png README.md", dict(train="cat dog")),
-    ("pictures", "in/train/cat/a.png in/train/dog/a.png in/valid/cat/b.png", "in/valid would be"),
+    ("pictures", "in/set/train/cat/a.png in/set/train/dog/a.png in/set/valid/cat/b.png",
+     dict(train="cat dog", val="cat")),
+    ("pictures", "a.png in/train/cat/a.png in/train/dog/a.png in/val/cat/b.png", "in/val would be"),
     ("pictures", "bus/a.png car/a.png train/a.png", dict(train="bus car train")),
     ("pictures", ".git/a.png @eaDir/a.png __MACOSX/b/a.png cat/._a.png cat/.thumbnails/a.png "
      "cat/a.png dog/a.png dog/metadata.csv cow.zip", dict(train="cat dog")),
@@ -123,7 +125,7 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
      dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
     ("texts", "1.txt 2.txt test.txt", dict(train="1.txt 2.txt test.txt")),
     ("texts", "en/train.txt en/test.txt de/a.txt", "en/train.txt and en/test.txt would"),
-    ("texts", "test/val/a.txt test/val/b.txt", dict(test="a.txt b.txt")),
+    ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", "a_train.txt and a_val.txt would be mixed"),
     ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
 def test_splits_and_classes_by_names(read, names, expected, tmp_path):
