@@ -1,4 +1,5 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
+import os
 import signal
 from dataclasses import dataclass
 
@@ -44,9 +45,8 @@ def test_flags_take_their_fields_types():
     assert c.limit == 3 and c.flip is True and c.arch == "tost"
     c, preset = parse("--width=9", "--limit=none", "--flip=false")
     assert preset == "tiny" and c.width == 9 and c.limit is None and c.flip is False
-    c, _ = parse("large", "--size=~/big", "--prompt=~/ is my home")
-    assert c.width == 8                                             # not the preset's any more
-    assert c.size == flags.os.path.expanduser("~/big") and c.prompt == "~/ is my home"
+    c, _ = parse("large", "--size=~/big", "--prompt=~/ is my home")     # not the preset's width
+    assert (c.width, c.size, c.prompt) == (8, os.path.expanduser("~/big"), "~/ is my home")
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 

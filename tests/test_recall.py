@@ -21,34 +21,24 @@ def test_sequences():
     assert torch.equal(ids, recall.sequences(c, 50, 7)[0])
 
 
-@pytest.mark.parametrize("scores", ["rotated", "reflected"])
-def test_turned_keys(scores):
-    """They are as long as before; scores are symmetric if the matrix is. Its trace is then 0."""
-    c = recall.Recall(scores=scores, width=8, heads=2)
-    attention = recall.build(c, "aot").layers[0].attention
-    q, k, v = attention.queries_keys_values(torch.randn(1, 3, 8))
-    assert torch.equal(q, v) and torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
-    gram = q @ k.mT
-    q, k, _ = attention.queries_keys_values(torch.randn(1, 9, 8))
-    Q = torch.linalg.lstsq(q, k).solution
-    if c.scores == "reflected":
-        assert torch.allclose(gram, gram.mT, atol=1e-5)
-        assert Q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 1e-4
-    else:
-        assert (gram - gram.mT).abs().max() > 0.1 * gram.abs().max()
-
-
-def test_scores_apart():
-    """As the equation with zeros on the diagonal of the scores; nothing of later tokens."""
-    model = recall.build(recall.Recall(scores="apart", width=8, heads=2), "aot")
-    attention = model.layers[0].attention
-    Z = torch.randn(1, 5, 8)
-    w = attention.queries_keys_values(Z)[0]                                 # (1, 2, 5, 4)
-    scores = attention.scale * w @ w.mT
-    scores = scores - torch.diag_embed(scores.diagonal(dim1=-2, dim2=-1))
-    A = scores.masked_fill(~torch.ones(5, 5).tril().bool(), -torch.inf).softmax(-1)
-    expected = attention.W((A @ w).transpose(1, 2).flatten(2))
+@pytest.mark.parametrize("kind", ["rotated", "reflected", "apart"])
+def test_scores(kind):
+    """Against the equation. Rotated scores are not symmetric; the matrix of a reflection has trace
+    0, and turned keys are as long as before."""
+    model = recall.build(recall.Recall(scores=kind, width=8, heads=2), "aot")
+    attention, Z = model.layers[0].attention, torch.randn(1, 9, 8)
+    w, k, v = attention.queries_keys_values(Z)                              # (1, 2, 9, 4)
+    scores = w @ k.mT
+    if kind == "apart":
+        scores = scores - torch.diag_embed(scores.diagonal(dim1=-2, dim2=-1))
+    A = scores.masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf) * attention.scale
+    expected = attention.W((A.softmax(-1) @ v).transpose(1, 2).flatten(2))
     assert torch.allclose(attention(Z), expected, atol=1e-6)
+    assert torch.allclose(scores, scores.mT, atol=1e-5) == (kind != "rotated")
+    assert torch.equal(w, v) and torch.allclose(k.norm(dim=-1), w.norm(dim=-1))
+    if kind == "reflected":
+        Q = torch.linalg.lstsq(w, k).solution
+        assert Q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 1e-4
 
 
 def test_recall():
