@@ -15,9 +15,10 @@ import evaluate
 import figures
 from checkpoint import load_model
 from data import augment
-from flags import cli, option, parse_command, ROOT, UserError
+from flags import option, parse_command, ROOT, UserError
 from measure import batches, each_model, layer_numbers, SampleFlags, split_for
 from model import saliency
+from processes import cli
 from run import read_metrics
 from web import page
 
@@ -231,11 +232,11 @@ COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),
 
 
 def main(argv):
-    command, c = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
+    command, function, c = parse_command(COMMANDS, argv, __doc__)
     suffix = ".html" if command == "page" else ".png"
     c.out = str(c.out or ROOT / "out" / f"analyze-{command}").removesuffix(suffix) + suffix
     Path(c.out).parent.mkdir(parents=True, exist_ok=True)
-    found = COMMANDS[command][1](c)
+    found = function(c)
     print(f"wrote {c.out}")
     return found
 

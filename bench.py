@@ -16,10 +16,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from flags import cli, option, parse_command
+from flags import option, parse_command
 from model import ARCHS, attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
-from processes import device_name, PrecisionFlags, Processes, wants_compile
+from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
@@ -155,15 +155,15 @@ def bench_length(c, processes):
             row(f"{n} patches", name, {"ms": 1e3 * seconds})
 
 
-COMMANDS = {table: partial(bench_steps, table) for table in MODELS}
-COMMANDS["length"] = bench_length
+COMMANDS = {table: (Flags, partial(bench_steps, table)) for table in MODELS}
+COMMANDS["length"] = Flags, bench_length
 
 
 def main(argv):
-    table, c = parse_command(dict.fromkeys(COMMANDS, Flags), argv, __doc__)
+    _, function, c = parse_command(COMMANDS, argv, __doc__)
     processes = Processes(c.device, c.dtype)
     print(f"{device_name(processes.device)}, torch {torch.__version__}")
-    COMMANDS[table](c, processes)
+    function(c, processes)
 
 
 if __name__ == "__main__":

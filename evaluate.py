@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
 from data.files import read_picture
-from flags import cli, DataFlags, option, parse_command, UserError
-from processes import derive_seed, is_main, PrecisionFlags, Processes, with_bar
+from flags import DataFlags, option, parse_command, UserError
+from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -66,11 +66,11 @@ def model_input(batch, data, size):
     return augment.normalize(x, data.mean, data.std)
 
 
-def batches_of(split, batch_size, config, processes):
+def batches_of(split, batch_size, processes, workers=0):
     """This process's share of the images and labels, in batches."""
     mine = torch.arange(len(split))[processes.rank::processes.world].split(batch_size)
     index = [part.numpy() for part in mine]
-    return with_bar(split.batches(index, config.workers), "images", len(index))
+    return with_bar(split.batches(index, workers), "images", len(index))
 
 
 def zero_sums(n, device):
@@ -80,11 +80,11 @@ def zero_sums(n, device):
 
 
 @torch.no_grad()
-def classify(model, split, data, config, processes, batch_size=500):
+def classify(model, split, data, processes, batch_size=500, workers=0):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
     total = zero_sums(2, processes.device)
-    for batch, labels in batches_of(split, batch_size, config, processes):
+    for batch, labels in batches_of(split, batch_size, processes, workers):
         with processes.autocast():
             logits = model(model_input(batch, data, model.config.image_size))
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -95,11 +95,11 @@ def classify(model, split, data, config, processes, batch_size=500):
 
 
 @torch.no_grad()
-def features(encoder, split, data, config, processes, kind="class", batch_size=500):
+def features(encoder, split, data, processes, kind="class", batch_size=500, workers=0):
     """Features (N, D) float32 of all images of a split, on the device of every process: the class
     token, the mean of the patch tokens (kind="mean"), or the images themselves ("pixels")."""
     parts = []
-    for batch, _ in batches_of(split, batch_size, config, processes):
+    for batch, _ in batches_of(split, batch_size, processes, workers):
         if kind == "pixels":
             x = augment.to_float(batch).flatten(1)
         else:
@@ -243,7 +243,7 @@ def accuracy(c):
     check_classes(loaded, data)
     split = data.on_device(c.split, processes.device)
     return dict(data=data.name, split=c.split) | classify(
-        loaded.model, split, data, c, processes, c.batch_size)
+        loaded.model, split, data, processes, c.batch_size, c.workers)
 
 
 @dataclass(kw_only=True)
@@ -261,7 +261,7 @@ def probe(c):
     samples = []
     for name in ("train", "val"):
         split = data.on_device(name, processes.device)
-        x = features(loaded.encoder, split, data, c, processes, kind, c.batch_size)
+        x = features(loaded.encoder, split, data, processes, kind, c.batch_size, c.workers)
         samples += [x, split.labels.to(processes.device)]
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
@@ -301,8 +301,8 @@ COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Prob
 
 
 def main(argv):
-    command, config = parse_command({name: row[0] for name, row in COMMANDS.items()}, argv, __doc__)
-    result = COMMANDS[command][1](config)
+    _, function, config = parse_command(COMMANDS, argv, __doc__)
+    result = function(config)
     if is_main():
         print(json.dumps(result))
     return result

@@ -1,17 +1,13 @@
-"""Command lines: a flag for each field of a dataclass, and how a command ends."""
+"""Command lines: a flag for each field of a dataclass."""
 import argparse
 import difflib
 import inspect
 import operator
 import os
-import signal
 import sys
 import typing
 from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent
 CACHE = ROOT / "data" / "cache"         # where prepared data lies by default
@@ -23,11 +19,16 @@ class UserError(Exception):
 
 
 # ---- Fields -------------------------------------------------------------------------------------
-def option(default, help, **more):
-    """A dataclass field with its --help text. With MISSING it is required. `more` may be limits:
-    choices, low <= value <= high, value > above; verbatim=True, a text that keeps its ~/; and
-    displaces, flags whose values in a preset do not count if this one is given."""
-    return field(default=default, metadata=dict(help=help, **more))
+LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", operator.ge),
+              above=("more than", operator.gt), high=("at most", operator.le))
+
+
+def option(default, help, displaces=(), verbatim=False, **limits):
+    """A dataclass field with its --help text and limits. With MISSING it is required. If given, it
+    removes the preset's values of `displaces`. A verbatim text keeps its ~/."""
+    assert limits.keys() <= LIMITS.keys()
+    return field(default=default, metadata=dict(help=help, displaces=displaces, verbatim=verbatim,
+                                                limits=limits))
 
 
 @dataclass(kw_only=True)
@@ -83,21 +84,17 @@ class Parser(argparse.ArgumentParser):
         return vars(namespace)
 
 
-LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", operator.ge),
-              above=("more than", operator.gt), high=("at most", operator.le))
-
-
 def converter(f, kind, optional):
     """The function from a flag's text to its value. argparse says "invalid int value"."""
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        if text.startswith("~/") and not f.metadata.get("verbatim"):
+        if text.startswith("~/") and not f.metadata["verbatim"]:
             text = os.path.expanduser(text)             # bash leaves the ~ of --out_dir=~/x
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
-        for name, (words, holds) in LIMITS.items():
-            limit = f.metadata.get(name)
-            if limit is not None and not holds(value, limit):
+        for name, limit in f.metadata["limits"].items():
+            words, holds = LIMITS[name]
+            if not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
     convert.__name__ = kind.__name__
@@ -115,13 +112,13 @@ def add_flag(parser, f, default):
     bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
         f"--{f.name}", **bare, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
-        metavar="|".join(f.metadata.get("choices", [kind.__name__])),
+        metavar="|".join(f.metadata["limits"].get("choices", [kind.__name__])),
         type=converter(f, kind, optional), required=default is MISSING)
 
 
 def merged(preset, given, flags):
     """The preset's values and those given, which come first and may displace others."""
-    displaced = [other for name in given for other in flags[name].metadata.get("displaces", ())]
+    displaced = [other for name in given for other in flags[name].metadata["displaces"]]
     return {k: v for k, v in preset.items() if k not in displaced} | given
 
 
@@ -146,66 +143,14 @@ def parse(config_class, presets, argv, doc, default=None, subcommand=""):
 
 
 def parse_command(commands, argv, doc):
-    """SUBCOMMAND [--name=value ...] as (subcommand, config); `commands`: name -> dataclass."""
+    """SUBCOMMAND [--name=value ...] as (subcommand, its function, config); `commands` has a
+    (dataclass, function) for each subcommand."""
     if not argv or argv[0] in ("--help", "-h"):
         print(inspect.cleandoc(doc))
         sys.exit(0 if argv else 2)
     name, *rest = argv
     if name not in commands:
         raise UserError(f"subcommand {not_one_of(name, commands)}")
-    return name, parse(commands[name], {}, rest, commands[name].__doc__, subcommand=f" {name}")[0]
-
-
-# ---- How a command ends -------------------------------------------------------------------------
-def ending(error):
-    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
-    if hasattr(error, "exit_status"):
-        return error.exit_status, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return 130, ""
-    if isinstance(error, BrokenPipeError) and not flush_or_mute():
-        return 0, ""                # `... | head`: the reader has what it wanted
-    # the CPU's allocator has no class of error of its own
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
-        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
-    if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
-        return 2, str(error)
-
-
-def cli(main):
-    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
-    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
-    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
-    status = 0
-    try:
-        main(sys.argv[1:])
-        if dist.is_initialized():
-            dist.barrier()              # gloo aborts a process whose peers have left before it
-        sys.stdout.flush()              # a full disk shows here at the latest
-    except (KeyboardInterrupt, Exception) as error:
-        if ending(error) is None:
-            raise
-        status, line = ending(error)
-        # rank 0 alone reports what every process has: a shared error, any before they join
-        alone = dist.is_initialized() and not hasattr(error, "shared")
-        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
-        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
-            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
-    flush_or_mute()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        os._exit(status)                # skips gloo's destructors, which crash now and then
-    sys.exit(status)
-
-
-def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
-    Returns whether it was written."""
-    try:
-        sys.stdout.flush()
-        return True
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
+    config_class, function = commands[name]
+    config, _ = parse(config_class, {}, rest, config_class.__doc__, subcommand=f" {name}")
+    return name, function, config

@@ -1,12 +1,14 @@
-"""This process among those of torchrun: rank, device, precision, seeds, what it prints, speed."""
+"""This process: its rank, device and precision, its seeds, what it prints, its speed, how it ends."""
 import hashlib
 import math
 import os
 import shutil
+import signal
 import sys
 import time
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -215,3 +217,58 @@ class Clock:
             speed["mfu"] = mfu
             words += f", mfu {mfu:.1%}"
         return speed, words
+
+
+# ---- How a command ends -------------------------------------------------------------------------
+def ending(error):
+    """(exit status, line for stderr) of an error, or None for a mistake of the program."""
+    if hasattr(error, "exit_status"):
+        return error.exit_status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return 130, ""
+    if isinstance(error, BrokenPipeError) and not flush_or_mute():
+        return 0, ""                # `... | head`: the reader has what it wanted
+    # the CPU's allocator has no class of error of its own
+    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
+    if isinstance(error, UnicodeDecodeError) or isinstance(error, OSError) and error.errno:
+        return 2, str(error)
+
+
+def cli(main):
+    """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
+    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
+    sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
+    status = 0
+    try:
+        main(sys.argv[1:])
+        if dist.is_initialized():
+            dist.barrier()              # gloo aborts a process whose peers have left before it
+        sys.stdout.flush()              # a full disk shows here at the latest
+    except (KeyboardInterrupt, Exception) as error:
+        if ending(error) is None:
+            raise
+        status, line = ending(error)
+        # rank 0 alone reports what every process has: a shared error, any before they join
+        alone = dist.is_initialized() and not hasattr(error, "shared")
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
+        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+            sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
+    flush_or_mute()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        os._exit(status)                # skips gloo's destructors, which crash now and then
+    sys.exit(status)
+
+
+def flush_or_mute():
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
+    Returns whether it was written."""
+    try:
+        sys.stdout.flush()
+        return True
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False

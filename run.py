@@ -15,8 +15,8 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
-from flags import DataFlags, flush_or_mute, option, ROOT, UserError
-from processes import Clock, PrecisionFlags
+from flags import DataFlags, option, ROOT, UserError
+from processes import Clock, flush_or_mute, PrecisionFlags
 
 
 @dataclass(kw_only=True)
@@ -208,7 +208,7 @@ class Run:
         words = f"loss {mean:.4f}{words}"
         self.bar.set_postfix_str(words)
         if self.bar.disable:
-            left = statistics.mean(self.clock.seconds) * (self.total - self.step)
+            left = statistics.mean(self.clock.seconds[-1000:]) * (self.total - self.step)
             self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
 
     def record(self, scores, chosen_by=None):

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from checkpoint import CheckpointFlags, load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import cli, option, parse, UserError
-from processes import derive_seed, note, PrecisionFlags, Processes
+from flags import option, parse, UserError
+from processes import cli, derive_seed, note, PrecisionFlags, Processes
 
 UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete character to
 

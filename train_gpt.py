@@ -13,10 +13,10 @@ import torch
 
 from data import text
 from evaluate import language_scores
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
+from flags import model_fields, ModelFlags, option, parse, UserError
 from model import LanguageModel, text_config, TextConfig
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
-from processes import derive_seed, Processes, to_device, wants_compile
+from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
 

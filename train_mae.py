@@ -12,10 +12,10 @@ import torch
 
 from data import augment, images
 from evaluate import model_input, validation_noise
-from flags import cli, model_fields, ModelFlags, option, parse
+from flags import model_fields, ModelFlags, option, parse
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
-from processes import derive_seed, Processes, to_device, wants_compile, with_bar
+from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
 from run import Run, RunFlags
 
 

@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
+from flags import model_fields, ModelFlags, option, parse, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, take_step, warmup_cosine
-from processes import derive_seed, Processes, wants_compile
+from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
 
@@ -199,7 +199,8 @@ def feature_statistics(Z, eps, processes):
 
 def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
-    x, x_test = (features(teacher.encoder, split, data, c, processes) for split in (train, val))
+    x, x_test = (features(teacher.encoder, split, data, processes, workers=c.workers)
+                 for split in (train, val))
     y, y_test = (split.labels.to(x.device) for split in (train, val))
     return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes)
 

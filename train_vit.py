@@ -15,10 +15,10 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import classify, images_for, pooling
-from flags import cli, model_fields, ModelFlags, option, parse, UserError
+from flags import model_fields, ModelFlags, option, parse, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
-from processes import derive_seed, note, Processes, wants_compile
+from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
 
@@ -35,7 +35,7 @@ class Config(RunFlags, ModelFlags):
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        path=True, displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
+        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
     # optimization
     optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
@@ -245,7 +245,7 @@ def main(argv):
         # log, and evaluate if that is due
         run.log(loss, schedule[step])
         if run.evaluation_due:
-            run.record(classify(model, val, data, c, processes))
+            run.record(classify(model, val, data, processes, workers=c.workers))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
 

@@ -35,7 +35,8 @@ from tqdm import tqdm
 from data import folders, shapes
 from data.files import documents, read_picture
 from data.tokenizer import make_tokenizer
-from flags import CACHE, cli, not_one_of, option, parse, UserError
+from flags import CACHE, not_one_of, option, parse, UserError
+from processes import cli
 
 
 # ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------

@@ -34,9 +34,10 @@ import torch
 from experiments.random_tokens import random_subspaces
 from experiments.shared import averages, each_sample
 from figures import new_figure, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from measure import at_norm, batches, each_model, in_sets, SampleFlags, step_with, unit_size
 from model import coding_rate, SoftmaxAttention, subspace_coding_rate
+from processes import cli
 
 
 @dataclass(kw_only=True)

@@ -29,10 +29,10 @@ from checkpoint import load_model
 from data import images
 from evaluate import classify, images_for, model_input
 from figures import print_table
-from flags import cli, DataFlags, option, parse, ROOT, UserError
+from flags import DataFlags, option, parse, ROOT, UserError
 from measure import spread
 from model import sparse_rate_reduction
-from processes import derive_seed, PrecisionFlags, Processes
+from processes import cli, derive_seed, PrecisionFlags, Processes
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "
@@ -140,7 +140,7 @@ def fit(theta, folder, c, processes):
         data = images_for(None, loaded.meta, c.data_dir)
         n = loaded.content["run_config"]["train_images"]
         train = images.Images(data.train_images[:n], data.train_labels[:n], processes.device)
-        loss = classify(loaded.model.to(processes.device), train, data, c, processes)["loss"]
+        loss = classify(loaded.model.to(processes.device), train, data, processes)["loss"]
         if loss <= c.fitted:
             break
     return loaded, data, train, loss
@@ -153,7 +153,7 @@ def examine(theta, c, processes):
     model = loaded.model
     initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
     val = data.on_device("val", processes.device)
-    gap = classify(model, val, data, c, processes)["loss"] - loss
+    gap = classify(model, val, data, processes)["loss"] - loss
     batch, y = train.batch(spread(len(train), c.samples))
     x = model_input(batch, data, model.config.image_size)
     return dict(theta=theta, train_loss=loss, gap=gap,

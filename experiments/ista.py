@@ -28,9 +28,10 @@ from torch.nn import functional as F
 
 from experiments.shared import averages, each_sample
 from figures import legend_below, new_figure, over_layers, print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from measure import batches, each_model, SampleFlags, split_for
 from model import ISTA, ODL
+from processes import cli
 
 
 @dataclass(kw_only=True)

@@ -29,8 +29,9 @@ from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from experiments.shared import averages
 from figures import print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from measure import batches, each_model, SampleFlags, split_for
+from processes import cli
 
 
 @dataclass(kw_only=True)

@@ -15,9 +15,10 @@ import torch
 from torch.nn import functional as F
 
 from figures import print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from measure import at_norm
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
+from processes import cli
 
 
 @dataclass(kw_only=True)

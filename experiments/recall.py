@@ -27,10 +27,10 @@ from torch.nn import functional as F
 
 from experiments.shared import averages
 from figures import print_table
-from flags import cli, option, parse, UserError
+from flags import option, parse, UserError
 from model import LanguageModel, SoftmaxAttention, TextConfig
 from optim import count, make_optimizers, take_step
-from processes import derive_seed, with_bar
+from processes import cli, derive_seed, with_bar
 
 
 @dataclass(kw_only=True)

@@ -19,7 +19,8 @@ from analyze import layer_table, Layers
 from checkpoint import load_model
 from experiments.shared import COLORS
 from figures import legend_below, new_figure
-from flags import CACHE, cli, not_one_of, option, parse, ROOT, UserError
+from flags import CACHE, not_one_of, option, parse, ROOT, UserError
+from processes import cli
 from run import read_metrics
 
 MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",

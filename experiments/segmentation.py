@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from data import augment
 from evaluate import Flags, images_for, model_input, open_model, pooling
 from figures import stretched
-from flags import cli, option, parse
+from flags import option, parse
 from model import patchify, saliency, SoftmaxAttention
-from processes import with_bar
+from processes import cli, with_bar
 
 
 @dataclass(kw_only=True)

@@ -21,7 +21,7 @@ MERGES = [b"th", b"the", b" t", b" the", b"an", b"in", b"  ", b"\n\n", b" \n", b
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
-    signal.signal(signal.SIGINT, signal.default_int_handler)        # flags.cli has its own
+    signal.signal(signal.SIGINT, signal.default_int_handler)        # processes.cli has its own
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 import checkpoint
 import model as model_module
 from checkpoint import load_model
-from flags import cli, UserError
+from flags import UserError
+from processes import cli
 
 IMAGE = dict(width=16, heads=2, layers=1, image_size=16, patch_size=8, classes=3)
 TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)

@@ -32,11 +32,11 @@ import importlib, json, os, signal, sys
 from contextlib import suppress
 from unittest.mock import patch
 sys.path.insert(0, {str(ROOT)!r})
-import flags, run, train_vit
+import processes, run, train_vit
 rank, first = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 def cli(main):                  # without the end of the process
     with patch("os._exit"), patch("torch.distributed.destroy_process_group"), suppress(SystemExit):
-        flags.cli(main)
+        processes.cli(main)
 def alone(argv):
     raise OSError(28, "alone") if rank == "1" else KeyboardInterrupt
 steps = run.Run.steps
@@ -57,7 +57,7 @@ def main(argv):
     cli(lambda argv: train_vit.main([*faulty, "--out_dir=cut"]))
     train_vit.main([*faulty, "--out_dir=cut", "--resume"])
     cli(alone)
-flags.cli(main)
+processes.cli(main)
 """
 
 

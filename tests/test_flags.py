@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import flags
+import processes
 from flags import option, UserError
 from model import ConfigError
 from run import RunEnded
@@ -32,7 +33,7 @@ class Files:
 
 
 PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
-COMMANDS = {"look": Config, "read": Files}
+COMMANDS = {"look": (Config, print), "read": (Files, print)}
 
 
 def parse(*argv):
@@ -63,9 +64,10 @@ def test_bad_flags_are_one_line(argv, says):
 
 
 def test_subcommands():
-    name, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
+    name, _, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
     assert name == "look" and c.width == 3
-    _, c = flags.parse_command(COMMANDS, ["read", "a.png", "--sure=true", "b.png", "--sure"], "doc")
+    words = ["read", "a.png", "--sure=true", "b.png", "--sure"]
+    c = flags.parse_command(COMMANDS, words, "doc")[-1]
     assert c.files == ["a.png", "b.png"] and c.sure
     with pytest.raises(UserError, match="is not one of look"):
         flags.parse_command(COMMANDS, ["lok"], "doc")
@@ -81,7 +83,7 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
         raise error
     monkeypatch.setattr("sys.argv", ["here/script.py"])
     with pytest.raises(SystemExit) as exit:
-        flags.cli(main)
+        processes.cli(main)
     err = capsys.readouterr().err
     assert exit.value.code == status and err.count("\n") == bool(says)
     assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
@@ -91,11 +93,11 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
 def test_ctrl_c_has_no_traceback(monkeypatch, main):
     """Not in the end of a command either, and not a second one."""
     def start(argv):
-        monkeypatch.setattr("flags.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
+        monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
         main(argv)
     monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
     with pytest.raises(SystemExit, match="130"):
-        flags.cli(start)
+        processes.cli(start)
 
 
 def test_errors_are_told_by_their_type():
@@ -103,6 +105,6 @@ def test_errors_are_told_by_their_type():
     pipe that is not stdout is an error."""
     with pytest.raises(RuntimeError) as error:
         torch.empty(2 ** 50, dtype=torch.uint8)
-    assert flags.ending(error.value)[0] == 2
-    assert flags.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
-    assert flags.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2
+    assert processes.ending(error.value)[0] == 2
+    assert processes.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
+    assert processes.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2

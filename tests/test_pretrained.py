@@ -51,11 +51,11 @@ def test_scores(name, text_cache, drawn):
     else:
         data = images.ImageData(**loaded.meta)
     if task == "vit":
-        found = 100 * classify(model, val, data, CONFIG, PROCESSES)["acc"]
+        found = 100 * classify(model, val, data, PROCESSES)["acc"]
     if task == "mae":
         found = validate(model, val, data, CONFIG, PROCESSES)["loss"]
     if task == "simdino":
-        x, z = (features(loaded.encoder, split, data, CONFIG, PROCESSES) for split in (train, val))
+        x, z = (features(loaded.encoder, split, data, PROCESSES) for split in (train, val))
         found = 100 * nearest_neighbours(x, train.labels, z, val.labels, 10, PROCESSES)["acc"]
     score, near = SCORES[name]
     assert found == pytest.approx(score, abs=near)

@@ -16,7 +16,8 @@ import train_simdino
 import train_vit
 from data import prepare
 from experiments import recall
-from flags import cli, parse, UserError
+from flags import parse, UserError
+from processes import cli
 from run import Run, RunEnded
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
