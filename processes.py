@@ -1,4 +1,4 @@
-"""This process: its rank, device and precision, its seeds, what it prints, its speed, how it ends."""
+"""This process: rank, device, precision, seeds, what it prints, its speed, and how it ends."""
 import hashlib
 import math
 import os
