@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from experiments.shared import random_subspaces
 from figures import print_table
-from flags import option, parse, UserError
+from flags import option, parse
 from measure import at_norm
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
@@ -24,14 +25,6 @@ from processes import cli
 @dataclass(kw_only=True)
 class RandomTokens:
     seed: int = option(0, "draws the tokens and the subspaces", low=0)
-
-
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    if K > d:
-        raise UserError(f"{K} subspaces do not fit in {d} dimensions")
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
 
 
 def directions(Z, U, eps):

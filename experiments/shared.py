@@ -1,6 +1,8 @@
-"""What several experiments use: colours, and means with their errors."""
+"""What several experiments use: colours, means with their errors, random subspaces."""
 import numpy as np
 import torch
+
+from flags import UserError
 
 # the same arch has the same colour in every figure, CRATE without a learned W a grey
 COLORS = {"crate": "C0", "crate-t": "0.5", "crate-n": "0.3", "crate-c": "0.7", "crate-alpha": "C2",
@@ -23,3 +25,11 @@ def each_sample(**columns):
     """A dict for each sample of columns (B,)."""
     rows = torch.stack([*columns.values()], 1).tolist()
     return [dict(zip(columns, row)) for row in rows]
+
+
+def random_subspaces(d, K, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    if K > d:
+        raise UserError(f"{K} subspaces do not fit in {d} dimensions")
+    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
