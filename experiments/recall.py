@@ -3,29 +3,23 @@
 In-context recall: a small causal model reads pairs of a random key and a random value, then each
 key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
 values may repeat). aot is aot-mhsa with one matrix for all three, mhsa-ista is crate with three.
-With one, scores are inner products w_i^* w_j: symmetric, and none is negative of a token with
-itself. --scores takes these away, without a new parameter: see change_scores.
+With one, a head compares by inner products w_i^* w_j, which are symmetric, prefers tokens that are
+alike, and copies what it compared. --change takes one of these away.
 
     python -m experiments.recall
     python -m experiments.recall --archs=crate,mhsa-ista
-    python -m experiments.recall --archs=aot,mssa-mlp,crate --scores=rotated        # or --shift
+    python -m experiments.recall --archs=aot,mssa-mlp,crate --change=negated        # or --shift
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
 
-Verdict (2026-11-27; 2 layers, 5 seeds, 1,500 steps): attention alone learns it with three matrices
-in 250 steps, with one not at all. Scores that stay symmetric but are no inner products (reflected)
-mend it in 380 steps, asymmetric ones (rotated) in 300; no scores of tokens with themselves (apart)
-do not. So it is not symmetry that costs, nor attention to oneself alone: it is that a head prefers
-tokens that are alike. CRATE fails with any of these and with three matrices: more is in its way.
---shift mends all; its heads start out near what the task needs.
+Verdict (2026-11-27; 2 layers, 5 seeds, 1,500 steps): VERDICT
 """
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
-from experiments.shared import averages
+from experiments.shared import averages, random_subspaces
 from figures import print_table
 from flags import option, parse, UserError
 from model import LanguageModel, SoftmaxAttention, TextConfig
@@ -37,8 +31,8 @@ from processes import cli, derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    scores: str = option("plain", "what keys and queries are compared by: see change_scores",
-                         choices=("plain", "rotated", "reflected", "apart"))
+    change: str = option("none", "of queries, keys and values: see change",
+                         choices=("none", "negated", "turned", "fixed", "tied"))
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -55,40 +49,38 @@ class Recall:
             raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
-def change_scores(attention, kind):
-    """Scores q_i^* k_j become q_i^* Q k_j with an orthogonal Q (p, p) for each head, random and not
-    learned: "rotated" by any Q; "reflected" by a symmetric one, with -1 for half of the directions,
-    so that with one matrix w_i^* Q w_j is symmetric and w_i^* Q w_i of either sign.
-    "apart": the scores of tokens with themselves become 0."""
-    Q = torch.linalg.qr(torch.randn(attention.heads, attention.p, attention.p))[0]
-    if kind == "reflected":
-        Q = Q @ torch.diag((-1.0) ** torch.arange(attention.p)) @ Q.mT
-    before, scale = attention.queries_keys_values, attention.scale
+def change(attention, kind):
+    """Changes what a head has as query q, key k and value v, without a new parameter.
 
-    def turned(Z, cache=None):
+    negated    k becomes -k: with one matrix scores stay symmetric, and unlike tokens score high
+    turned     k turns by 60 degrees in each plane of two entries: scores are not symmetric, but
+               that of a token with itself is as positive as before, by half
+    fixed      v is a random orthogonal map of LN(Z) that is not learned; scores are as before
+    tied       k is q, of MHSA: v alone has a matrix of its own"""
+    before = attention.queries_keys_values
+    d, K = attention.W.out_features, attention.heads
+    V = random_subspaces(d, K, None).float()
+
+    def changed(Z, cache=None):
         q, k, v = before(Z, cache)
-        return q, k @ Q.mT, v
-
-    def apart(q, k, v):
-        bias = -scale * torch.diag_embed((q * k).sum(-1))
-        bias = bias + torch.full(bias.shape[-2:], -torch.inf).triu(1)
-        ssa = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
-        return ssa.transpose(1, 2).flatten(2)
-    if kind == "apart":
-        attention.attend = apart
-    else:
-        attention.queries_keys_values = turned
+        if kind == "negated":
+            return q, -k, v
+        if kind == "turned":
+            across = torch.stack([-k[..., 1::2], k[..., ::2]], -1).flatten(-2)
+            return q, 0.5 * k + 0.75 ** 0.5 * across, v
+        return (q, k, Z[:, None] @ V) if kind == "fixed" else (q, q, v)
+    attention.queries_keys_values = changed
 
 
 def build(c, arch):
     model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
                                      shift=c.shift, context=4 * c.pairs - 1,
                                      vocab_size=2 * c.symbols))
-    if c.scores != "plain":
+    if c.change != "none":
         for layer in model.layers:
             if not isinstance(layer.attention, SoftmaxAttention):
-                raise UserError(f"--scores: {arch} compares no tokens")
-            change_scores(layer.attention, c.scores)
+                raise UserError(f"--change: {arch} has no keys")
+            change(layer.attention, c.change)
     return model
 
 

@@ -156,7 +156,7 @@ def objective(c):
                 added.append(sum(row["gain"] for row in rows[1:]))
                 rises, R_rises = (sum(row[key] > 0 for row in rows) for key in ("gain", "R_change"))
                 print(f"{name}{', untrained' * untrained}: {together} together, {len(rows)} layers:"
-                      f" R rises in {R_rises}, R - R^c in {rises}, by {added[-1]:.1f} after the 1st")
+                      f" R rises in {R_rises}, R - R^c in {rises}; after the 1st {added[-1]:.1f}")
             ax.plot(TOGETHER, added, style, color="0.6" if untrained else COLORS["crate"],
                     label="at random weights" if untrained else "trained")
         ax.axhline(0, color="black", lw=0.8)

@@ -21,24 +21,22 @@ def test_sequences():
     assert torch.equal(ids, recall.sequences(c, 50, 7)[0])
 
 
-@pytest.mark.parametrize("kind", ["rotated", "reflected", "apart"])
-def test_scores(kind):
-    """Against the equation. Rotated scores are not symmetric; the matrix of a reflection has trace
-    0, and turned keys are as long as before."""
-    model = recall.build(recall.Recall(scores=kind, width=8, heads=2), "aot")
+@pytest.mark.parametrize("kind", ["negated", "turned", "fixed", "tied"])
+def test_changes(kind):
+    """Scores are symmetric but for turned keys, which are as long as before, and of a token with
+    itself at least 0 but for negated ones. Fixed values do not depend on weights."""
+    arch = "aot-mhsa" if kind == "tied" else "aot"
+    model = recall.build(recall.Recall(change=kind, width=8, heads=2), arch)
     attention, Z = model.layers[0].attention, torch.randn(1, 9, 8)
-    w, k, v = attention.queries_keys_values(Z)                              # (1, 2, 9, 4)
-    scores = w @ k.mT
-    if kind == "apart":
-        scores = scores - torch.diag_embed(scores.diagonal(dim1=-2, dim2=-1))
-    A = scores.masked_fill(torch.ones(9, 9).triu(1) > 0, -torch.inf) * attention.scale
-    expected = attention.W((A.softmax(-1) @ v).transpose(1, 2).flatten(2))
-    assert torch.allclose(attention(Z), expected, atol=1e-6)
-    assert torch.allclose(scores, scores.mT, atol=1e-5) == (kind != "rotated")
-    assert torch.equal(w, v) and torch.allclose(k.norm(dim=-1), w.norm(dim=-1))
-    if kind == "reflected":
-        Q = torch.linalg.lstsq(w, k).solution
-        assert Q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max() < 1e-4
+    q, k, v = attention.queries_keys_values(Z)                              # (1, 2, 9, 4)
+    scores, own = q @ k.mT, (q * k).sum(-1)
+    assert torch.allclose(scores, scores.mT, atol=1e-5) == (kind != "turned")
+    assert torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
+    assert torch.allclose(own, {"negated": -1, "turned": 0.5}.get(kind, 1) * q.square().sum(-1))
+    assert torch.equal(q, v) == (kind in ("negated", "turned"))
+    if kind == "fixed":
+        assert torch.allclose(v.square().sum((1, 3)), Z.square().sum(-1))       # orthogonal
+        assert not v.requires_grad
 
 
 def test_recall():
@@ -48,5 +46,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="--scores: tost compares no tokens"):
-        recall.main(["--archs=tost", "--scores=rotated"])
+    with pytest.raises(UserError, match="--change: tost has no keys"):
+        recall.main(["--archs=tost", "--change=negated"])
