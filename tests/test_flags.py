@@ -66,8 +66,7 @@ def test_bad_flags_are_one_line(argv, says):
 def test_subcommands():
     name, _, c = flags.parse_command(COMMANDS, ["look", "--width=3"], "doc")
     assert name == "look" and c.width == 3
-    words = ["read", "a.png", "--sure=true", "b.png", "--sure"]
-    c = flags.parse_command(COMMANDS, words, "doc")[-1]
+    c = flags.parse_command(COMMANDS, "read a.png --sure=true b.png --sure".split(), "doc")[-1]
     assert c.files == ["a.png", "b.png"] and c.sure
     with pytest.raises(UserError, match="is not one of look"):
         flags.parse_command(COMMANDS, ["lok"], "doc")
