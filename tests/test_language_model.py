@@ -95,8 +95,7 @@ def test_the_loss_is_a_mean_over_targets():
 @pytest.mark.parametrize("arch", TEXT_ARCHS + BOTH)
 @torch.no_grad()
 def test_cached_equals_uncached(arch, prompt):
-    """After a prompt four tokens at once, then one by one. MSSA keeps one tensor a layer, MHSA two,
-    TSSA its sums."""
+    """A prompt, four tokens, one by one. MSSA keeps one tensor a layer, MHSA two, TSSA its sums."""
     net, ids, state, read = build(arch), draw(3, CONTEXT), [], 0
     logits = net(ids)
     for piece in ids.split([prompt, 4] + [1] * (CONTEXT - prompt - 4), 1):
