@@ -12,10 +12,11 @@ of R - R^c by the whole layer, that is with its ISTA step after the step in ques
     kept         each token's weight for itself as in attention, all others equal
     shuffled     attention whose weights for other tokens go to others at random
     noise        Gaussian
+    gradient     -grad R^c(Z | U), Eq. (31), which attention was derived from
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-Every step has attention's length (with --own_length not alone, mean and half). +- is the standard
-error over samples, or over checkpoints of one config, such as seeds.
+"cosine" is between attention and gradient. Every step has attention's length (with --own_length not
+alone, mean and half). +- is the standard error over samples, or over checkpoints of one config.
 
     python -m experiments.compression --figure=docs/figures/compression.png --untrained \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
@@ -27,12 +28,18 @@ falls 0.7 to 1.03 times as far. shuffled leaves little: whom a token attends to 
 from dataclasses import dataclass, MISSING
 
 import torch
+from torch.nn import functional as F
 
 from experiments.shared import averages, each_sample, random_subspaces
 from figures import new_figure, print_table
 from flags import option, parse, UserError
 from measure import at_norm, batches, each_model, in_sets, SampleFlags, step_with, unit_size
-from model import coding_rate, SoftmaxAttention, subspace_coding_rate
+from model import (
+    coding_rate,
+    SoftmaxAttention,
+    subspace_coding_rate,
+    subspace_coding_rate_grad,
+)
 from processes import cli
 
 
@@ -93,8 +100,12 @@ def changes(layer, Z, generator, c):
         return Rc, coding_rate(coded(T), c.eps) - Rc
     Rc, gain = rates(Z)
     added = steps(layer, Z, generator, c.own_length)
+    downhill = -subspace_coding_rate_grad(Z, U, c.eps)
+    added["gradient"] = at_norm(downhill, added["attention"])
+    cosine = F.cosine_similarity(added["attention"].flatten(1), downhill.flatten(1))
     elsewhere = [subspace_coding_rate(coded(T), V, c.eps) for T in (Z + added["attention"], Z)]
     rows = dict(before=Rc, elsewhere=elsewhere[0] - elsewhere[1]), {}, {}
+    rows[0]["cosine"] = in_sets(cosine[:, None, None], c.together).mean((1, 2))
     for name, step in added.items():
         Rc_after, gain_after = rates(Z + step)
         _, gain_last = rates(layer.sparsify(Z + step))

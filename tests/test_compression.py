@@ -132,6 +132,7 @@ def test_tables_and_figure(tmp_path, cache):
     twice, *_ = compression.changes(layer, Z.repeat(2, 1, 1), generator, copies)
     once, *_ = compression.changes(layer, Z, generator, compression.Compression(ckpt=""))
     assert_near(twice["alone"], once["alone"])
+    assert once["gradient"] < min(once["attention"], 0) and -1 < once["cosine"] < 1
     with pytest.raises(UserError, match="--together=2 does not divide a batch of 1"):
         compression.changes(layer, Z, generator, copies)
     run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--figure={tmp_path / 'a.png'}"])
