@@ -16,12 +16,13 @@ import torch
 from torch.nn import functional as F
 
 import crate
+import model
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import layer_numbers
+from measure import layer_numbers, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -50,9 +51,11 @@ def of_attention(layer, trace):
     Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
     rates = layer_numbers(layer, trace, lambd=0, unit_bases=True)
+    step, uphill = trace.half - trace.tokens, model.subspace_coding_rate_grad(
+        trace.tokens, unit_size(bases), eps=0.1)
     return dict(
         attention=rates["Rc_change"], alone=rates["Rc_alone"], rise=rates["rise"],
-        gain=rates["gain"],
+        gain=rates["gain"], downhill=F.cosine_similarity(step.flatten(1), -uphill.flatten(1)),
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
