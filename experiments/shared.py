@@ -2,8 +2,6 @@
 import numpy as np
 import torch
 
-from flags import UserError
-
 # the same arch has the same colour in every figure, CRATE without a learned W a grey
 COLORS = {"crate": "C0", "crate-t": "0.5", "crate-n": "0.3", "crate-c": "0.7", "crate-alpha": "C2",
           "crate-alpha-one": "C8", "mssa-mlp": "0.5", "aot": "0.6", "aot-mhsa": "C5",
@@ -29,7 +27,5 @@ def each_sample(**columns):
 
 def random_subspaces(d, K, generator):
     """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    if K > d:
-        raise UserError(f"{K} subspaces do not fit in {d} dimensions")
     A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
