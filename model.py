@@ -34,11 +34,6 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-def at_least_float32(t):
-    """t in float64 if it is already, else in float32: bfloat16 is too coarse for a logdet."""
-    return t if t.dtype == torch.float64 else t.float()
-
-
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
     queries are of the last m of n tokens, and a token has weights on itself and those before."""
@@ -306,6 +301,12 @@ class Backbone(nn.Module):
 # tokens are coded. The papers give none: 0.5 is our choice, for tokens of norm sqrt(d), as LN's. A
 # direction along which tokens have mean square eps^2 / d adds (log 2) / 2 to R. Compare rates at
 # equal eps only: the released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
+
+def at_least_float32(t):
+    """t in float64 if it is already, else in float32: bfloat16 is too coarse for a logdet."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
 def gram_coding_rate(G, a):
     """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
 
