@@ -162,7 +162,7 @@ def objective(c):
         ax.axhline(0, color="black", lw=0.8)
         ax.set_xscale("log", base=2)
         ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
-        ax.set_title(name.replace("crate-", "crate\n"), fontsize="medium")
+        ax.set_title(name.replace("crate-", "crate-\n"), fontsize="medium")
     axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
     axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
     legend_below(figure, axes[0])
