@@ -80,6 +80,7 @@ def layers(c):
               f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
+    print("what the columns are: python analyze.py layers --help")
     draw_layers(runs, c)
     return runs
 
