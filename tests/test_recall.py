@@ -24,8 +24,7 @@ def test_changes(kind):
     """Keys keep their length, scores their symmetry but for turned keys; V is orthogonal."""
     c = recall.Recall(change=kind, width=8, heads=2)
     attention = recall.build(c, "aot-mhsa" if kind == "tied" else "aot").layers[0].attention
-    Z = torch.randn(1, 9, 8)
-    q, k, v = attention.queries_keys_values(Z)                              # (1, 2, 9, 4)
+    q, k, v = attention.queries_keys_values(Z := torch.randn(1, 9, 8))      # (1, 2, 9, 4)
     scores, own = q @ k.mT, (q * k).sum(-1)
     assert torch.allclose(scores, scores.mT, atol=1e-5) == (kind != "turned")
     assert torch.allclose(own, {"negated": -1, "turned": 0.5}.get(kind, 1) * q.square().sum(-1))
