@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections import Counter, defaultdict
+from itertools import takewhile
 from pathlib import Path
 
 from PIL import Image
@@ -18,7 +19,8 @@ from flags import UserError
 
 SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
               test="test", testing="test")
-HIDDEN = ["__MACOSX", "@eaDir", "Thumbs.db"]        # and every name that begins with a dot
+HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
+          "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
 
 
 def shown(path):
@@ -31,23 +33,12 @@ def tell_left_out(what, items):
         tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
 
 
-def visible(folder):
-    """What lies in a folder, by name."""
-    return [path for path in sorted(folder.iterdir())
-            if not path.name.startswith(".") and path.name not in HIDDEN]
-
-
-def top_of(folder):
-    """The folder, or the one that alone lies in it, and so on; not a split's, and not a link."""
-    inside = visible(folder)
-    alone = len(inside) == 1 and inside[0].is_dir() and not inside[0].is_symlink()
-    return top_of(inside[0]) if alone and not split_of(inside[0].name) else folder
-
-
 def files_in(folder):
-    """Yields the visible files of a folder, however deep. A link is followed, but not into a folder
-    that it lies in."""
-    for path in visible(folder):
+    """Yields the visible files of a folder, however deep, by name. A link is followed, but not into
+    a folder that it lies in."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in HIDDEN:
+            continue
         if not path.is_dir():
             yield path
         elif path.resolve() not in [parent.resolve() for parent in path.parents]:
@@ -101,23 +92,25 @@ def by_split(places, depth):
 
 def data_in(source, *kinds, depth=0):
     """{split: {file: its folders below the split}}, of the files of the first kind that is there: a
-    list of suffixes. One that lies in fewer folders than `depth` is left out."""
-    source = top_of(source)
-    every = [path.relative_to(source) for path in files_in(source)]
+    list of suffixes. One that lies in fewer folders than `depth` is left out. Folders around all of
+    them do not count, down to a split's."""
+    every = list(files_in(source))
     for suffixes in kinds:
-        places = [place for place in every              # a link may be broken
-                  if place.suffix.lower() in suffixes and (source / place).is_file()]
-        if places:
+        files = [path for path in every                 # a link may be broken
+                 if path.suffix.lower() in suffixes and path.is_file()]
+        if files:
             break
     else:
         raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text "
                         "(it needs --tokenizer) in .parquet, .jsonl or .txt files")
-    refuse_missing_shards(places)
-    parts = {split: {source / place: folders for place, folders in part.items()
+    refuse_missing_shards(files)
+    around = Path(os.path.commonpath([path.parent for path in files])).relative_to(source).parts
+    top = source.joinpath(*takewhile(lambda name: not split_of(name), around))
+    parts = {split: {top / place: folders for place, folders in part.items()
                      if len(folders) >= depth}
-             for split, part in by_split(places, depth).items()}
+             for split, part in by_split([path.relative_to(top) for path in files], depth).items()}
     used = set().union(*parts.values())
-    tell_left_out("files", [place for place in every if source / place not in used])
+    tell_left_out("files", [path.relative_to(source) for path in every if path not in used])
     return parts
 
 

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import analyze
 import figures
-import measure
 import model as models
 from data import augment, images
 from data.files import read_picture
@@ -61,7 +60,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None, Z, None)
-        return measure.layer_numbers(layer, trace, **flags)
+        return analyze.layer_numbers(layer, trace, **flags)
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)

@@ -8,9 +8,8 @@ from torch.nn import functional as F
 import model as models
 from data import images
 from experiments import compression
-from experiments.compression import steps
+from experiments.compression import random_subspaces, steps
 from experiments.random_tokens import directions, random_tokens
-from experiments.shared import random_subspaces
 from flags import UserError
 
 

@@ -1,5 +1,4 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
-import os
 import signal
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ def test_flags_take_their_fields_types():
     c, preset = parse("--width=9", "--limit=none", "--flip=false")
     assert preset == "tiny" and c.width == 9 and c.limit is None and c.flip is False
     c, _ = parse("large", "--size=~/big", "--prompt=~/ is my home")     # not the preset's width
-    assert (c.width, c.size, c.prompt) == (8, os.path.expanduser("~/big"), "~/ is my home")
+    assert (c.width, c.size, c.prompt) == (8, flags.os.path.expanduser("~/big"), "~/ is my home")
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 

@@ -120,12 +120,13 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("texts", "ptb.train.txt ptb.valid.txt README.txt",
      dict(train="ptb.train.txt", val="ptb.valid.txt")),
     ("texts", "Training/a/b.txt VAL.TXT", dict(train="b.txt", val="VAL.TXT")),
-    ("texts", "train-00000-of-00001.parquet test-00000-of-00001.parquet a.txt train.jsonl",
+    ("texts", "data/train-00000-of-00001.parquet data/test-00000-of-00001.parquet a.txt",
      dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
     ("texts", "1.txt 2.txt test.txt", dict(train="1.txt 2.txt test.txt")),
     ("texts", "en/train.txt en/test.txt de/a.txt", "en/train.txt and en/test.txt would"),
     ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", "a_train.txt and a_val.txt would be mixed"),
+    ("texts", "web[en]-00000-of-00001.parquet a.csv", dict(train="web[en]-00000-of-00001.parquet")),
     ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
 def test_splits_and_classes_by_names(read, names, expected, tmp_path):
     for name in names.split():

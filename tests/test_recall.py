@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from experiments import recall
+from flags import UserError
 
 
 def test_sequences():
@@ -40,3 +41,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
+    with pytest.raises(UserError, match="--change: tost has no keys"):
+        recall.main(["--archs=tost", "--change=negated"])

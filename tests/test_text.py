@@ -44,9 +44,8 @@ def test_each_token_is_a_target_once():
     tokens = np.arange(100, dtype=np.uint16)
     x, y = map(torch.cat, zip(*(text.batch(tokens, step, 4, 8, 5, once=True) for step in range(3))))
     assert torch.equal(y, x + 1) and sorted(y.flatten().tolist()) == [*range(1, 97)]
-    first = text.batch(tokens, 0, 4, 8, 5, once=True)[0]
-    assert not torch.equal(first, text.batch(tokens, 0, 4, 8, 6, once=True)[0])
-    assert torch.equal(first, text.batch(tokens, 0, 4, 8, 5, once=True)[0])
+    first, again, other = (text.batch(tokens, 0, 4, 8, s, once=True)[0] for s in (5, 5, 6))
+    assert torch.equal(first, again) and not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("n", [2, 8, 9, 17, 100])
