@@ -10,22 +10,56 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 import evaluate
 import figures
 from checkpoint import load_model
 from data import augment
 from flags import option, parse_command, ROOT, UserError
-from measure import batches, each_model, layer_numbers, SampleFlags, split_for
-from model import saliency
+from model import (
+    coding_rate,
+    saliency,
+    SoftmaxAttention,
+    sparse_rate_reduction,
+    subspace_coding_rate,
+)
 from processes import cli
 from run import read_metrics
 from web import page
 
 
 @dataclass(kw_only=True)
-class PictureFlags(SampleFlags):
+class PictureFlags(evaluate.SampleFlags):
     out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
+
+
+# ---- Tokens and steps at one scale --------------------------------------------------------------
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def step_with(layer, Z, attend):
+    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
+    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
+    layer.attention.attend = lambda q, k, v: attend(v).transpose(1, 2).flatten(2)
+    try:
+        return layer.compress(Z) - Z
+    finally:
+        del layer.attention.attend          # the class's own is back
+
+
+def in_sets(T, together):
+    """T (B, n, d) as sets of the tokens of `together` samples: (B / together, together n, d)."""
+    if len(T) % together:
+        raise UserError(f"--together={together} does not divide a batch of {len(T)} samples")
+    return T.unflatten(0, (-1, together)).flatten(1, 2)
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------
@@ -52,12 +86,42 @@ class Layers(PictureFlags):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, unit_bases=False, together=1):
+    """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
+    are says `analyze.py layers --help`. Float64, as float32 may give NaN; on the CPU for mps."""
+    U = layer.attention.bases().cpu().double()
+    U = unit_size(U) if unit_bases else U
+
+    def coded(T):
+        return in_sets(T.cpu().double(), together)
+    X, Z = coded(layer.norm1(trace.tokens)), coded(trace.tokens)
+    half, out = coded(trace.half), coded(trace.out)
+
+    def rates(T):
+        """R and R^c, at the norm of Z."""
+        T = at_norm(T, Z)
+        return coding_rate(T, eps), subspace_coding_rate(T, U, eps)
+    (R, Rc), (R_out, Rc_out) = rates(Z), rates(out)
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    objective = sparse_rate_reduction(out, U, eps, lambd)
+    numbers = dict(
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rates(half)[1] - Rc,
+        R_change=R_out - R, gain=R_out - Rc_out - R + Rc,
+        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
+        nonzeros=(out != 0).double().mean((-2, -1)),
+        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
+    if isinstance(layer.attention, SoftmaxAttention):
+        alone = coded(step_with(layer, trace.tokens, lambda values: values))
+        numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
+    return numbers
+
+
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = loaded.backbone
     by_layer = [[] for _ in backbone.layers]
-    for _, x in batches(loaded, c):
+    for _, x in evaluate.batches(loaded, c):
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
             parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.unit_bases, c.together))
 
@@ -72,7 +136,7 @@ def layer_table(loaded, c):
 def layers(c):
     """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
-    for path, untrained, loaded in each_model(c):
+    for path, untrained, loaded in evaluate.each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -120,7 +184,7 @@ def open_pictures(c, *tasks):
     if c.files:
         pixels, x = evaluate.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
-    data, split = split_for(loaded, c)
+    data, split = evaluate.split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + c.pictures]
     if len(index) == 0:
         raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")

@@ -2,12 +2,10 @@
 
     python bench.py vit             training steps of image models
     python bench.py gpt             training steps of text models
-    python bench.py length          growth of attention with the number of tokens
 
 A literal model computes the same function of the same parameters without our fast paths.
 The variants of a table take turns, so that other load slows all of them. Times are medians."""
 import copy
-import math
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from flags import option, parse_command
-from model import ARCHS, attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
+from model import attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
 from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
@@ -27,7 +25,6 @@ class Flags(PrecisionFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
-    longest: int = option(4096, "most tokens of `length`", low=64)
 
 
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
@@ -139,24 +136,7 @@ def bench_steps(table, c, processes):
                 "of the machine": batch * train_flops(model) / times[name] / machine})
 
 
-# ---- Growth with the number of tokens -----------------------------------------------------------
-def bench_length(c, processes):
-    """Forward and backward of four operators on four grids, each with four times the patches."""
-    device = processes.device
-    config = ImageConfig(arch="transformer", width=256, heads=4)
-    operators = [ARCHS[arch].attention for arch in ("tost", "cbsa", "crate", "transformer")]
-    operators = {operator.__name__: operator(config).to(device) for operator in operators}
-    for n in [(math.isqrt(c.longest) // 8 * i) ** 2 for i in (1, 2, 4, 8)]:
-        Z = torch.randn(1, 1 + n, 256, device=device, requires_grad=True)
-        steps = {name: partial(forward_backward, processes, partial(operator, Z),
-                               [Z, *operator.parameters()])
-                 for name, operator in operators.items()}
-        for name, seconds in alternate(steps, device, c.repeats).items():
-            row(f"{n} patches", name, {"ms": 1e3 * seconds})
-
-
 COMMANDS = {table: (Flags, partial(bench_steps, table)) for table in MODELS}
-COMMANDS["length"] = Flags, bench_length
 
 
 def main(argv):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
 from data.files import read_picture
-from flags import DataFlags, option, parse_command, UserError
+from flags import CacheFlags, DataFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
@@ -212,13 +212,12 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     return scores | dict(acc=right / n) if masked else scores
 
 
-# ---- Commands -----------------------------------------------------------------------------------
+# ---- Checkpoints and samples, for the commands here, of analyze.py and of the experiments -------
 @dataclass(kw_only=True)
-class Flags(CheckpointFlags, PrecisionFlags, DataFlags):
+class Flags(CheckpointFlags, CacheFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    batch_size: int = option(500, "images at once", low=1)
-    untrained: bool = option(False, "random weights instead of the checkpoint's")
-    seed: int = option(0, "draws the weights, and linear's held-out tenth", low=0)
+    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
+    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
 
 
 def open_model(c, *tasks):
@@ -231,7 +230,56 @@ def open_model(c, *tasks):
 
 
 @dataclass(kw_only=True)
-class Accuracy(Flags):
+class SampleFlags(Flags):
+    split: str = option("val", "which part of it", choices=("train", "val"))
+
+
+def each_model(c):
+    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
+    separate; with c.untrained each of them a second time, with random weights of its own."""
+    for i, path in enumerate(c.ckpt.split(",")):
+        for untrained in (False, True) if c.untrained else (False,):
+            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
+            yield path, untrained, open_model(one)[0]
+
+
+def spread(total, n):
+    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
+    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
+
+
+def split_for(loaded, c):
+    """(image set, its split on the model's device), to be normalized as in the model's training."""
+    data = images_for(c.data, loaded.meta, c.data_dir)
+    return data, data.on_device(c.split, next(loaded.model.parameters()).device)
+
+
+def batches(loaded, c):
+    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
+    c.samples images or windows of text, spread over the split. Nothing is masked."""
+    config, device = loaded.model.config, next(loaded.model.parameters()).device
+    if loaded.task == "gpt":
+        tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        n = min(config.context, len(tokens))
+        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
+    else:
+        data, samples = split_for(loaded, c)
+    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
+        if loaded.task == "gpt":
+            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
+            yield ids, ids
+        else:
+            yield index, model_input(samples.batch(index)[0], data, config.image_size)
+
+
+# ---- Commands -----------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class ScoreFlags(Flags, PrecisionFlags, DataFlags):
+    batch_size: int = option(500, "images at once", low=1)
+
+
+@dataclass(kw_only=True)
+class Accuracy(ScoreFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
     split: str = option("val", "which part", choices=("train", "val"))
 
@@ -247,7 +295,7 @@ def accuracy(c):
 
 
 @dataclass(kw_only=True)
-class Probe(Flags):
+class Probe(ScoreFlags):
     """How well features separate the classes: an encoder's, trained or not, or the pixels."""
     features: str | None = option(
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
@@ -279,7 +327,7 @@ def knn(c):
 
 
 @dataclass(kw_only=True)
-class LM(Flags):
+class LM(ScoreFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))

@@ -32,8 +32,12 @@ def option(default, help, displaces=(), verbatim=False, **limits):
 
 
 @dataclass(kw_only=True)
-class DataFlags:
+class CacheFlags:
     data_dir: str = option(str(CACHE), "where prepared data lies")
+
+
+@dataclass(kw_only=True)
+class DataFlags(CacheFlags):
     workers: int = option(8, "processes that read an image set of 4 GiB or more", low=0)
 
 

@@ -35,7 +35,7 @@ from tqdm import tqdm
 from data import folders, shapes
 from data.files import documents, read_picture
 from data.tokenizer import make_tokenizer
-from flags import CACHE, not_one_of, option, parse, UserError
+from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
 from processes import cli
 
 
@@ -292,10 +292,9 @@ def opened(name, kind, cache):
 
 
 @dataclass(kw_only=True)
-class Flags:
+class Flags(CacheFlags):
     name: tuple = option((), f"{', '.join(SETS)}, or your own")
     source: str | None = option(None, "where the files are; auto is the Hub")
-    data_dir: str = option(str(CACHE), "where sets go")
     tokenizer: str | None = option(None, "of your own text", choices=("gpt2", "char"))
     size: int | None = option(None, "of your own pictures, pixels; auto is 32", low=1, high=512)
 

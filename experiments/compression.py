@@ -28,10 +28,11 @@ from dataclasses import dataclass, MISSING
 import torch
 from torch.nn import functional as F
 
+from analyze import at_norm, in_sets, step_with, unit_size
+from evaluate import batches, each_model, SampleFlags
 from experiments.shared import averages, each_sample, random_subspaces
 from figures import new_figure, print_table
 from flags import option, parse, UserError
-from measure import at_norm, batches, each_model, in_sets, SampleFlags, step_with, unit_size
 from model import (
     coding_rate,
     SoftmaxAttention,

@@ -27,10 +27,9 @@ import torch
 import train_vit
 from checkpoint import load_model
 from data import images
-from evaluate import classify, images_for, model_input
+from evaluate import classify, images_for, model_input, spread
 from figures import print_table
 from flags import DataFlags, option, parse, ROOT, UserError
-from measure import spread
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, PrecisionFlags, Processes
 

@@ -26,10 +26,10 @@ from dataclasses import dataclass, MISSING, replace
 import torch
 from torch.nn import functional as F
 
+from evaluate import batches, each_model, SampleFlags, split_for
 from experiments.shared import averages, each_sample
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
-from measure import batches, each_model, SampleFlags, split_for
 from model import ISTA, ODL
 from processes import cli
 

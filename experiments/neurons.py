@@ -26,11 +26,17 @@ import torch
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression, pooling
+from evaluate import (
+    batches,
+    each_model,
+    logistic_regression,
+    pooling,
+    SampleFlags,
+    split_for,
+)
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from measure import batches, each_model, SampleFlags, split_for
 from processes import cli
 
 

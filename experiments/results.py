@@ -19,7 +19,7 @@ from analyze import layer_table, Layers
 from checkpoint import load_model
 from experiments.shared import COLORS
 from figures import legend_below, new_figure
-from flags import CACHE, not_one_of, option, parse, ROOT, UserError
+from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
 
@@ -32,9 +32,8 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 
 
 @dataclass(kw_only=True)
-class Figures:
+class Figures(CacheFlags):
     names: tuple = option((), "which figures; none: all")
-    data_dir: str = option(str(CACHE), "where prepared data lies")
     samples: int = option(48, "samples of `objective` and `training`", low=1)
     runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 

@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from data import augment
-from evaluate import Flags, images_for, model_input, open_model, pooling
+from evaluate import images_for, model_input, open_model, pooling, ScoreFlags
 from figures import stretched
 from flags import option, parse
 from model import patchify, saliency, SoftmaxAttention
@@ -29,7 +29,7 @@ from processes import cli, with_bar
 
 
 @dataclass(kw_only=True)
-class Config(Flags):
+class Config(ScoreFlags):
     data: str = option("camouflage", "which drawn set", choices=("shapes", "camouflage"))
     features: str = option("keys", "what MaskCut compares: the keys U^* LN(Z), or pixels",
                            choices=("keys", "pixels"))

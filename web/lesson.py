@@ -17,12 +17,12 @@ from torch.nn import functional as F
 
 import crate
 import model
+from analyze import layer_numbers, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import layer_numbers, unit_size
 from web import page
 from web.mathml import mathml
 
