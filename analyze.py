@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import evaluate
 import figures
 from checkpoint import load_model
-from data import augment
+from data import augment, images, text
 from flags import option, parse_command, ROOT, UserError
 from model import (
     coding_rate,
@@ -48,7 +48,7 @@ def unit_size(U):
 def step_with(layer, Z, attend):
     """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
     softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
-    layer.attention.attend = lambda q, k, v: attend(v).transpose(1, 2).flatten(2)
+    layer.attention.attend = lambda q, k, v: attend(v)
     try:
         return layer.compress(Z) - Z
     finally:
@@ -182,7 +182,7 @@ def open_pictures(c, *tasks):
     on, the images (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded, _ = evaluate.open_model(c, *tasks)
     if c.files:
-        pixels, x = evaluate.read_pictures(c.files, loaded)
+        pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
     data, split = evaluate.split_for(loaded, c)
     index = torch.arange(len(split))[c.index:c.index + c.pictures]
@@ -231,7 +231,7 @@ def predict(c):
     if loaded.task == "mae":
         noise = evaluate.validation_noise(model, 0, len(x), x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
-        sheet = figures.reconstructions(model, x, noise, *evaluate.statistics_of(loaded.meta))
+        sheet = figures.reconstructions(model, x, noise, *images.statistics_of(loaded.meta))
     else:
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         best = model(x).softmax(-1).topk(min(3, len(classes)))
@@ -283,13 +283,13 @@ def write_page(c):
     if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
         raise UserError(f"{c.ckpt} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":
-        data, _, ids = evaluate.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+        data, _, ids = text.load_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
-        data, ids = evaluate.images_for(c.data, loaded.meta, c.data_dir), None
+        data, ids = images.load_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":
             evaluate.check_classes(loaded, data)
-    text = page.html(Path(c.ckpt).name.removeprefix("pretrained:"), loaded, untrained, data, ids)
-    Path(c.out).write_text(text, encoding="utf-8")
+    name = Path(c.ckpt).name.removeprefix("pretrained:")
+    Path(c.out).write_text(page.html(name, loaded, untrained, data, ids), encoding="utf-8")
 
 
 COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),

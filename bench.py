@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from flags import option, parse_command
-from model import attention_map, ImageConfig, ISTA, ista, MSSA, TASKS, TextConfig
+from model import attention_map, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
 from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
 
@@ -30,8 +30,7 @@ class Flags(PrecisionFlags):
 # ---- The literal form: what the equations compute, as printed, with the same parameters ---------
 def literal_attend(self, q, k, v):
     """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
-    ssa = attention_map(q, k, self.scale, self.causal) @ v
-    return ssa.transpose(1, 2).flatten(-2)
+    return attention_map(q, k, self.scale, self.causal) @ v
 
 
 def literal_ista(self, Z):

@@ -18,24 +18,11 @@ from torch.nn import functional as F
 
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
-from data.files import read_picture
 from flags import CacheFlags, DataFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
-def statistics_of(meta):
-    """(mean, std) per channel of a checkpoint's images; ImageNet's where meta is {} (published)."""
-    return meta.get("mean", (0.485, 0.456, 0.406)), meta.get("std", (0.229, 0.224, 0.225))
-
-
-def images_for(name, meta, cache):
-    """An image set (None: the checkpoint's own), with mean and std of the checkpoint's images."""
-    data = images.load(name or meta.get("name", ""), cache=cache)
-    mean, std = statistics_of(meta)
-    return replace(data, mean=mean, std=std)
-
-
 def check_classes(loaded, data):
     """Raises UserError if a classifier has other classes than the data."""
     names = loaded.meta.get("classes", data.classes)            # a published one names none
@@ -43,27 +30,9 @@ def check_classes(loaded, data):
         raise UserError(f"--data={data.name} has other classes than the checkpoint")
 
 
-def read_pictures(files, loaded):
-    """(pixels (n, 3, S, S) in [0, 1], the pixels normalized as in the model's training), of the
-    central squares of picture files. Raises UserError for a file that cannot be read."""
-    pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
-    for file, (_, problem) in zip(files, pictures):
-        if problem:
-            raise UserError(f"cannot read {file}: {problem}")
-    batch = torch.from_numpy(np.stack([picture for picture, _ in pictures]))
-    pixels = augment.to_float(batch.to(loaded.encoder.class_token.device))
-    return pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
-
-
 def pooling(loaded):
     """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
     return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
-
-
-def model_input(batch, data, size):
-    """uint8 images (B, H, H, 3) as a model of that image size sees them: (B, 3, size, size)."""
-    x = augment.at_size(augment.to_float(batch), size)
-    return augment.normalize(x, data.mean, data.std)
 
 
 def batches_of(split, batch_size, processes, workers=0):
@@ -86,7 +55,7 @@ def classify(model, split, data, processes, batch_size=500, workers=0):
     total = zero_sums(2, processes.device)
     for batch, labels in batches_of(split, batch_size, processes, workers):
         with processes.autocast():
-            logits = model(model_input(batch, data, model.config.image_size))
+            logits = model(images.model_input(batch, data, model.config.image_size))
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
         right = (logits.argmax(-1) == labels).sum()
         total += torch.stack([loss, right])
@@ -104,7 +73,7 @@ def features(encoder, split, data, processes, kind="class", batch_size=500, work
             x = augment.to_float(batch).flatten(1)
         else:
             with processes.autocast():
-                Z = encoder(model_input(batch, data, encoder.config.image_size)).float()
+                Z = encoder(images.model_input(batch, data, encoder.config.image_size)).float()
             x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0].clone()     # a view would keep Z
         parts.append(x)
     mine = torch.cat(parts)
@@ -166,19 +135,6 @@ def validation_noise(model, first, n, device):
 
 
 # ---- Scores of text -----------------------------------------------------------------------------
-def tokens_for(name, split, meta, cache):
-    """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
-    there is none, val. `meta` is the checkpoint's data_meta."""
-    data = text.load(name or meta.get("name", ""), cache=cache)
-    if data.tokenizer.meta() != meta["tokenizer"]:
-        raise UserError(f"--data={data.name} has another tokenizer than the checkpoint")
-    existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
-    split = split or existing[0]
-    if split not in existing:
-        raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
-    return data, split, getattr(data, split)
-
-
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     context=None):
@@ -250,7 +206,7 @@ def spread(total, n):
 
 def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = images_for(c.data, loaded.meta, c.data_dir)
+    data = images.load_for(c.data, loaded.meta, c.data_dir)
     return data, data.on_device(c.split, next(loaded.model.parameters()).device)
 
 
@@ -259,7 +215,7 @@ def batches(loaded, c):
     c.samples images or windows of text, spread over the split. Nothing is masked."""
     config, device = loaded.model.config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        tokens = text.load_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         samples = tokens[:len(tokens) // n * n].reshape(-1, n)
     else:
@@ -269,7 +225,7 @@ def batches(loaded, c):
             ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
             yield ids, ids
         else:
-            yield index, model_input(samples.batch(index)[0], data, config.image_size)
+            yield index, images.model_input(samples.batch(index)[0], data, config.image_size)
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -287,7 +243,7 @@ class Accuracy(ScoreFlags):
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = open_model(c, "vit")
-    data = images_for(c.data, loaded.meta, c.data_dir)
+    data = images.load_for(c.data, loaded.meta, c.data_dir)
     check_classes(loaded, data)
     split = data.on_device(c.split, processes.device)
     return dict(data=data.name, split=c.split) | classify(
@@ -305,7 +261,7 @@ class Probe(ScoreFlags):
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
-    data, kind = images_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
+    data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
     samples = []
     for name in ("train", "val"):
         split = data.on_device(name, processes.device)
@@ -339,7 +295,7 @@ def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = open_model(c, "gpt")
     mask_rate = loaded.content["run_config"].get("mask_rate")
-    data, split, tokens = tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+    data, split, tokens = text.load_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 

@@ -126,24 +126,28 @@ def merged(preset, given, flags):
     return {k: v for k, v in preset.items() if k not in displaced} | given
 
 
-def parse(config_class, presets, argv, doc, default=None, subcommand=""):
-    """[PRESET] [--name=value ...] as (config, name of the run's folder). Raises UserError."""
-    argv, name, flags = list(argv), default, {f.name: f for f in fields(config_class)}
-    if presets and argv and not argv[0].startswith("-"):
-        name = argv.pop(0)
-        if name not in presets:
-            raise UserError(f"preset {not_one_of(name, presets)}")
-    preset = presets.get(name, {})
-    parser = Parser(
-        usage=f"%(prog)s{subcommand}{' [PRESET]' if presets else ''} [--name=value ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS, allow_abbrev=False,
-        epilog=f"presets ({default} by default): {', '.join(presets)}" if presets else None)
+def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
+    """[--name=value ...] as config_class, over the values of a preset. Raises UserError."""
+    flags, preset = {f.name: f for f in fields(config_class)}, preset or {}
+    parser = Parser(usage=f"%(prog)s{usage} [--name=value ...]", epilog=epilog,
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
+                    description=inspect.cleandoc(doc), argument_default=argparse.SUPPRESS,
+                    allow_abbrev=False)
     for f in flags.values():
         add_flag(parser, f, preset.get(f.name, f.default))
-    config = config_class(**merged(preset, parser.given(argv, flags), flags))
-    other_data = name and preset.get("data") != getattr(config, "data", None)
-    return config, f"{name}-{config.data}" if other_data else name
+    return config_class(**merged(preset, parser.given(argv, flags), flags))
+
+
+def parse_run(config_class, presets, argv, doc, default=None):
+    """[PRESET] [--name=value ...] as (config, name of the run's folder)."""
+    named = argv and not argv[0].startswith("-")
+    name, rest = (argv[0], argv[1:]) if named else (default, argv)
+    if named and name not in presets:
+        raise UserError(f"preset {not_one_of(name, presets)}")
+    preset = presets.get(name, {})
+    config = parse(config_class, rest, doc, preset, " [PRESET]",
+                   f"presets ({default} by default): {', '.join(presets)}")
+    return config, name if config.data == preset.get("data") else f"{name}-{config.data}"
 
 
 def parse_command(commands, argv, doc):
@@ -156,5 +160,4 @@ def parse_command(commands, argv, doc):
     if name not in commands:
         raise UserError(f"subcommand {not_one_of(name, commands)}")
     config_class, function = commands[name]
-    config, _ = parse(config_class, {}, rest, config_class.__doc__, subcommand=f" {name}")
-    return name, function, config
+    return name, function, parse(config_class, rest, config_class.__doc__, usage=f" {name}")

@@ -57,10 +57,13 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
     [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""
     w = Z.unsqueeze(-3) @ U                                         # (U_k^* Z)^*, (..., K, n, p)
-    ssa = attention_map(w, w, scale, causal) @ w                        # (..., K, n, p)
-    if W is None:
-        return (ssa @ U.mT).sum(-3)
-    return F.linear(ssa.transpose(-3, -2).flatten(-2), W, bias)         # heads side by side, then W
+    ssa = attention_map(w, w, scale, causal) @ w                    # (..., K, n, p)
+    return (ssa @ U.mT).sum(-3) if W is None else F.linear(side_by_side(ssa), W, bias)
+
+
+def side_by_side(heads):
+    """What K heads have of each token, in one row: (..., K, n, p) -> (..., n, K p)."""
+    return heads.transpose(-3, -2).flatten(-2)
 
 
 class Attention(nn.Module, ABC):
@@ -95,17 +98,15 @@ class Attention(nn.Module, ABC):
         return Cache(room)
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v by PyTorch's fused kernel, heads side by side: (B, n, K p)."""
+        """softmax(scale q k^*) v, (B, K, n, p), by PyTorch's fused kernel."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
         faster = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
         if faster or 1 < m < n:         # the kernel's causal mask takes q for k's first tokens
-            out = F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
-        else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
-        return out.transpose(1, 2).flatten(-2)
+            return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
+        return F.scaled_dot_product_attention(
+            q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
 
 
 class SoftmaxAttention(Attention):
@@ -144,13 +145,13 @@ class MSSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.output, self.step_size = ARCHS[config.arch].output, config.step_size
+        self.output, self.step_size = config.row.output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def forward(self, Z, cache=None):
-        ssa = self.attend(*self.queries_keys_values(Z, cache))
+        ssa = side_by_side(self.attend(*self.queries_keys_values(Z, cache)))
         if self.output == "learned":
             return self.W(ssa)
         back = self.U.weight if self.output == "transpose" else self.U.weight.mT
@@ -227,7 +228,7 @@ class Layer(nn.Module):
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, arch = config, ARCHS[config.arch]
+        c, arch = config, config.row
         self.norm1, self.attention = layer_norm(c), arch.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if arch.sparsification is not None:
@@ -461,7 +462,7 @@ class MHSA(SoftmaxAttention):
         return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def forward(self, Z, cache=None):
-        return self.W(self.attend(*self.queries_keys_values(Z, cache)))
+        return self.W(side_by_side(self.attend(*self.queries_keys_values(Z, cache))))
 
 
 @dataclass
@@ -525,7 +526,7 @@ class TSSA(Attention):
             Pi, s = self.statistics(w, cache)
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
-        return self.W(out.to(Z.dtype).transpose(1, 2).flatten(-2))
+        return self.W(side_by_side(out.to(Z.dtype)))
 
 
 class CBSA(Attention):
@@ -564,9 +565,8 @@ class CBSA(Attention):
         w = self.projections(Z)
         R, A = self.contract(w)
         R = R.contiguous() + self.s1[:, None, None] * (A @ w)      # for the fused kernels of a GPU
-        out = self.attend(R, R, R).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
-        out = self.s2[:, None, None] * (A.mT @ out)
-        return self.W(out.to(w.dtype).transpose(1, 2).flatten(-2))
+        out = self.s2[:, None, None] * (A.mT @ self.attend(R, R, R))
+        return self.W(side_by_side(out.to(w.dtype)))
 
 
 class MMProx(Sparsification):
@@ -664,6 +664,7 @@ def check_word(name, word, words):
 
 class Family(NamedTuple):
     """What the authors of some archs put around the operators."""
+    sizes: str = "transformer"          # the row of SIZES of an arch without its own
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
     norm_eps: float = 1e-6              # of all LayerNorms except an image model's last
@@ -676,7 +677,7 @@ class Family(NamedTuple):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-CRATE = Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None)
+CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None)
 ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
                embed_kaiming=True)
 VIT = Family()
@@ -772,21 +773,25 @@ class BackboneConfig:
     layer_scale: float | None = None    # at initialization; 0: none; None: the arch's
 
     @property
+    def row(self):
+        """The arch's row of ARCHS."""
+        return ARCHS[self.arch]
+
+    @property
     def family(self):
-        arch = ARCHS[self.arch]
-        return arch.text_family if self.kind == "text" else arch.image_family
+        return self.row.text_family if self.kind == "text" else self.row.image_family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
-        d, K, arch = self.width, self.heads, ARCHS[self.arch]
+        d, K = self.width, self.heads
         if self.layer_scale is None:
-            self.layer_scale = arch.layer_scale
+            self.layer_scale = self.row.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if arch.output == "transpose" and K * self.head_dim != d:
+        if self.row.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
 
 
@@ -851,7 +856,7 @@ class TextConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        attention = ARCHS[self.arch].attention
+        attention = self.row.attention
         if not attention.for_text:
             raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
         if (self.rotary or self.shift) and not issubclass(attention, SoftmaxAttention):
@@ -864,8 +869,8 @@ def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
         check_word("arch", arch, ARCHS)
-        like = "crate" if ARCHS[arch].image_family is CRATE else "transformer"
-        sizes = SIZES[cls.kind].get(arch, SIZES[cls.kind][like])
+        table = SIZES[cls.kind]
+        sizes = table.get(arch, table[ARCHS[arch].image_family.sizes])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)
@@ -954,13 +959,16 @@ class ImageEncoder(Backbone):
         grid = F.interpolate(at_least_float32(grid), size=(rows, columns), mode="bicubic")
         return torch.cat([positions[:, :1], grid.flatten(2).mT.to(positions.dtype)], 1)
 
-    def tokens(self, x):
-        """Z^1: (B, C, H, W) -> (B, 1 + n, d)."""
+    def tokens(self, x, masked=None, mask_token=None):
+        """Z^1: (B, C, H, W) -> (B, 1 + n, d). The mask token stands for `masked` (B, n) patches."""
         P = self.config.patch_size
         B, C, H, W = x.shape
         if H % P or W % P:
             raise ConfigError(f"patch_size={P} does not divide an image of {H} x {W} pixels")
-        Z = torch.cat([self.class_token.expand(B, -1, -1), self.embed(patchify(x, P))], 1)
+        Z = self.embed(patchify(x, P))
+        if masked is not None:
+            Z = torch.where(masked[..., None], mask_token.to(Z.dtype), Z)
+        Z = torch.cat([self.class_token.expand(B, -1, -1), Z], 1)
         Z = Z + self.position_table(H // P, W // P)
         return F.dropout(Z, self.config.dropout, self.training)
 
@@ -1003,7 +1011,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = layer_norm(c)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
-        self.attention = ARCHS[c.arch].attention(c)
+        self.attention = c.row.attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1024,8 +1032,8 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        arch = ARCHS[c.arch]
-        layer = Layer if arch.residual or arch.sparsification is None else DecoderLayer
+        residual = c.row.residual or c.row.sparsification is None
+        layer = Layer if residual else DecoderLayer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
         self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)
@@ -1041,10 +1049,7 @@ class MaskedAutoencoder(nn.Module):
     def predicted(self, x, masked):
         """The prediction for every patch, (B, n, P^2 C), of images with `masked` (B, n) patches."""
         encoder = self.encoder
-        Z = encoder.embed(patchify(x, self.config.patch_size))
-        Z = torch.where(masked[..., None], self.mask_token.to(Z.dtype), Z)
-        Z = torch.cat([encoder.class_token.expand(len(x), -1, -1), Z], 1) + encoder.positions
-        Z = encoder.norm(encoder.layers(Z))
+        Z = encoder.norm(encoder.layers(encoder.tokens(x, masked, self.mask_token)))
         return self.predict(self.decoder_norm(self.decoder(Z)))[:, 1:]
 
     def forward(self, x, noise):

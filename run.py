@@ -78,9 +78,6 @@ class Run:
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
         self.losses = []                # since the last line of metrics.jsonl
-        self.model = self.optimizers = self.data_meta = self.extra = None       # resume() sets them
-        self.total = self.eval_every = self.finished = self.clock = self.bar = None     # steps()
-        self.evaluation_due = False     # after this step; log() sets it
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.resuming = processes.main_only(self._take_folder)
@@ -174,8 +171,8 @@ class Run:
             raise KeyboardInterrupt
 
     def log(self, loss, lr, numbers=None):
-        """Counts a step. Every log_every steps it writes a line with the mean of the losses, which
-        stay on the device until then, and numbers(), if given."""
+        """Counts a step, and sets evaluation_due. Every log_every steps it writes a line with the
+        mean of the losses, which stay on the device until then, and numbers(), if given."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()

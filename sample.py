@@ -68,7 +68,7 @@ def shown(stream, tokenizer, stop):
 
 def main(argv):
     """Writes the texts to stdout and returns them, each with its prompt."""
-    c, _ = parse(Sample, {}, argv, __doc__)
+    c = parse(Sample, argv, __doc__)
     processes = Processes(c.device, c.dtype)
     loaded = load_model(c.ckpt, c.heads, ("gpt",))
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)

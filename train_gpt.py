@@ -13,7 +13,7 @@ import torch
 
 from data import text
 from evaluate import language_scores
-from flags import model_fields, ModelFlags, option, parse, UserError
+from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import LanguageModel, text_config, TextConfig
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile
@@ -98,7 +98,7 @@ def write_sample(model, tokenizer, c, run, device):
 def main(argv):
     """Trains one language model; returns the last line of metrics.jsonl."""
     # ---- config
-    c, name = parse(Config, PRESETS, argv, __doc__, default="openwebtext")
+    c, name = parse_run(Config, PRESETS, argv, __doc__, default="openwebtext")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     masked = c.objective == "masked"

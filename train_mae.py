@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from data import augment, images
-from evaluate import model_input, validation_noise
-from flags import model_fields, ModelFlags, option, parse
+from evaluate import validation_noise
+from flags import model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
@@ -88,7 +88,7 @@ def validate(model, val, data, c, processes, batch_size=256):
     batches = val.batches([i.numpy() for i in mine], c.workers)
     for index, (pixels, _) in zip(with_bar(mine, "images"), batches):
         noise = validation_noise(model, int(index[0]), len(index), processes.device)
-        x = model_input(pixels, data, c.image_size)
+        x = images.model_input(pixels, data, c.image_size)
         with processes.autocast():
             loss = model(x, noise)
         total[0] += len(index) * loss
@@ -100,7 +100,7 @@ def validate(model, val, data, c, processes, batch_size=256):
 def main(argv):
     """Trains one masked autoencoder; returns the last line of metrics.jsonl."""
     # ---- config
-    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, name = parse_run(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 

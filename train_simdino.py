@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import model_fields, ModelFlags, option, parse, UserError
+from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
@@ -208,7 +208,7 @@ def score_neighbours(teacher, train, val, data, c, processes):
 def main(argv):
     """Trains one student and its teacher; returns the last line of metrics.jsonl."""
     # ---- config
-    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, name = parse_run(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import checkpoint
 from data import augment, images
-from evaluate import classify, images_for, pooling
-from flags import model_fields, ModelFlags, option, parse, UserError
+from evaluate import classify, pooling
+from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, note, Processes, wants_compile
@@ -158,7 +158,7 @@ def srr_loss(model, x, layer=None, eps=0.5):
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     layers = model.encoder.layers
     chosen = [layer - 1] if layer else range(len(layers))
-    with torch.no_grad():       # a second pass, so that the first is what it is without SRR
+    with torch.no_grad():       # a second pass, with another dropout than the first
         Z = [model.encoder.tokens(x)]
         for l in range(max(chosen) + 1):
             Z.append(layers[l](Z[-1]))
@@ -169,7 +169,7 @@ def srr_loss(model, x, layer=None, eps=0.5):
 def main(argv):
     """Trains one classifier; returns the last line of metrics.jsonl."""
     # ---- config
-    c, name = parse(Config, PRESETS, argv, __doc__, default="imagenet")
+    c, name = parse_run(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
     if c.cutmix and (rows.stop - rows.start) % 2:
@@ -180,7 +180,7 @@ def main(argv):
         loaded, data = None, images.load(c.data, cache=c.data_dir)
     else:
         loaded = checkpoint.load_model(c.init_from, c.heads, ("vit", "mae", "simdino"))
-        data = images_for(c.data, loaded.meta, c.data_dir)
+        data = images.load_for(c.data, loaded.meta, c.data_dir)
     if c.crop == "pad" and data.image_size > c.image_size:
         note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
     data = data.hold_out(c.val, c.train_images)

@@ -1,13 +1,26 @@
 """What one file of a person's own holds: a picture, or texts."""
 import contextlib
 import json
+import os
 import re
+import sys
 
 import numpy as np
 from PIL import Image, ImageOps
+from tqdm import tqdm
 
-from data.folders import shown, tell_left_out
 from flags import UserError
+
+
+# ---- Messages -----------------------------------------------------------------------------------
+def shown(path):
+    """A path, whatever bytes it has, as one line for a message."""
+    return " ".join(os.fsencode(path).decode(errors="replace").split())
+
+
+def tell_left_out(what, items):
+    if items:
+        tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
 
 
 # ---- Pictures -----------------------------------------------------------------------------------

@@ -13,24 +13,14 @@ from itertools import takewhile
 from pathlib import Path
 
 from PIL import Image
-from tqdm import tqdm
 
+from data.files import shown, tell_left_out
 from flags import UserError
 
 SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
               test="test", testing="test")
 HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
           "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
-
-
-def shown(path):
-    """A path, whatever bytes it has, as one line for a message."""
-    return " ".join(os.fsencode(path).decode(errors="replace").split())
-
-
-def tell_left_out(what, items):
-    if items:
-        tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
 
 
 def files_in(folder):

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from data import prepare
+from data import augment, prepare
+from data.files import read_picture
 from flags import CACHE, UserError
 from processes import to_device
 
@@ -70,6 +71,37 @@ def load(name, cache=CACHE):
                 raise ValueError(f"{split}_labels.npy has other labels than its classes")
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **arrays,
                          version=f"{meta['images']}, checksum {meta.get('checksum')}")
+
+
+def load_for(name, meta, cache):
+    """An image set (None: the checkpoint's own), with mean and std of the checkpoint's images."""
+    data = load(name or meta.get("name", ""), cache=cache)
+    mean, std = statistics_of(meta)
+    return replace(data, mean=mean, std=std)
+
+
+# ---- What a model sees ---------------------------------------------------------------------------
+def statistics_of(meta):
+    """(mean, std) per channel of a checkpoint's images; ImageNet's where meta is {} (published)."""
+    return meta.get("mean", (0.485, 0.456, 0.406)), meta.get("std", (0.229, 0.224, 0.225))
+
+
+def model_input(batch, data, size):
+    """uint8 images (B, H, H, 3) as a model of that image size sees them: (B, 3, size, size)."""
+    x = augment.at_size(augment.to_float(batch), size)
+    return augment.normalize(x, data.mean, data.std)
+
+
+def read_pictures(files, loaded):
+    """(pixels (n, 3, S, S) in [0, 1], the pixels normalized as in the model's training), of the
+    central squares of picture files. Raises UserError for a file that cannot be read."""
+    pictures = [read_picture(file, loaded.encoder.config.image_size) for file in files]
+    for file, (_, problem) in zip(files, pictures):
+        if problem:
+            raise UserError(f"cannot read {file}: {problem}")
+    batch = torch.from_numpy(np.stack([picture for picture, _ in pictures]))
+    pixels = augment.to_float(batch.to(loaded.encoder.class_token.device))
+    return pixels, augment.normalize(pixels, *statistics_of(loaded.meta))
 
 
 # ---- Batches ------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data import folders, shapes
-from data.files import documents, read_picture
+from data.files import documents, read_picture, shown, tell_left_out
 from data.tokenizer import make_tokenizer
 from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
 from processes import cli
@@ -94,7 +94,7 @@ class ImageSet(NamedTuple):
                 decoded = threads.map(lambda file: read_picture(file, self.size), files)
                 for cell, label, (pixels, problem) in zip(cells, batch[self.label], decoded):
                     if problem:
-                        problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
+                        problems.append(f"{shown(cell['path'] or '')} ({problem})")
                     else:
                         out.write(pixels)
                         labels.append(label)
@@ -102,7 +102,7 @@ class ImageSet(NamedTuple):
             np.lib.format.write_array_header_1_0(out, dict(
                 descr="|u1", fortran_order=False, shape=(len(labels), self.size, self.size, 3)))
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
-        folders.tell_left_out("pictures", problems)
+        tell_left_out("pictures", problems)
         if not labels:
             raise UserError(f"no picture of its {split} can be read: {problems[:1]}")
 
@@ -300,7 +300,7 @@ class Flags(CacheFlags):
 
 
 def main(argv):
-    c = parse(Flags, {}, argv, __doc__)[0]
+    c = parse(Flags, argv, __doc__)
     name = " ".join(c.name)
     row = SETS.get(name)
     if row and any([c.tokenizer, c.size, c.source and not row.hub]):

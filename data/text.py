@@ -8,7 +8,7 @@ import torch
 
 from data import prepare
 from data.tokenizer import CharTokenizer, GPT2Tokenizer, tokenizer_from_meta
-from flags import CACHE
+from flags import CACHE, UserError
 
 
 @dataclass
@@ -38,6 +38,19 @@ def load(name, cache=CACHE):
                 raise ValueError(f"{split}.bin has tokens beyond its vocabulary")
         return TextData(name, tokenizer, **splits,
                         version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
+
+
+def load_for(name, split, meta, cache):
+    """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
+    there is none, val. `meta` is the checkpoint's data_meta."""
+    data = load(name or meta.get("name", ""), cache=cache)
+    if data.tokenizer.meta() != meta["tokenizer"]:
+        raise UserError(f"--data={data.name} has another tokenizer than the checkpoint")
+    existing = [part for part in ("test", "val", "train") if getattr(data, part) is not None]
+    split = split or existing[0]
+    if split not in existing:
+        raise UserError(f"--split={split}: {data.name} has only {' and '.join(existing)}")
+    return data, split, getattr(data, split)
 
 
 # ---- Batches ------------------------------------------------------------------------------------

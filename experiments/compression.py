@@ -1,8 +1,9 @@
 """Does the attention step lower R^c, and would anything else?
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
-As R^c falls with the length of Z alone, steps end at the norm of Z. Three tables a model, in nats,
-with U at unit size: changes of R^c; of R - R^c; and of R - R^c by the whole layer, with ISTA.
+As R^c falls with the length of Z alone, steps end at the norm of Z. Four tables a model, in nats,
+with U at unit size: changes of R^c; of R - R^c; of R - R^c by the whole layer, with ISTA; and the
+cosines of the steps with -grad R^c.
 
     attention    MSSA(LN(Z)); before is R^c(Z)
     alone        the attention map is I: each token attends to itself alone
@@ -12,9 +13,12 @@ with U at unit size: changes of R^c; of R - R^c; and of R - R^c by the whole lay
     shuffled     attention whose weights for other tokens go to others at random
     noise        Gaussian
     gradient     -grad R^c(Z | U), Eq. (31), which attention was derived from
+    derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34) with beta kappa = 1
+    printed      the second term of that: Eq. (45) with (36), U in place of W
+    shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-"cosine" is between attention and gradient. Every step has attention's length (with --own_length not
+Every step has attention's length (with --own_length not
 alone, mean and half). +- is the standard error over samples, or over checkpoints of one config.
 
     python -m experiments.compression --figure=docs/figures/compression.png --untrained \\
@@ -33,12 +37,7 @@ from evaluate import batches, each_model, SampleFlags
 from experiments.shared import averages, each_sample, random_subspaces
 from figures import new_figure, print_table
 from flags import option, parse, UserError
-from model import (
-    coding_rate,
-    SoftmaxAttention,
-    subspace_coding_rate,
-    subspace_coding_rate_grad,
-)
+from model import coding_rate, SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 
@@ -83,7 +82,8 @@ def steps(layer, Z, generator, own_length=False):
                                         for name, step in added.items()}
 
 
-TABLES = "change of R^c", "change of R - R^c", "change of R - R^c, by the layer"
+TABLES = ("change of R^c", "change of R - R^c", "change of R - R^c, by the layer",
+          "cosine with -grad R^c")
 
 
 def changes(layer, Z, generator, c):
@@ -99,16 +99,19 @@ def changes(layer, Z, generator, c):
         return Rc, coding_rate(coded(T), c.eps) - Rc
     Rc, gain = rates(Z)
     added = steps(layer, Z, generator, c.own_length)
+    X = layer.norm1(Z)
+    back = (layer.attention.map(X) @ (X[:, None] @ U) @ U.mT).sum(1)    # sum_k U_k SSA
     downhill = -subspace_coding_rate_grad(Z, U, c.eps)
-    added["gradient"] = at_norm(downhill, added["attention"])
-    cosine = F.cosine_similarity(added["attention"].flatten(1), downhill.flatten(1))
+    added |= {name: at_norm(step, added["attention"]) for name, step in dict(
+        gradient=downhill, derived=back - X, printed=back,
+        shrinking=-(X[:, None] @ U @ U.mT).sum(1)).items()}
     elsewhere = [subspace_coding_rate(coded(T), V, c.eps) for T in (Z + added["attention"], Z)]
-    rows = dict(before=Rc, elsewhere=elsewhere[0] - elsewhere[1]), {}, {}
-    rows[0]["cosine"] = in_sets(cosine[:, None, None], c.together).mean((1, 2))
+    rows = dict(before=Rc, elsewhere=elsewhere[0] - elsewhere[1]), {}, {}, {}
     for name, step in added.items():
         Rc_after, gain_after = rates(Z + step)
         _, gain_last = rates(layer.sparsify(Z + step))
-        for row, change in zip(rows, (Rc_after - Rc, gain_after - gain, gain_last - gain)):
+        cosine = F.cosine_similarity(coded(step).flatten(1), coded(downhill).flatten(1))
+        for row, change in zip(rows, (Rc_after - Rc, gain_after - gain, gain_last - gain, cosine)):
             row[name] = change
     return rows
 
@@ -162,16 +165,13 @@ def show(run, c):
 def draw(runs, path):
     """The sum over layers of the change of R^c, by attention and by controls: a panel a model."""
     bars = dict(half="half to itself, half to all equally",
-                kept="own weight for itself, others equal",
-                elsewhere="attention, $R^c$ of random subspaces", attention="attention")
+                kept="own weight for itself, rest spread equally",
+                shuffled="own weight for itself, rest shuffled",
+                derived="the step as derived, (34)", attention="attention")
     trained = [run for run in runs if not run["untrained"]]
-    at_random = {run["names"][0]: run for run in runs if run["untrained"]}
     figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 2)
     for ax, run in zip(axes, trained):
         sums = {name: sum(row[key] for row, *_ in run["layers"]) for key, name in bars.items()}
-        if untrained := at_random.get(run["names"][0]):
-            sums["attention at random weights"] = sum(
-                row["attention"] for row, *_ in untrained["layers"])
         ax.barh([*sums], [*sums.values()],
                 color=["C0" if name == "attention" else "0.6" for name in sums])
         ax.axvline(0, color="black", lw=0.8)
@@ -185,7 +185,7 @@ def draw(runs, path):
 
 def main(argv):
     """What `measure` returns."""
-    c, _ = parse(Compression, {}, argv, __doc__)
+    c = parse(Compression, argv, __doc__)
     runs = measure(c)
     for run in runs:
         show(run, c)

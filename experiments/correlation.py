@@ -27,7 +27,7 @@ import torch
 import train_vit
 from checkpoint import load_model
 from data import images
-from evaluate import classify, images_for, model_input, spread
+from evaluate import classify, spread
 from figures import print_table
 from flags import DataFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
@@ -136,7 +136,7 @@ def fit(theta, folder, c, processes):
         with open(os.devnull, "w") as mute, contextlib.redirect_stdout(mute):
             train_vit.main([*RECIPE, *(f"--{name}={value}" for name, value in flags.items())])
         loaded = load_model(folder / "ckpt.pt", tasks=("vit",))
-        data = images_for(None, loaded.meta, c.data_dir)
+        data = images.load_for(None, loaded.meta, c.data_dir)
         n = loaded.content["run_config"]["train_images"]
         train = images.Images(data.train_images[:n], data.train_labels[:n], processes.device)
         loss = classify(loaded.model.to(processes.device), train, data, processes)["loss"]
@@ -154,14 +154,14 @@ def examine(theta, c, processes):
     val = data.on_device("val", processes.device)
     gap = classify(model, val, data, processes)["loss"] - loss
     batch, y = train.batch(spread(len(train), c.samples))
-    x = model_input(batch, data, model.config.image_size)
+    x = images.model_input(batch, data, model.config.image_size)
     return dict(theta=theta, train_loss=loss, gap=gap,
                 measures=complexities(model, initial.model, x, y, len(train)))
 
 
 def main(argv):
     """(taus, rows): Kendall's tau of each measure with its 95 % interval, and the runs."""
-    c, _ = parse(Correlation, {}, argv, __doc__)
+    c = parse(Correlation, argv, __doc__)
     processes, rows = Processes(c.device, c.dtype), []
     for number, theta in enumerate(GRID, 1):
         row = examine(theta, c, processes)

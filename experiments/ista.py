@@ -167,7 +167,7 @@ def draw(results, path):
 
 def main(argv):
     """[{"ckpt", "untrained", "codes", "dictionary", "without_D"}, ...]."""
-    c, _ = parse(Sparsify, {}, argv, __doc__)
+    c = parse(Sparsify, argv, __doc__)
     results = []
     for path, untrained, loaded in each_model(c):
         first, second = tables(loaded, c)

@@ -26,14 +26,7 @@ import torch
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from evaluate import (
-    batches,
-    each_model,
-    logistic_regression,
-    pooling,
-    SampleFlags,
-    split_for,
-)
+from evaluate import batches, each_model, logistic_regression, pooling, SampleFlags, split_for
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
@@ -149,7 +142,7 @@ def measure(codes, width, seed):
 
 def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
-    c, _ = parse(Neurons, {}, argv, __doc__)
+    c = parse(Neurons, argv, __doc__)
     width = min(load_model(path, c.heads).model.config.width for path in c.ckpt.split(","))
     runs = {}
     for _, untrained, loaded in each_model(c):

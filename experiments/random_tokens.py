@@ -64,7 +64,7 @@ def random_tokens(seed, d=64, K=8, n=64, eps=0.5, step=0.1):
 
 def main(argv):
     """The rows of random_tokens."""
-    c, _ = parse(RandomTokens, {}, argv, __doc__)
+    c = parse(RandomTokens, argv, __doc__)
     rows = random_tokens(c.seed)
     print("change of R^c by one step on random tokens, by their beta ||U_k^* Z||^2, nats")
     print_table(rows)

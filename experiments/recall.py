@@ -121,7 +121,7 @@ def train(c, arch, seed):
 
 def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...]."""
-    c, _ = parse(Recall, {}, argv, __doc__)
+    c = parse(Recall, argv, __doc__)
     counts = {arch: count(build(c, arch), without=("positions",)) for arch in c.archs.split(",")}
     rows = []
     for arch, parameters in counts.items():

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
+from data import text as text_sets
 from experiments.shared import COLORS
 from figures import legend_below, new_figure
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
@@ -128,7 +129,7 @@ def length(c):
     ends = {}
     for arch in ("crate", "crate-alpha", "transformer"):
         loaded = load_model(f"pretrained:pydoc-{arch}")
-        tokens = evaluate.tokens_for(None, "val", loaded.meta, c.data_dir)[2]
+        tokens = text_sets.load_for(None, "val", loaded.meta, c.data_dir)[2]
         ids = torch.from_numpy(tokens[:len(tokens) // 513 * 513].astype("int64")).view(-1, 513)
         found = losses_by_position(loaded.model, ids)
         for losses, style in zip(found, ("o-", "--")):
@@ -202,7 +203,7 @@ FIGURES = dict(images=images, text=text, length=length, objective=objective, tra
 
 def main(argv):
     """The files' paths."""
-    c, _ = parse(Figures, {}, argv, __doc__)
+    c = parse(Figures, argv, __doc__)
     paths = []
     for name in c.names or list(FIGURES)[:-1]:
         if name not in FIGURES:

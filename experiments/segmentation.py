@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from data import augment
-from evaluate import images_for, model_input, open_model, pooling, ScoreFlags
+from data import augment, images
+from evaluate import open_model, pooling, ScoreFlags
 from figures import stretched
 from flags import option, parse
 from model import patchify, saliency, SoftmaxAttention
@@ -140,7 +140,7 @@ def open_objects(c):
     size}) of the pictures of val, and as many of train."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
     size = loaded.encoder.config.image_size
-    data = images_for(c.data, loaded.meta, c.data_dir)
+    data = images.load_for(c.data, loaded.meta, c.data_dir)
     masks = dict(train=data.train_masks[:len(data.val_masks)], val=data.val_masks)
     for split, array in masks.items():
         mask = torch.tensor(array)[:, None]
@@ -166,9 +166,9 @@ def segment(c):
     overlaps, mean_mask = {}, masks["train"].float().mean(0, keepdim=True)
     of_boxes, of_masks, confidences = [], [], []
     for split, objects in masks.items():
-        of_maps, images = [], data.on_device(split, processes.device)
+        of_maps, pictures = [], data.on_device(split, processes.device)
         for index in with_bar(torch.arange(len(objects)).split(c.batch_size), split):
-            x, truth = model_input(images.batch(index)[0], data, size), objects[index]
+            x, truth = images.model_input(pictures.batch(index)[0], data, size), objects[index]
             with processes.autocast():
                 maps = saliency(encoder.trace(x)[-1].attention, pooling(loaded))
             maps = maps.mean(1, keepdim=True).float().cpu().unflatten(-1, (side, side))
@@ -197,7 +197,7 @@ def segment(c):
 
 def main(argv):
     """Prints and returns the scores of `segment`."""
-    c, _ = parse(Config, {}, argv, __doc__)
+    c = parse(Config, argv, __doc__)
     result = segment(c)
     print(json.dumps(result))
     return result

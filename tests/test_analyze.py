@@ -13,7 +13,6 @@ import figures
 import model as models
 from data import augment, images
 from data.files import read_picture
-from evaluate import model_input
 from model import TASKS
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
@@ -49,7 +48,7 @@ def sheets(monkeypatch):
 def validation(cache, index):
     """Images of the validation split, normalized."""
     data = images.load("shapes", cache)
-    return model_input(torch.from_numpy(data.val_images[index]), data, 32)
+    return images.model_input(torch.from_numpy(data.val_images[index]), data, 32)
 
 
 @torch.no_grad()

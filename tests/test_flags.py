@@ -15,6 +15,7 @@ from run import RunEnded
 @dataclass(kw_only=True)
 class Config:
     """The rate by [J] Eq. (8), in nats. More is said of it in its own help."""
+    data: str = option("shapes", "of the presets")
     width: int = option(8, "whole", low=1)
     rate: float = option(0.5, "real", above=0, high=1)
     arch: str = option("crate", "word", choices=("crate", "tost"))
@@ -31,12 +32,12 @@ class Files:
     sure: bool = option(False, "yes or no")
 
 
-PRESETS = {"tiny": dict(width=4), "large": dict(width=64)}
+PRESETS = {"tiny": dict(data="shapes", width=4), "large": dict(data="shapes", width=64)}
 COMMANDS = {"look": (Config, print), "read": (Files, print)}
 
 
 def parse(*argv):
-    return flags.parse(Config, PRESETS, argv, "doc", default="tiny")
+    return flags.parse_run(Config, PRESETS, argv, "doc", default="tiny")
 
 
 def test_flags_take_their_fields_types():

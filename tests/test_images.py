@@ -12,7 +12,7 @@ import train_mae
 import train_simdino
 import train_vit
 from data import augment, images, shapes
-from flags import parse
+from flags import parse_run
 
 
 def test_index_batches_cover_each_epoch_once_and_start_anywhere():
@@ -64,7 +64,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     def to_gpu(t, device):
         return torch.empty(t.shape, dtype=t.dtype, device=device)
 
-    c, _ = parse(script.Config, script.PRESETS, ["cifar10-small", "--batch_size=8", *flags], "")
+    c, _ = parse_run(script.Config, script.PRESETS, ["cifar10-small", "--batch_size=8", *flags], "")
     data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
     pixels = np.zeros((40, 32, 32, 3), np.uint8)
     source = images.Images(pixels, np.zeros(40, np.int64), "meta", resident)

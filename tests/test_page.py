@@ -15,7 +15,6 @@ import analyze
 import sample
 from checkpoint import Loaded
 from data import images, text
-from evaluate import model_input
 from flags import UserError
 from model import TASKS
 from web import page
@@ -70,7 +69,7 @@ def of_first_example(model, data):
         ids = text.CharTokenizer(data["characters"]).encode(data["text"]).astype(np.int64)
         return model(torch.from_numpy(ids)[None])
     pixels = decoded(data["pictures"], np.uint8).reshape(8, 32, 32, 3)[:1].copy()
-    x = model_input(torch.from_numpy(pixels), SimpleNamespace(**data), 32)
+    x = images.model_input(torch.from_numpy(pixels), SimpleNamespace(**data), 32)
     if data["task"] != "mae":
         return model(x)
     masked = torch.zeros(1, 16, dtype=torch.bool)
@@ -178,8 +177,9 @@ def test_javascript_is_pytorch(kind, computed):
         if sparsification := getattr(layer, "sparsification", None):
             sparsification.eta, sparsification.lambd = 0.2, 0.03
     attention = layers[0].attention
-    attend, p = attention.attend, attention.p
-    attention.attend = lambda *qkv: attend(*qkv) * (torch.arange(attention.heads * p) // p != 1)
+    attend = attention.attend
+    kept = torch.arange(attention.heads)[:, None, None] != 1
+    attention.attend = lambda *qkv: attend(*qkv) * kept
     out, wanted = torch.tensor(got["out"]), of_first_example(model, data)
     if data["task"] == "simdino":
         wanted = wanted[:, 0]

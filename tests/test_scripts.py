@@ -16,7 +16,7 @@ import train_simdino
 import train_vit
 from data import prepare
 from experiments import recall
-from flags import parse, UserError
+from flags import parse_run, UserError
 from processes import cli
 from run import Run, RunEnded
 
@@ -31,8 +31,8 @@ PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 def test_presets_build(script, preset):
     """And their batches divide among 1 to 8 GPUs. Other data have another folder."""
     argv = [preset, "--init_from=x"] if preset.startswith("finetune") else [preset]
-    c, name = parse(script.Config, script.PRESETS, argv, "")
-    other = parse(script.Config, script.PRESETS, [*argv, "--data=x"], "")[1]
+    c, name = parse_run(script.Config, script.PRESETS, argv, "")
+    other = parse_run(script.Config, script.PRESETS, [*argv, "--data=x"], "")[1]
     tokenizer = SimpleNamespace(n_vocab=50257 if c.data == "openwebtext" else 97)
     with torch.device("meta"):
         model = script.build_model(c, *{train_vit: [100], train_gpt: [tokenizer]}.get(script, []))

@@ -7,7 +7,7 @@ import figures
 import train_mae
 from data import augment, images
 from evaluate import validation_noise
-from flags import parse
+from flags import parse_run
 from processes import Processes
 
 
@@ -15,7 +15,7 @@ from processes import Processes
 def test_validation_and_the_sheet(cache):
     """The loss of every image once; input, mask, reconstruction and the two pasted together."""
     data = images.load("shapes", cache=cache)
-    c, _ = parse(train_mae.Config, train_mae.PRESETS, FLAGS["train_mae"], "")
+    c, _ = parse_run(train_mae.Config, train_mae.PRESETS, FLAGS["train_mae"], "")
     val = images.Images(data.val_images, data.val_labels, "cpu")
     model = train_mae.build_model(c).eval()
     x = augment.normalize(augment.to_float(val.images), data.mean, data.std)

@@ -12,7 +12,7 @@ import checkpoint
 import evaluate
 import train_simdino
 from data import augment, images
-from flags import parse
+from flags import parse_run
 from model import coding_rate
 from processes import derive_seed, Processes
 
@@ -20,7 +20,7 @@ ONE = Processes("cpu")
 
 
 def config(*flags):
-    return parse(train_simdino.Config, train_simdino.PRESETS, [*VIEWS, *flags], "")[0]
+    return parse_run(train_simdino.Config, train_simdino.PRESETS, [*VIEWS, *flags], "")[0]
 
 
 def unit(*shape):

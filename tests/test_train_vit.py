@@ -11,7 +11,7 @@ import evaluate
 import train_mae
 import train_vit
 from data import augment, images
-from flags import parse, UserError
+from flags import parse_run, UserError
 from model import ImageClassifier, ImageConfig, subspace_coding_rate
 from processes import derive_seed
 
@@ -20,7 +20,7 @@ def test_fine_tuning_starts_from_the_encoder(train, tmp_path):
     """It is the same function at the new size, with other classes."""
     train(train_vit, "a")
     flags = ["shapes", f"--init_from={tmp_path}/a/ckpt.pt", "--image_size=48"]
-    c, _ = parse(train_vit.Config, train_vit.PRESETS, flags, "")
+    c, _ = parse_run(train_vit.Config, train_vit.PRESETS, flags, "")
     start, x = checkpoint.load_model(c.init_from), torch.randn(2, 3, 48, 48)
     model = train_vit.build_model(c, 5, start)
     torch.testing.assert_close(model.encoder(x), start.encoder(x))

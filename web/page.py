@@ -10,7 +10,6 @@ import torch
 
 from data import augment
 from flags import ROOT, UserError
-from model import ARCHS
 
 RUNNABLE = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
 
@@ -81,7 +80,7 @@ def content(name, loaded, untrained, data, tokens=None):
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     return examples | dict(
-        name=name, task=loaded.task, output=ARCHS[c.arch].output, config=asdict(c),
+        name=name, task=loaded.task, output=c.row.output, config=asdict(c),
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in trained.items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
