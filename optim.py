@@ -1,11 +1,12 @@
-"""What the training loops share: schedules, micro-batches, AdamW, Lion and Muon."""
+"""What the training loops share: micro-batches, schedules, optimizers, and their speed."""
 import contextlib
 import math
+import time
 
 import torch
 
 from model import SoftmaxAttention
-from processes import is_fast_in_bfloat16
+from processes import device_name, is_fast_in_bfloat16
 
 
 def micro_batches(model, size, *batch):
@@ -17,25 +18,6 @@ def micro_batches(model, size, *batch):
         with without_exchange():            # as long as the caller works on the part
             yield part
     yield last
-
-
-def count(model, without=()):
-    """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
-    return sum(p.numel() for name, p in model.named_parameters() if name not in without)
-
-
-def train_flops(model):
-    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
-    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
-    CBSA, the heads of images."""
-    n = model.config.context
-    multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
-    for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
-        multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
-            multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
-    return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
 def warmup_cosine(base, total, warmup=0, final=0.0):
@@ -167,3 +149,67 @@ def take_step(optimizers, lr, weight_decay=None):
                 group["weight_decay"] = weight_decay
         optimizer.step()
         optimizer.zero_grad()
+
+
+# ---- Speed --------------------------------------------------------------------------------------
+def count(model, without=()):
+    """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
+    return sum(p.numel() for name, p in model.named_parameters() if name not in without)
+
+
+def train_flops(model):
+    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
+    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
+    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
+    CBSA, the heads of images."""
+    n = model.config.context
+    multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
+    for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
+        multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
+        if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
+            multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
+    return 6 * multiply_adds            # each is 2 operations, in 3 passes
+
+
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+        "A10": 125e12, "4090": 165e12, "3090": 71e12}
+
+
+def peak_flops(processes):
+    """The bfloat16 peak of all processes' GPUs; infinite if it is unknown, or in float32."""
+    words = device_name(processes.device).replace("-", " ").split() if processes.bfloat16 else []
+    return processes.world * next((PEAK[word] for word in words if word in PEAK), math.inf)
+
+
+class Clock:
+    """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
+    `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.began = self.started = time.perf_counter()
+        self.seconds = []
+
+    def start(self):
+        """Begins a step."""
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Ends it. What comes before the next start, such as an evaluation, does not count."""
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def speed(self, steps):
+        """({for metrics.jsonl}, words) of the last steps, without the first of all, which may
+        compile. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
+        seconds = self.seconds[1:][-steps:]
+        if not seconds:
+            return {}, ""
+        samples = self.samples * len(seconds) / sum(seconds)
+        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
+        speed = {key: samples * (self.tokens or 1)}
+        words = f", {speed[key]:,.0f} {unit}/s"
+        if mfu := samples * self.flops / peak_flops(self.processes):
+            speed["mfu"] = mfu
+            words += f", mfu {mfu:.1%}"
+        return speed, words

@@ -1,11 +1,9 @@
-"""This process: rank, device, precision, seeds, what it prints, its speed, and how it ends."""
+"""This process: rank, device, precision, seeds, what it prints, and how it ends."""
 import hashlib
-import math
 import os
 import shutil
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,11 +47,6 @@ def device_name(device):
     if device.type == "cpu":
         return f"cpu ({torch.get_num_threads()} threads)"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
 def wants_compile(wanted, device):
@@ -109,12 +102,8 @@ class Processes:
             torch.cuda.set_device(self.device)
         self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1 and not dist.is_initialized():
-            # torchrun's store outlives a restart and keeps the addresses of the last processes
-            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
-                                    rank=self.rank, world_size=self.world)
+            dist.init_process_group("nccl" if device == "cuda" else "gloo")
         # stop flags travel on the CPU: asking for them every step does not stall the GPU
         apart = self.world > 1 and device == "cuda"
         self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD
@@ -130,11 +119,6 @@ class Processes:
         """How many of which device, and the precision."""
         precision = "bfloat16" if self.bfloat16 else "float32"
         return f"{self.world} x {device_name(self.device)}, {precision}"
-
-    def peak_flops(self):
-        """The bfloat16 peak of all processes' GPUs; infinite if it is unknown, or in float32."""
-        words = device_name(self.device).replace("-", " ").split() if self.bfloat16 else []
-        return self.world * next((PEAK[word] for word in words if word in PEAK), math.inf)
 
     def sum(self, tensor):
         """The tensor summed over all processes, in place."""
@@ -183,40 +167,6 @@ def settle_buckets(ddp, device):
     ddp(torch.zeros((), device=device)).backward()
     del model.forward                       # the class's own is back
     ddp.zero_grad(set_to_none=True)
-
-
-# ---- Speed --------------------------------------------------------------------------------------
-class Clock:
-    """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
-    `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
-
-    def __init__(self, processes, samples, flops=0, tokens=None):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
-        self.began = self.started = time.perf_counter()
-        self.seconds = []
-
-    def start(self):
-        """Begins a step."""
-        self.started = time.perf_counter()
-
-    def stop(self):
-        """Ends it. What comes before the next start, such as an evaluation, does not count."""
-        self.seconds.append(time.perf_counter() - self.started)
-
-    def speed(self, steps):
-        """({for metrics.jsonl}, words) of the last steps, without the first of all, which may
-        compile. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
-        seconds = self.seconds[1:][-steps:]
-        if not seconds:
-            return {}, ""
-        samples = self.samples * len(seconds) / sum(seconds)
-        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
-        speed = {key: samples * (self.tokens or 1)}
-        words = f", {speed[key]:,.0f} {unit}/s"
-        if mfu := samples * self.flops / self.processes.peak_flops():
-            speed["mfu"] = mfu
-            words += f", mfu {mfu:.1%}"
-        return speed, words
 
 
 # ---- How a command ends -------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import signal
 import statistics
 import time
@@ -16,7 +15,8 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import DataFlags, option, ROOT, UserError
-from processes import Clock, flush_or_mute, PrecisionFlags
+from optim import Clock
+from processes import flush_or_mute, PrecisionFlags
 
 
 @dataclass(kw_only=True)
@@ -78,29 +78,25 @@ class Run:
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
         self.losses = []                # since the last line of metrics.jsonl
-        if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
-            raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
-        self.resuming = processes.main_only(self._take_folder)
+        try:
+            self.kept_steps = {int(step) for step in config.keep.split(",") if step}
+        except ValueError:
+            raise UserError(f"--keep={config.keep}: give steps by commas, as 100,200") from None
+        processes.main_only(self._take_folder)
 
     def _take_folder(self):
-        """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, name = self.config, self.dir / ".lock"
-        saved = (self.dir / "ckpt.pt").exists() or (self.dir / "ckpt.prev.pt").exists()
+        """Locks the folder, and deletes an overwritten run's files."""
+        c = self.config
+        saved = any((self.dir / name).exists() for name in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         self._lock = lock(self.dir)
-        # torchrun also restarts what was refused below, which has not left its name in .lock
-        torchrun = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
-        restarted = self.processes.restarts > 0 and name.read_text() == torchrun
-        goes_on = c.resume or restarted
-        if c.overwrite and not goes_on:
+        if c.overwrite and not c.resume:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
-        elif not goes_on and any(path != name for path in self.dir.iterdir()):
+        elif not c.resume and any(path.name != ".lock" for path in self.dir.iterdir()):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-        name.write_text(torchrun)
-        return goes_on and saved
 
     def resume(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
@@ -108,7 +104,7 @@ class Run:
         sets the step and returns the checkpoint's content; else None."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
-        if not self.resuming:
+        if not self.config.resume:
             return None
         path = self.processes.main_only(newest_whole, self.dir, self.task)
         content = read_checkpoint(path, self.task)
@@ -125,50 +121,53 @@ class Run:
         checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
         it is text it has `tokens`: its speed is in tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
-        self.processes.main_only(self._begin_files)
+        self.finished = self.processes.main_only(self._begin_files)
         self.clock = Clock(self.processes, self.config.batch_size, flops, tokens)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
-        handlers = {number: signal.signal(number, self._on_signal)
-                    for number in (signal.SIGINT, signal.SIGTERM)}
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if self.is_main and self.step < total else True)
-        try:
+        with self.bar, self._signals():
             while self.step < total:
                 self.clock.start()
                 yield self.step
-                if str(self.step) in self.config.keep.split(","):
+                if self.step in self.kept_steps:
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and (number := self.processes.largest(self.received)):
                     self.save("ckpt.pt")
                     self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume goes on")
                     self.end(128 + number, f"stopped by {signal.Signals(number).name}")
-        finally:
-            self.bar.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _begin_files(self):
         """Writes config.json, and takes the lines that will be written again out of metrics.jsonl.
-        Of a run that was finished it changes nothing."""
+        Returns whether the run was finished; then it changes nothing."""
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         lines = read_metrics(self.dir) if path.exists() else []
-        self.finished = self.step >= self.total and "event" in (lines or [{}])[-1]
-        if self.finished:
-            return
+        if self.step >= self.total and "event" in (lines or [{}])[-1]:
+            return True
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
         tmp.write_text("".join(json.dumps(line) + "\n" for line in lines
                                if line["step"] <= self.step))
         os.replace(tmp, path)
+        return False
 
-    def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step. A Ctrl-C after it ends it at once,
-        but not with several processes, to which torchrun sends every signal again."""
-        if not self.received:
-            self.received = number
-            self.say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT and self.processes.world == 1:
-            raise KeyboardInterrupt
+    @contextlib.contextmanager
+    def _signals(self):
+        """In it the first signal ends the run after the current step. A Ctrl-C after that ends it
+        at once, but not with several processes, to which torchrun sends every signal again."""
+        def on_signal(number, frame):
+            if not self.received:
+                self.received = number
+                self.say("ending after this step, with a checkpoint")
+            elif number == signal.SIGINT and self.processes.world == 1:
+                raise KeyboardInterrupt
+        before = {number: signal.signal(number, on_signal)
+                  for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def log(self, loss, lr, numbers=None):
         """Counts a step, and sets evaluation_due. Every log_every steps it writes a line with the
