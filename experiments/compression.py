@@ -24,8 +24,9 @@ alone, mean and half). +- is the standard error over samples, or over checkpoint
     python -m experiments.compression --figure=docs/figures/compression.png --untrained \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): attention lowers R^c in all layers, but not with --rotary --shift. Its cosine
-with the gradient is -0.03 to 0.11. half lowers R^c further, shuffled hardly.
+Verdict (2026-11-27): the term that points down the gradient is shrinking, which the layer leaves
+out: cosines 0.08 to 0.62 in all 32 layers of five models, attention -0.03 to 0.11. R^c falls all
+the same in four models, over all layers less than by the derived step, in the fifth it rises.
 """
 from dataclasses import dataclass, MISSING
 
@@ -164,10 +165,9 @@ def show(run, c):
 
 def draw(runs, path):
     """The sum over layers of the change of R^c, by attention and by controls: a panel a model."""
-    bars = dict(half="half to itself, half to all equally",
-                kept="own weight for itself, rest spread equally",
-                shuffled="own weight for itself, rest shuffled",
-                derived="the step as derived, (34)", attention="attention")
+    bars = dict(shuffled="weights for others shuffled", kept="weights for others equal",
+                shrinking="its shrinking term alone", derived="the step as derived, (34)",
+                attention="attention")
     trained = [run for run in runs if not run["untrained"]]
     figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 2)
     for ax, run in zip(axes, trained):

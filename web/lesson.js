@@ -200,6 +200,7 @@ function leftOut(box) {
   const U = unit(L.U);
   const attended = plus(half, Z, -1);
   const stepOf = att => plus(lifted(L, Z, averaged(L, w, {att}), "W"), Z, -1);
+  const back = heads => times(U.rows / sizeOf(L.U) ** 2, multiply(heads, transposed(L.U)));
   const before = subspaceRate(Z, U, L.p, .1);
   const changeBy = step => {
     const moved = plus(Z, atNorm(step, attended));
@@ -209,11 +210,13 @@ function leftOut(box) {
     "attention": changeBy(attended),
     "each token alone": changeBy(stepOf("each token alone")),
     "mean token": changeBy(stepOf("mean token")),
+    "as derived (34)": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
+    "first term of (33)": changeBy(times(-1, back(w))),
     "− ∇R<sup>c</sup>": changeBy(times(-1, subspaceRateGrad(Z, U, L.p, .1))),
-    "− Z": changeBy(times(-1, Z)),
   };
   bars(box, firstHot(changes));
-  return {attention: changes.attention, alone: changes["each token alone"]};
+  const [attention, , , derived, shrinking] = Object.values(changes);
+  return {attention, derived, shrinking};
 }
 
 function drawRecorded(svg) {                        // [kind][layer]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import crate
 import model
-from analyze import layer_numbers, unit_size
+from analyze import at_norm, layer_numbers, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
@@ -43,6 +43,21 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
+def compared(layer, trace):
+    """What attention, (34) and its first term add to R^c, and their cosines with -grad R^c."""
+    Z, X, U = trace.tokens, layer.norm1(trace.tokens), unit_size(layer.attention.bases())
+    w, attended = X[:, None] @ U, trace.half - Z
+    steps = dict(attention=attended, derived=(trace.attention @ w @ U.mT).sum(1) - X,
+                 shrinking=-(w @ U.mT).sum(1))
+    uphill, numbers = model.subspace_coding_rate_grad(Z, U, eps=0.1), {}
+    for name, step in steps.items():
+        rates = [model.subspace_coding_rate(at_norm(T, Z).double(), U.double(), eps=0.1)
+                 for T in (Z + at_norm(step, attended), Z)]
+        numbers |= {name: rates[0] - rates[1],
+                    f"downhill_{name}": F.cosine_similarity(step.flatten(1), -uphill.flatten(1))}
+    return numbers
+
+
 def of_attention(layer, trace):
     """{name in the text: what a layer's attention has, or makes of the traced tokens}."""
     attention, X = layer.attention, layer.norm1(trace.tokens)
@@ -51,11 +66,8 @@ def of_attention(layer, trace):
     Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
     rates = layer_numbers(layer, trace, lambd=0, unit_bases=True)
-    step, uphill = trace.half - trace.tokens, model.subspace_coding_rate_grad(
-        trace.tokens, unit_size(bases), eps=0.1)
-    return dict(
-        attention=rates["Rc_change"], alone=rates["Rc_alone"], rise=rates["rise"],
-        gain=rates["gain"], downhill=F.cosine_similarity(step.flatten(1), -uphill.flatten(1)),
+    return compared(layer, trace) | dict(
+        alone=rates["Rc_alone"], rise=rates["rise"], gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
@@ -110,10 +122,10 @@ def points():
 
 
 def recorded(model):
-    """Changes of R^c in records/compression.csv, by layer: of attention, alone, mean."""
+    """Changes of R^c in records/compression.csv, by layer, by the three steps of `compared`."""
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model]
-    return [[float(row[key]) for row in rows] for key in ("attention", "alone", "mean")]
+    return [[float(row[key]) for row in rows] for key in ("attention", "derived", "shrinking")]
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -129,7 +141,8 @@ def content():
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     first, (drawn, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(loaded.model, first), loaded.model(first).softmax(1)
-    known |= {name: numbers[name][-1] for name in ("attention", "alone", "rise", "lasso", "miss")}
+    known |= {name: numbers[name][-1] for name in (
+        "attention", "derived", "shrinking", "rise", "lasso", "miss")}
     data |= dict(points={name: rows.tolist() for name, rows in drawn.items()},
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
