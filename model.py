@@ -172,7 +172,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
-    made of the code alone, so a model can be steered by replacing `code` on an instance."""
+    made of the code alone."""
 
     @abstractmethod
     def code(self, Z):

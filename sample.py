@@ -2,7 +2,6 @@
 
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
     cat start.txt | python sample.py --ckpt=... --prompt=- --tokens=500
-    python sample.py --ckpt=... --steer=1:31:4     entry 31 of layer 1's code is always 4
 
 One text streams to the terminal. Text goes to stdout, the rate in tokens/s to stderr."""
 import sys
@@ -24,31 +23,12 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 class Sample(CheckpointFlags, PrecisionFlags):
     prompt: str = option("", "how the text begins; - reads stdin; empty: a new document",
                          verbatim=True)
-    steer: str | None = option(None, "LAYER:ENTRY:VALUE, from 1 and 0: hold that entry of the code")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts; only one is streamed", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
     top_k: int | None = option(200, "draw from the likeliest k tokens only; none: all", low=1)
     stop: bool = option(True, "end at end-of-text, where the tokenizer has one")
     seed: int = option(0, "the same seed gives the same text", low=0)
-
-
-def steer(model, words):
-    """Holds an entry (from 0) of a layer's (from 1) code at a value, at every token."""
-    try:
-        layer, entry, value = (kind(word) for kind, word in zip((int, int, float), words.split(":"),
-                                                                strict=True))
-    except ValueError:
-        raise UserError(f"--steer={words} is not LAYER:ENTRY:VALUE, as in 1:31:4") from None
-    if not 1 <= layer <= len(model.layers):
-        raise UserError(f"--steer={words}: layers are 1 to {len(model.layers)}")
-    operator = model.layers[layer - 1].sparsification
-    token = next(model.parameters()).new_zeros(1, 1, model.config.width)
-    entries = 0 if operator is None else operator.code(token).shape[-1]
-    if not 0 <= entry < entries:
-        raise UserError(f"--steer={words}: the layer's code has {entries} entries")
-    code, column = operator.code, torch.arange(entries, device=token.device) == entry
-    operator.code = lambda Z: code(Z).masked_fill(column, value)
 
 
 def shown(stream, tokenizer, stop):
@@ -74,8 +54,6 @@ def main(argv):
     model, tokenizer = loaded.model.to(processes.device), tokenizer_from_meta(loaded.meta)
     if not model.config.causal:
         raise UserError(f"{c.ckpt} is a masked model: it continues no text")
-    if c.steer is not None:
-        steer(model, c.steer)
 
     prompt = sys.stdin.read() if c.prompt == "-" else c.prompt
     ids = tokenizer.encode(prompt).tolist() or [tokenizer.start]

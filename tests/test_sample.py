@@ -7,7 +7,6 @@ import torch
 from test_evaluate import CHARACTERS, language_model
 
 import sample
-from flags import UserError
 from model import LanguageModel
 
 
@@ -74,23 +73,3 @@ def test_end_of_text_ends_it(checkpoint, bpe):
     end = "<|endoftext|>"
     assert len({words.index(end) for words in whole}) > 2
     assert cut == [words[:words.index(end)] for words in whole]
-
-
-@pytest.mark.parametrize("arch, back", [("crate", None), ("crate-lm", "D"),
-                                        ("crate-alpha", "D_hat"), ("transformer", "down.weight")])
-@torch.no_grad()
-def test_steering_changes_one_entry_of_a_code(arch, back, tmp_path):
-    """Against a layer computed from the changed code, and the model read again at every step."""
-    path = tmp_path / "ckpt.pt"
-    model, ids = language_model(path, arch=arch), torch.randint(12, (2, 16))
-    layer, half = model.layers[1], model.trace(ids)[1].half
-    code = layer.sparsification.code(layer.norm2(half)).index_fill(-1, torch.tensor(5), -2.5)
-    out = code @ layer.sparsification.get_parameter(back).mT if back else code
-    sample.steer(model, "2:5:-2.5")
-    torch.testing.assert_close(model.trace(ids)[1].out, out + layer.residual * half)
-    words, = write(path, "--prompt=a", "--temperature=0", "--tokens=15", "--steer=2:5:-2.5")
-    ids = torch.from_numpy(CHARACTERS.encode(words).astype(int))
-    assert torch.equal(model(ids[None])[0, :-1].argmax(-1), ids[1:])
-    for wrong in ("3:5:1", "2:64:1", "2:5"):
-        with pytest.raises(UserError, match=f"--steer={wrong}"):
-            write(path, f"--steer={wrong}")
