@@ -28,7 +28,7 @@ MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-p
           "pydoc-crate")
 TOGETHER = 1, 2, 4, 8, 16       # samples coded together
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
-         "mssa-mlp": "CRATE's attention, MLP", "transformer": "transformer",
+         "mssa-mlp": "mssa-mlp", "transformer": "transformer",
          "crate-t": "CRATE-T", "crate-n": "CRATE-N", "crate-c": "CRATE-C"}
 
 

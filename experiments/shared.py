@@ -2,10 +2,9 @@
 import numpy as np
 import torch
 
-# the same arch has the same colour in every figure, CRATE without a learned W a grey
-COLORS = {"crate": "C0", "crate-t": "0.5", "crate-n": "0.3", "crate-c": "0.7", "crate-alpha": "C2",
-          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "aot": "0.6", "aot-mhsa": "C5",
-          "transformer": "C3"}
+# the same arch has the same colour in every figure
+COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
+          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "transformer": "C3"}
 
 
 def averages(runs):
