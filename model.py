@@ -98,12 +98,13 @@ class Attention(nn.Module, ABC):
         return Cache(room)
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v, (B, K, n, p), by PyTorch's fused kernel."""
+        """softmax(scale q k^*) v, (B, K, m, p), by PyTorch's fused kernel; with the whole map where
+        that is faster, in bfloat16 on a CPU up to about 512 tokens, and where the kernel's causal
+        mask would be wrong, as it takes the m queries for the first of n tokens, not the last."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        # in bfloat16 a CPU is faster with the whole map, up to about 512 tokens
         faster = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
-        if faster or 1 < m < n:         # the kernel's causal mask takes q for k's first tokens
+        if faster or 1 < m < n:
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
@@ -672,12 +673,14 @@ class Family(NamedTuple):
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
     mlp_bias: bool = True
-    init_std: float | None = 0.02       # of Linears and tokens; None: PyTorch's, tokens N(0, 1)
-    class_token_std: float | None = None
+    init_std: float | None = 0.02       # of Linears; None: PyTorch's
+    class_token_std: float = 0.02
+    positions_std: float = 0.02         # of an image model's
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None)
+CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
+               class_token_std=1.0, positions_std=1.0)
 ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
                embed_kaiming=True)
 VIT = Family()
@@ -945,9 +948,9 @@ class ImageEncoder(Backbone):
             init_linears(self, nn.init.trunc_normal_, std=family.init_std)
         if family.embed_kaiming:
             nn.init.kaiming_uniform_(self.embed[0].weight)
-        nn.init.normal_(self.class_token, std=family.class_token_std or family.init_std or 1.0)
+        nn.init.normal_(self.class_token, std=family.class_token_std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=family.init_std or 1.0)
+            nn.init.normal_(self.positions, std=family.positions_std)
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d) for a grid of patches, by bicubic interpolation where its size is

@@ -103,10 +103,10 @@ def make_views(pixels, c, data, step, rows):
         v = augment.normalize(v, data.mean, data.std)
         return v.unflatten(0, (len(x), n)).transpose(0, 1)
 
-    n = c.local_views
     views = [make("global", c.image_size, (0.4, 1.0), blur=[1.0, 0.1], solarize=[0.0, 0.2])]
-    if n:
-        views.append(make("local", c.local_size, (c.local_area, 0.4), [0.5] * n, [0.0] * n))
+    if c.local_views:
+        views.append(make("local", c.local_size, (c.local_area, 0.4),
+                          blur=[0.5] * c.local_views, solarize=[0.0] * c.local_views))
     return views
 
 
@@ -164,14 +164,12 @@ def global_coding_rate(Z, eps, processes):
     """The mean over views of R_eps(Z) = 1/2 logdet(I + p / (N m eps^2) Z^* Z), [B] Eq. (7.2.34) for
     rows: Z (2, m, p) of m images in each of N processes. Z^* Z is summed over all, so that N
     processes are one; by default released SimDINO does not (it does with --reduce_cov 1), although
-    its factor too has N m. DDP averages gradients, so each process gives N times the gradient of
-    its own samples."""
+    its factor too has N m."""
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world
-        covariance = Z.mT @ Z
-        if N > 1:
-            others = processes.sum(covariance.detach().clone()) - N * covariance.detach()
-            covariance = N * covariance + others
+        own = Z.mT @ Z
+        covariance = processes.sum(own.detach().clone())
+        covariance = covariance + N * (own - own.detach())      # the gradient: DDP divides it by N
         return gram_coding_rate(covariance, Z.shape[-1] / (N * Z.shape[1] * eps ** 2)).mean()
 
 
