@@ -40,6 +40,11 @@ def at_norm(Z, other):
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
+def tangent(T, Z):
+    """T (B, n, d) without its part along each sample of Z, which changes the norm alone."""
+    return T - (T * Z).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
+
+
 def unit_size(U):
     """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()

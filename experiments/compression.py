@@ -3,7 +3,7 @@
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 As R^c falls with the length of Z alone, steps end at the norm of Z. Four tables a model, in nats,
 with U at unit size: changes of R^c; of R - R^c; of R - R^c by the whole layer, with ISTA; and the
-cosines of the steps with -grad R^c.
+cosines of the steps with -grad R^c, of both without the part along Z, which changes length alone.
 
     attention    MSSA(LN(Z)); before is R^c(Z)
     alone        the attention map is I: each token attends to itself alone
@@ -33,7 +33,7 @@ from dataclasses import dataclass, MISSING
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm, in_sets, step_with, unit_size
+from analyze import at_norm, in_sets, step_with, tangent, unit_size
 from evaluate import batches, each_model, SampleFlags
 from experiments.shared import averages, each_sample, random_subspaces
 from figures import new_figure, print_table
@@ -111,7 +111,9 @@ def changes(layer, Z, generator, c):
     for name, step in added.items():
         Rc_after, gain_after = rates(Z + step)
         _, gain_last = rates(layer.sparsify(Z + step))
-        cosine = F.cosine_similarity(coded(step).flatten(1), coded(downhill).flatten(1))
+        across = (tangent(in_sets(T, c.together), in_sets(Z, c.together)).flatten(1)
+                  for T in (step, downhill))
+        cosine = F.cosine_similarity(*across)
         for row, change in zip(rows, (Rc_after - Rc, gain_after - gain, gain_last - gain, cosine)):
             row[name] = change
     return rows
@@ -165,8 +167,8 @@ def show(run, c):
 
 def draw(runs, path):
     """The sum over layers of the change of R^c, by attention and by controls: a panel a model."""
-    bars = dict(shuffled="weights for others shuffled", kept="weights for others equal",
-                shrinking="its shrinking term alone", derived="the step as derived, (34)",
+    bars = dict(shuffled="weights for others shuffled", mean="all weights equal",
+                shrinking="its first term alone", derived="the step as derived, (34)",
                 attention="attention")
     trained = [run for run in runs if not run["untrained"]]
     figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 2)

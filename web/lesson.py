@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import crate
 import model
-from analyze import at_norm, layer_numbers, unit_size
+from analyze import at_norm, layer_numbers, tangent, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
@@ -44,17 +44,18 @@ def apart(A, B):
 
 
 def compared(layer, trace):
-    """What attention, (34) and its first term add to R^c, and their cosines with -grad R^c."""
+    """What attention, (34) and the first term of (33) add to R^c at the norm of Z, and their
+    cosines with -grad R^c, without what changes this norm."""
     Z, X, U = trace.tokens, layer.norm1(trace.tokens), unit_size(layer.attention.bases())
     w, attended = X[:, None] @ U, trace.half - Z
     steps = dict(attention=attended, derived=(trace.attention @ w @ U.mT).sum(1) - X,
                  shrinking=-(w @ U.mT).sum(1))
-    uphill, numbers = model.subspace_coding_rate_grad(Z, U, eps=0.1), {}
+    uphill, numbers = tangent(model.subspace_coding_rate_grad(Z, U, eps=0.1), Z).flatten(1), {}
     for name, step in steps.items():
         rates = [model.subspace_coding_rate(at_norm(T, Z).double(), U.double(), eps=0.1)
                  for T in (Z + at_norm(step, attended), Z)]
         numbers |= {name: rates[0] - rates[1],
-                    f"downhill_{name}": F.cosine_similarity(step.flatten(1), -uphill.flatten(1))}
+                    f"downhill_{name}": F.cosine_similarity(tangent(step, Z).flatten(1), -uphill)}
     return numbers
 
 
