@@ -14,8 +14,8 @@ cosines of the steps with -grad R^c, of both without the part along Z, which cha
     noise        Gaussian
     gradient     -grad R^c(Z | U), Eq. (31), which attention was derived from
     derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34) with beta kappa = 1
-    printed      the second term of that: Eq. (45) with (36), U in place of W
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
+    plain        -X, which knows no U either
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
 Every step has attention's length (with --own_length not
@@ -104,8 +104,8 @@ def changes(layer, Z, generator, c):
     back = (layer.attention.map(X) @ (X[:, None] @ U) @ U.mT).sum(1)    # sum_k U_k SSA
     downhill = -subspace_coding_rate_grad(Z, U, c.eps)
     added |= {name: at_norm(step, added["attention"]) for name, step in dict(
-        gradient=downhill, derived=back - X, printed=back,
-        shrinking=-(X[:, None] @ U @ U.mT).sum(1)).items()}
+        gradient=downhill, derived=back - X, shrinking=-(X[:, None] @ U @ U.mT).sum(1),
+        plain=-X).items()}
     elsewhere = [subspace_coding_rate(coded(T), V, c.eps) for T in (Z + added["attention"], Z)]
     rows = dict(before=Rc, elsewhere=elsewhere[0] - elsewhere[1]), {}, {}, {}
     for name, step in added.items():
@@ -167,8 +167,8 @@ def show(run, c):
 
 def draw(runs, path):
     """The sum over layers of the change of R^c, by attention and by controls: a panel a model."""
-    bars = dict(shuffled="weights for others shuffled", mean="all weights equal",
-                shrinking="its first term alone", derived="the step as derived, (34)",
+    bars = dict(shuffled="weights for others shuffled", plain="subtracting LN(Z)",
+                mean="all weights equal", derived="the step as derived, (34)",
                 attention="attention")
     trained = [run for run in runs if not run["untrained"]]
     figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 2)

@@ -134,9 +134,10 @@ def test_tables_and_figure(tmp_path, cache):
     assert_near(twice["alone"], once["alone"])
     assert once["gradient"] < min(once["attention"], 0)
     X, bases, U = layer.norm1(Z), layer.attention.bases(), unit_size(layer.attention.bases())
-    printed = models.mssa(X, bases, scale=8 ** -0.5) * (U / bases).square().mean()
+    back = models.mssa(X, bases, scale=8 ** -0.5) * (U / bases).square().mean()
     uphill = models.subspace_coding_rate_grad(Z, U, 0.1)
-    for name, step in dict(printed=printed, derived=printed - X, gradient=-uphill).items():
+    first = -(X[:, None] @ U @ U.mT).sum(1)
+    for name, step in dict(derived=back - X, shrinking=first, gradient=-uphill).items():
         along = Z.flatten() / Z.norm()
         a, b = (T.flatten() - (T.flatten() @ along) * along for T in (step, -uphill))
         assert_near(cosine[name], F.cosine_similarity(a[None], b[None]))
