@@ -288,7 +288,7 @@ def write_page(c):
     if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
         raise UserError(f"{c.ckpt} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
     if loaded.task == "gpt":
-        data, _, ids = text.load_for(c.data, c.split, loaded.meta, c.data_dir)
+        data, _, ids = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:
         data, ids = images.load_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":

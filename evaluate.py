@@ -215,7 +215,7 @@ def batches(loaded, c):
     c.samples images or windows of text, spread over the split. Nothing is masked."""
     config, device = loaded.model.config, next(loaded.model.parameters()).device
     if loaded.task == "gpt":
-        tokens = text.load_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
         samples = tokens[:len(tokens) // n * n].reshape(-1, n)
     else:
@@ -295,7 +295,7 @@ def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
     loaded, processes = open_model(c, "gpt")
     mask_rate = loaded.content["run_config"].get("mask_rate")
-    data, split, tokens = text.load_for(c.data, c.split, loaded.meta, c.data_dir)
+    data, split, tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 

@@ -449,7 +449,6 @@ class MHSA(SoftmaxAttention):
     def __init__(self, config):
         super().__init__(config)
         self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.family.qkv_bias)
-        self.QKV.weight.parts = 3       # Muon updates each of them as a matrix of its own
         self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def bases(self):

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from model import SoftmaxAttention
+from model import MHSA, SoftmaxAttention
 from processes import device_name, is_fast_in_bfloat16
 
 
@@ -118,13 +118,14 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
     special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays positions, released
     CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
+    three = {module.QKV.weight for module in model.modules() if isinstance(module, MHSA)}
     muon, rest = {}, {}         # (decays, factor, parts) -> the parameters of a group
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
             factor = scale(key) if scale else 1.0
             if decays and p in inside:
-                muon.setdefault((decays, factor, getattr(p, "parts", 1)), []).append(p)
+                muon.setdefault((decays, factor, 3 if p in three else 1), []).append(p)
             else:
                 rest.setdefault((decays, factor, 1), []).append(p)
 

@@ -25,6 +25,7 @@ class RunFlags(PrecisionFlags, DataFlags):
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
     seed: int = option(0, "the same seed gives the same run on the same CPU", low=0)
+    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
@@ -64,7 +65,7 @@ def read_metrics(folder):
 
 # ---- The run ------------------------------------------------------------------------------------
 class Run:
-    """One training run in one folder. A script calls its methods in this order: resume() may fill
+    """One training run in one folder. A script calls its methods in this order: attach() may fill
     the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
     an evaluation and a checkpoint, done() ends. Every process calls each of them, rank 0 alone
     writes. A failed write ends the run."""
@@ -98,7 +99,7 @@ class Run:
         elif not c.resume and any(path.name != ".lock" for path in self.dir.iterdir()):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
 
-    def resume(self, model, optimizers, data_meta, extra=None):
+    def attach(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
         `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
         sets the step and returns the checkpoint's content; else None."""

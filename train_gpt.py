@@ -32,7 +32,6 @@ class Config(RunFlags, ModelFlags):
     shift: bool = option(False, "keys and values that see the previous token")
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
     weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
@@ -129,7 +128,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

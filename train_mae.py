@@ -28,7 +28,6 @@ class Config(RunFlags, ModelFlags):
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2.4e-3, "peak learning rate", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
     beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
@@ -120,7 +119,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "mae", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

@@ -45,7 +45,6 @@ class Config(RunFlags, ModelFlags):
     warmup_temp_epochs: float = option(30, "DINO: epochs until teacher_temp is reached", low=0)
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes stay fixed", low=0)
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(2e-3, "peak learning rate", above=0)
     batch_size: int = option(256, "images of all processes together", low=2)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
@@ -236,7 +235,7 @@ def main(argv):
     # ---- run
     run = Run(c, "simdino", name, processes)
     extra = dict(student=student.state_dict(), center=center)
-    if resumed := run.resume(teacher, optimizers, data.meta(), extra):
+    if resumed := run.attach(teacher, optimizers, data.meta(), extra):
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors

@@ -37,7 +37,6 @@ class Config(RunFlags, ModelFlags):
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
         displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
     # optimization
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
@@ -207,7 +206,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     train, val = (data.on_device(split, device) for split in ("train", "val"))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

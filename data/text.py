@@ -40,7 +40,7 @@ def load(name, cache=CACHE):
                         version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
 
 
-def load_for(name, split, meta, cache):
+def tokens_for(name, split, meta, cache):
     """(text set, split, its tokens), by default the checkpoint's own set and its test part or, if
     there is none, val. `meta` is the checkpoint's data_meta."""
     data = load(name or meta.get("name", ""), cache=cache)

@@ -129,7 +129,7 @@ def length(c):
     ends = {}
     for arch in ("crate", "crate-alpha", "transformer"):
         loaded = load_model(f"pretrained:pydoc-{arch}")
-        tokens = text_sets.load_for(None, "val", loaded.meta, c.data_dir)[2]
+        tokens = text_sets.tokens_for(None, "val", loaded.meta, c.data_dir)[2]
         ids = torch.from_numpy(tokens[:len(tokens) // 513 * 513].astype("int64")).view(-1, 513)
         found = losses_by_position(loaded.model, ids)
         for losses, style in zip(found, ("o-", "--")):

@@ -18,7 +18,7 @@ from run import read_metrics, Run, RunEnded, RunFlags
 
 def run_in(out, log_every=1, **more):
     flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
-    config = SimpleNamespace(**vars(flags), optimizer="adamw", batch_size=1)
+    config = SimpleNamespace(**vars(flags), batch_size=1)
     return Run(config, "vit", "tiny", Processes("cpu"))
 
 
@@ -27,7 +27,7 @@ def start(out, total=10, eval_every=100, version=None, **more):
     in each of the steps, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.resume(model, optimizers, dict(name="abc", version=version))
+    run.attach(model, optimizers, dict(name="abc", version=version))
     steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
