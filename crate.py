@@ -166,10 +166,10 @@ def at_norm(Z, other):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x: R^c of Z^l; what attention adds to it,
-    with Z^{l+1/2} at the norm of Z^l, since longer tokens alone cost more; what a step of the same
-    length adds if each token attends to itself alone; the objective and the nonzeros of Z^{l+1}. U
-    is scaled to the norm of orthonormal bases, as R^c depends on its size."""
+    """A dict for each layer, of means over the pictures x: R^c of Z^l less its mean token; what
+    attention adds to it, at the norm before, since longer tokens alone cost more; what a step of
+    the same length adds if each token attends to itself alone; the objective and the nonzeros of
+    Z^{l+1}. U is scaled to the norm of orthonormal bases, as R^c depends on its size."""
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
@@ -179,7 +179,8 @@ def look(model, x, eps=0.1):
         alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
 
         def Rc(T):
-            return subspace_coding_rate(at_norm(T, Z), U, eps).mean()
+            T = at_norm(T - T.mean(1, keepdim=True), Z - Z.mean(1, keepdim=True))
+            return subspace_coding_rate(T, U, eps).mean()
         rows.append({"R^c": Rc(Z), "attention adds": Rc(Z + step) - Rc(Z),
                      "alone adds": Rc(Z + at_norm(alone, step)) - Rc(Z),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
