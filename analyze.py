@@ -149,6 +149,11 @@ def layers(c):
               f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
+        if "Rc_alone" in table[0]:
+            by_attention, alone = (sum(row[key] for row in table)
+                                   for key in ("Rc_change", "Rc_alone"))
+            print(f"attention adds {by_attention:.1f} nats to R^c in all layers together, "
+                  f"each token alone would add {alone:.1f}")
     print("what the columns are: python analyze.py layers --help")
     draw_layers(runs, c)
     return runs
