@@ -13,7 +13,7 @@ cosines of the steps with -grad R^c, of both without the part along Z, which cha
     shuffled     attention whose weights for other tokens go to others at random
     noise        Gaussian
     gradient     -grad R^c(Z | U), Eq. (31), which attention was derived from
-    derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34) with beta kappa = 1
+    derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34), beta kappa = 1, no beta in (36)
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     common       one vector for all tokens, with equal entries
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
