@@ -153,7 +153,7 @@ def layers(c):
             by_attention, alone = (sum(row[key] for row in table)
                                    for key in ("Rc_change", "Rc_alone"))
             print(f"attention adds {by_attention:.1f} nats to R^c in all layers together, "
-                  f"each token alone would add {alone:.1f}")
+                  f"each token alone would add {alone:.1f} (RESULTS: of tokens less their mean)")
     print("what the columns are: python analyze.py layers --help")
     draw_layers(runs, c)
     return runs
