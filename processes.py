@@ -102,8 +102,12 @@ class Processes:
             torch.cuda.set_device(self.device)
         self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
+        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if device == "cuda" else "gloo")
+            # torchrun's store outlives a restart and keeps the addresses of the last processes
+            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
+                                    rank=self.rank, world_size=self.world)
         # stop flags travel on the CPU: asking for them every step does not stall the GPU
         apart = self.world > 1 and device == "cuda"
         self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD

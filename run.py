@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import signal
 import statistics
 import time
@@ -79,25 +80,29 @@ class Run:
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
         self.losses = []                # since the last line of metrics.jsonl
-        try:
-            self.kept_steps = {int(step) for step in config.keep.split(",") if step}
-        except ValueError:
-            raise UserError(f"--keep={config.keep}: give steps by commas, as 100,200") from None
-        processes.main_only(self._take_folder)
+        if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
+            raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
+        self.resuming = processes.main_only(self._take_folder)
 
     def _take_folder(self):
-        """Locks the folder, and deletes an overwritten run's files."""
-        c = self.config
-        saved = any((self.dir / name).exists() for name in ("ckpt.pt", "ckpt.prev.pt"))
+        """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
+        c, name = self.config, self.dir / ".lock"
+        saved = any((self.dir / file).exists() for file in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         self._lock = lock(self.dir)
-        if c.overwrite and not c.resume:
+        # torchrun also restarts what was refused below, which has not left its name in .lock
+        torchrun = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
+        restarted = self.processes.restarts > 0 and name.read_text() == torchrun
+        goes_on = c.resume or restarted
+        if c.overwrite and not goes_on:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
-        elif not c.resume and any(path.name != ".lock" for path in self.dir.iterdir()):
+        elif not goes_on and any(path != name for path in self.dir.iterdir()):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
+        name.write_text(torchrun)
+        return goes_on and saved
 
     def attach(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
@@ -105,7 +110,7 @@ class Run:
         sets the step and returns the checkpoint's content; else None."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
-        if not self.config.resume:
+        if not self.resuming:
             return None
         path = self.processes.main_only(newest_whole, self.dir, self.task)
         content = read_checkpoint(path, self.task)
@@ -132,7 +137,7 @@ class Run:
             while self.step < total:
                 self.clock.start()
                 yield self.step
-                if self.step in self.kept_steps:
+                if str(self.step) in self.config.keep.split(","):
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and (number := self.processes.largest(self.received)):
                     self.save("ckpt.pt")

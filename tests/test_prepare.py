@@ -120,6 +120,8 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("texts", "ptb.train.txt ptb.valid.txt README.txt",
      dict(train="ptb.train.txt", val="ptb.valid.txt")),
     ("texts", "Training/a/b.txt VAL.TXT", dict(train="b.txt", val="VAL.TXT")),
+    ("texts", "train-00000-of-00001.parquet test-00000-of-00001.parquet a.txt train.jsonl",
+     dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
     ("texts", "data/train-00000-of-00001.parquet data/test-00000-of-00001.parquet a.txt",
      dict(train="train-00000-of-00001.parquet", test="test-00000-of-00001.parquet")),
     ("texts", "1.txt 2.txt test.txt", dict(train="1.txt 2.txt test.txt")),
