@@ -71,53 +71,53 @@ def in_sets(T, together):
 @dataclass(kw_only=True)
 class Layers(PictureFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
-    samples, rates in nats. MHSA has value maps for U. --shift and --rotary are left out of R^c.
+    samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
+    orthonormal bases have it; MHSA has value maps for U. --shift and --rotary are left out.
 
     Rc_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
-    caption has R^c(Z^{l+1/2} | U). Rc_change is what attention adds, derived to be negative:
-    R^c(Z^{l+1/2} | U) - R^c(Z^l | U), with Z^{l+1/2} at the norm of Z^l, since longer tokens alone
-    raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length, where
-    each token attends to itself alone. R_change and gain are what the layer adds to R and to
-    R - R^c, again at the norm of Z^l. R, Rc and nonzeros are of Z^{l+1}; objective is R - Rc -
-    lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
+    caption has R^c(Z^{l+1/2} | U). Rc_change is what attention, derived to lower R^c, adds to it.
+    It is of tokens less their mean, and Z^{l+1/2} is taken at the norm of Z^l, since longer tokens
+    alone raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length,
+    where each token attends to itself alone. R_change and gain are what the layer adds to R and to
+    R - R^c, at the norm of Z^l, the mean included. R, Rc and nonzeros are of Z^{l+1}; objective is
+    R - Rc - lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "
                               "with more tokens than dimensions", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
-    unit_bases: bool = option(False, "U of each layer times one number that makes ||U||_F^2 = K p, "
-                              "as orthonormal bases have it: R^c(Z | U) falls with U's size alone")
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, unit_bases=False, together=1):
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
     are says `analyze.py layers --help`. Float64, as float32 may give NaN; on the CPU for mps."""
-    U = layer.attention.bases().cpu().double()
-    U = unit_size(U) if unit_bases else U
+    U = unit_size(layer.attention.bases().cpu().double())
 
     def coded(T):
         return in_sets(T.cpu().double(), together)
     X, Z = coded(layer.norm1(trace.tokens)), coded(trace.tokens)
     half, out = coded(trace.half), coded(trace.out)
 
-    def rates(T):
-        """R and R^c, at the norm of Z."""
-        T = at_norm(T, Z)
-        return coding_rate(T, eps), subspace_coding_rate(T, U, eps)
-    (R, Rc), (R_out, Rc_out) = rates(Z), rates(out)
+    def gain(T):
+        """R - R^c, at the norm of Z."""
+        return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
+
+    def centered_Rc(T):
+        T, before = T - T.mean(1, keepdim=True), Z - Z.mean(1, keepdim=True)
+        return subspace_coding_rate(at_norm(T, before), U, eps)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     objective = sparse_rate_reduction(out, U, eps, lambd)
     numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rates(half)[1] - Rc,
-        R_change=R_out - R, gain=R_out - Rc_out - R + Rc,
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=centered_Rc(half) - centered_Rc(Z),
+        R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
         R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
         nonzeros=(out != 0).double().mean((-2, -1)),
         objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
     if isinstance(layer.attention, SoftmaxAttention):
         alone = coded(step_with(layer, trace.tokens, lambda values: values))
-        numbers["Rc_alone"] = rates(Z + at_norm(alone, half - Z))[1] - Rc
+        numbers["Rc_alone"] = centered_Rc(Z + at_norm(alone, half - Z)) - centered_Rc(Z)
     return numbers
 
 
@@ -128,7 +128,7 @@ def layer_table(loaded, c):
     by_layer = [[] for _ in backbone.layers]
     for _, x in evaluate.batches(loaded, c):
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.unit_bases, c.together))
+            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
     for row, parts in zip(table, by_layer):
@@ -145,15 +145,14 @@ def layers(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
-        print(f"{path}{', untrained' if untrained else ''}, {c.split}: rates in nats, "
-              f"eps {c.eps:g}{', U at unit size' if c.unit_bases else ''}")
+        print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
         if "Rc_alone" in table[0]:
             by_attention, alone = (sum(row[key] for row in table)
                                    for key in ("Rc_change", "Rc_alone"))
             print(f"attention adds {by_attention:.1f} nats to R^c in all layers together, "
-                  f"each token alone would add {alone:.1f} (RESULTS: of tokens less their mean)")
+                  f"each token alone would add {alone:.1f}")
     print("what the columns are: python analyze.py layers --help")
     draw_layers(runs, c)
     return runs
@@ -239,7 +238,7 @@ def predict(c):
     loaded, names, pixels, x = open_pictures(c, "vit", "mae")
     model = loaded.model
     if loaded.task == "mae":
-        noise = evaluate.validation_noise(model, 0, len(x), x.device)
+        noise = evaluate.validation_noise(model, len(x)).to(x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
         sheet = figures.reconstructions(model, x, noise, *images.statistics_of(loaded.meta))
     else:
@@ -290,8 +289,8 @@ class Page(PictureFlags):
 def write_page(c):
     """Raises UserError for a model that the page cannot run."""
     loaded, untrained = (load_model(c.ckpt, c.heads, (), seed) for seed in (None, c.seed))
-    if (arch := loaded.model.config.arch) not in page.RUNNABLE:     # before the data is prepared
-        raise UserError(f"{c.ckpt} is of arch {arch}; the page runs {', '.join(page.RUNNABLE)}")
+    if (arch := loaded.model.config.arch) != "crate":       # before the data is prepared
+        raise UserError(f"{c.ckpt} is of arch {arch}; the page runs crate")
     if loaded.task == "gpt":
         data, _, ids = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     else:

@@ -128,10 +128,9 @@ def linear_probe(x, y, x_test, y_test, classes, seed=0):
     return dict(acc=score(best, order, x_test, y_test), decay=best)
 
 
-def validation_noise(model, first, n, device):
-    """The noise (n, patches) of validation images first .. first + n - 1: a function of these."""
-    rng = augment.BatchRandom(derive_seed("validation", first), n)
-    return rng.uniform(model.config.patches).to(device)
+def validation_noise(model, n):
+    """Noise (n, patches) that masks a masked autoencoder's n validation images, always the same."""
+    return augment.BatchRandom(derive_seed("validation"), n).uniform(model.config.patches)
 
 
 # ---- Scores of text -----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class DataFlags(CacheFlags):
 @dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both."""
-    arch: str | None = option(None, "crate, crate-alpha, tost, cbsa, aot, mssa-mlp, transformer or "
+    arch: str | None = option(None, "crate, crate-alpha, tost, aot, mssa-mlp, transformer or "
                               "another row of model.py's ARCHS; auto: crate, or the checkpoint's")
     size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
                               displaces=("width", "heads", "head_dim", "layers"))

@@ -68,8 +68,7 @@ def side_by_side(heads):
 
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
-    and `forward`, and says what it is for."""
-    for_text = False        # it has a causal form
+    and `forward`."""
 
     def __init__(self, config):
         super().__init__()
@@ -113,7 +112,6 @@ class Attention(nn.Module, ABC):
 class SoftmaxAttention(Attention):
     """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
     not U^* Z all three, a subclass has its own `queries_keys_values`."""
-    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -219,7 +217,7 @@ class Layer(nn.Module):
     """A pre-norm layer of any arch maps Z^l (B, n, d) to Z^{l+1}:
 
         Z^{l+1/2} = Z^l + attention(LN(Z^l))
-        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t, cbsa: [J] Eq. (45)
+        Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t: [J] Eq. (45)
         Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost: [B] 7.5;
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
@@ -483,7 +481,6 @@ class TSSA(Attention):
         out_ik  = - Pi_ik w_i / (1 + s_k)                      entries with a small s change most
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
-    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -527,46 +524,6 @@ class TSSA(Attention):
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
             out = -Pi.unsqueeze(-1) * w * damping
         return self.W(side_by_side(out.to(Z.dtype)))
-
-
-class CBSA(Attention):
-    """Contract-and-broadcast self-attention (Wen et al. 2025), linear in n. For images.
-
-    Each head contracts its tokens w = U_k^* Z to m <= 64 representatives R, the patches' w pooled
-    over their grid to 8 x 8 (a smaller grid stays), lets those attend to each other, and
-    broadcasts what they become:
-        A   = softmax(R w^* / sqrt p)                       (m, n)
-        R'  = R + s1 A w
-        out = s2 A^* softmax(R' R'^* / sqrt p) R'           (n, p)
-    then W. s1, s2: a number per head, N(0, 1) at first. Released code pools all tokens but the
-    last, although the class token stands first, so its grid is shifted by one patch."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.U = nn.Linear(config.width, self.heads * self.p, bias=False)
-        self.s1, self.s2 = (nn.Parameter(torch.randn(self.heads)) for _ in range(2))
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
-
-    def contract(self, w):
-        """R (B, K, m, p) and A (B, K, m, n) of w (B, K, n, p)."""
-        side = math.isqrt(w.shape[2] - 1)
-        if side * side != w.shape[2] - 1:
-            raise ConfigError(f"cbsa needs a square grid of patches, not {w.shape[2] - 1} tokens")
-        grid = w[:, :, 1:].mT.unflatten(-1, (side, side)).flatten(0, 1)     # (B K, p, side, side)
-        R = F.adaptive_avg_pool2d(grid, min(side, 8)).flatten(2).mT.unflatten(0, w.shape[:2])
-        return R, attention_map(R, w, self.scale)
-
-    def map(self, Z):
-        """A^* A (B, K, n, n), without the attention among representatives; rows do not sum to 1."""
-        A = self.contract(self.projections(Z))[1]
-        return A.mT @ A
-
-    def forward(self, Z, cache=None):
-        w = self.projections(Z)
-        R, A = self.contract(w)
-        R = R.contiguous() + self.s1[:, None, None] * (A @ w)      # for the fused kernels of a GPU
-        out = self.s2[:, None, None] * (A.mT @ self.attend(R, R, R))
-        return self.W(side_by_side(out.to(w.dtype)))
 
 
 class MMProx(Sparsification):
@@ -710,7 +667,6 @@ ARCHS = {
     "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),
     "crate-alpha": Arch(MSSA, ODL, ALPHA, residual=True),           # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, ALPHA, text_family=CRATE_LM),   # Bai and Ma 2025
-    "cbsa": Arch(CBSA, ISTA, CRATE),                                # Wen et al. 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
     "tost": Arch(TSSA, MLP, VIT, residual=True, layer_scale=1.0),
@@ -741,7 +697,7 @@ SIZES = {
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
                      medium=_size(512, 8, 24) | dict(layer_scale=1e-5)),
-        "aot": CRATE_SIZES, "cbsa": VIT_SIZES, "transformer": VIT_SIZES},
+        "aot": CRATE_SIZES, "transformer": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
         "transformer": dict(small=_size(384, 6, 12), base=BASE)},
@@ -858,10 +814,7 @@ class TextConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        attention = self.row.attention
-        if not attention.for_text:
-            raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
-        if (self.rotary or self.shift) and not issubclass(attention, SoftmaxAttention):
+        if (self.rotary or self.shift) and not issubclass(self.row.attention, SoftmaxAttention):
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -1127,37 +1080,33 @@ class LanguageModel(Backbone):
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
-    def stream(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, known=None):
-        """Yields the next tokens (B,) of the texts `ids` (B, m), n times or until all have ended.
+    def generate(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, known=None):
+        """The texts `ids` (B, m) with n tokens after them, or fewer once all have ended.
 
         temperature 0 is greedy; top_k keeps the likeliest tokens; ids from `known` on, padding, are
         never drawn. When the context is full, the model rereads its last half. After its first
         `stop` a text has only stops."""
-        context = self.config.context
+        half = self.config.context // 2
         caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        new = ids if ids.shape[1] <= context else ids[:, -(context // 2):]
+        new = ids if ids.shape[1] <= self.config.context else ids[:, -half:]
         for _ in range(n):
-            if caches and caches[0].n == context:
-                caches, new = [], ids[:, -(context // 2):]
+            if caches and caches[0].n == self.config.context:
+                caches, new = [], ids[:, -half:]
             logits = self.advance(new, caches)
             logits[:, (known or self.config.vocab_size):] = -math.inf
             chosen = choose(logits, temperature, top_k, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
                 ended |= chosen == stop
-            yield chosen
-            if stop is not None and ended.all():
-                return
             new = chosen[:, None]
-            ids = torch.cat([ids[:, -context:], new], 1)
-
-    def generate(self, ids, n, **options):
-        """The texts `ids` (B, m) with up to n tokens after them; options as in `stream`."""
-        return torch.cat([ids, *(t[:, None] for t in self.stream(ids, n, **options))], 1)
+            ids = torch.cat([ids, new], 1)
+            if stop is not None and ended.all():
+                break
+        return ids
 
 
 def choose(logits, temperature=1.0, top_k=None, generator=None):
-    """One token for each of logits (B, V), [B] Eq. (7.4.9); options as in LanguageModel.stream."""
+    """One token for each of logits (B, V), [B] Eq. (7.4.9); options as in `generate`."""
     if temperature < 1e-9:              # 0, or so low that the quotient would overflow
         return logits.argmax(-1)
     logits = logits.float() / temperature

@@ -161,8 +161,8 @@ def count(model, without=()):
 def train_flops(model):
     """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
     n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Not counted: another use of the same D or U, products of TSSA and
-    CBSA, the heads of images."""
+    causal map counts in full. Not counted: another use of the same D or U, TSSA's products,
+    the heads of images."""
     n = model.config.context
     multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
     for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):

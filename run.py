@@ -219,7 +219,7 @@ class Run:
         self._check_finite(scores.get("loss", 0.0), self.step)
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
-                 for k, v in scores.items() if not isinstance(v, str)]
+                 for k, v in scores.items()]
         self.say(f"step {self.step}: validation " + ", ".join(shown))
         names = ["ckpt.pt"]
         if chosen_by is not None and (self.best is None or chosen_by < self.best):

@@ -42,7 +42,6 @@ class Config(RunFlags, ModelFlags):
     warmup: int = option(2000, "steps of linear warm-up, half of all at most", low=0)
     clip: float = option(1.0, "largest norm of the gradient; 0: no limit", low=0)
     eval_windows: int = option(400, "sequences of an evaluation; 0, and at the end: all", low=0)
-    sample: int = option(200, "tokens to write at each evaluation; 0: none", low=0)
 
 
 _OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
@@ -79,19 +78,6 @@ def build_model(c, tokenizer):
         vocab = 50304       # GPT-2's, padded to a multiple of 64: [MASK] is in the padding
     fields = model_fields(TextConfig, c, vocab_size=vocab, causal=causal)
     return LanguageModel(text_config(c.size, **fields))
-
-
-# ---- Evaluation ---------------------------------------------------------------------------------
-def write_sample(model, tokenizer, c, run, device):
-    """Prints and returns text that the model samples at temperature 0.8 from an empty prompt."""
-    start = torch.tensor([[tokenizer.start]], device=device)
-    generator = torch.Generator(device).manual_seed(derive_seed(c.seed, run.step, "sample"))
-    model.eval()
-    written = model.generate(start, c.sample, temperature=0.8, top_k=200, stop=tokenizer.eot,
-                             generator=generator, known=tokenizer.known)
-    words = tokenizer.decode(written[0, 1:])
-    run.say("\n".join("  | " + line for line in words.splitlines()))
-    return words
 
 
 def main(argv):
@@ -175,8 +161,6 @@ def main(argv):
             chosen_by = scores["loss"]
             if run.step == run.total and len(val) < len(data.val):
                 scores = validate(model, data.val)
-            if c.sample and not masked and run.is_main and scores["loss"] < float("inf"):
-                scores["sample"] = write_sample(model, tokenizer, c, run, device)
             run.record(scores, chosen_by)
     sample = [] if masked else ["python sample.py --ckpt={dir}/best.pt --prompt='The '"]
     return run.done("python evaluate.py lm --ckpt={dir}/best.pt", *sample)

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from data import augment, images
-from evaluate import validation_noise
+from evaluate import batches_of, validation_noise
 from flags import model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
-from processes import cli, derive_seed, Processes, to_device, wants_compile, with_bar
+from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
 
@@ -78,22 +78,16 @@ def build_model(c):
 
 
 @torch.no_grad()
-def validate(model, val, data, c, processes, batch_size=256):
+def validate(model, val, data, c, processes, batch_size=250):
     """The mean loss over the validation images, every one once, shared among the processes."""
     model.eval()
-    total = torch.zeros(2, device=processes.device)
-    # by whole batches, since a batch's noise is a function of its first image
-    mine = torch.arange(len(val)).split(batch_size)[processes.rank::processes.world]
-    batches = val.batches([i.numpy() for i in mine], c.workers)
-    for index, (pixels, _) in zip(with_bar(mine, "images"), batches):
-        noise = validation_noise(model, int(index[0]), len(index), processes.device)
+    noise = validation_noise(model, len(val))[processes.rank::processes.world].split(batch_size)
+    total = torch.zeros((), device=processes.device)
+    for (pixels, _), part in zip(batches_of(val, batch_size, processes, c.workers), noise):
         x = images.model_input(pixels, data, c.image_size)
         with processes.autocast():
-            loss = model(x, noise)
-        total[0] += len(index) * loss
-        total[1] += len(index)
-    loss, n = processes.sum(total).tolist()
-    return dict(loss=loss / n, n=int(n))
+            total += len(part) * model(x, part.to(processes.device))
+    return dict(loss=processes.sum(total).item() / len(val), n=len(val))
 
 
 def main(argv):

@@ -62,8 +62,8 @@ def name_ends(ax, ends, line=0.06):
 
 
 def by_layer(c, ckpt, untrained=False, together=1):
-    """The rows of `analyze.py layers`, with U at unit size."""
-    flags = Layers(ckpt=str(ckpt), untrained=untrained, unit_bases=True, samples=c.samples,
+    """The rows of `analyze.py layers`."""
+    flags = Layers(ckpt=str(ckpt), untrained=untrained, samples=c.samples,
                    data_dir=c.data_dir, batch_size=16, together=together)
     return layer_table(evaluate.open_model(flags)[0], flags)
 

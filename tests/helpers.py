@@ -12,7 +12,7 @@ _MODEL = ["--width=16", "--heads=2", "--layers=2", "--log_every=1", "--device=cp
 IMAGES = ["shapes", *_MODEL, "--patch_size=8", "--batch_size=20", "--epochs=1"]
 VIEWS = [*IMAGES, "--local_views=2", "--hidden=32", "--output=16", "--prototypes=24"]
 TEXT = ["pydoc", "--data=tiny", *_MODEL, "--context=16", "--batch_size=8", "--micro_batch=8",
-        "--steps=12", "--warmup=2", "--eval_every=100", "--eval_windows=7", "--sample=0"]
+        "--steps=12", "--warmup=2", "--eval_every=100", "--eval_windows=7"]
 ADAMW = ["--optimizer=adamw", "--lr=2e-3"]      # the presets' Muon, in bfloat16, amplifies rounding
 FLAGS = dict(train_vit=IMAGES + ADAMW, train_mae=[*IMAGES, "--lr=1.25e-3"],
              train_simdino=[*VIEWS, "--lr=3e-4"], train_gpt=TEXT + ADAMW)

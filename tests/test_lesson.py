@@ -46,7 +46,7 @@ def parts_of(page):
     data = json.loads(re.search('json">(.*?)</script>', page)[1])
     arrays = [np.frombuffer(base64.b64decode(words), dtype).astype(float) for words, dtype in (
         (data.pop("pictures"), np.uint8), (data.pop("many"), np.uint8),
-        (data["trained"].pop("at"), np.float16), (data["untrained"].pop("at"), np.int8),
+        (data.pop("trained"), np.float16), (data.pop("untrained"), np.float16),
         (data.pop("expected"), np.float32))]
     rest = re.sub('json">.*?</script>', "", page), json.dumps(data)
     words = [re.sub(NUMBER, "#", part) for part in rest]

@@ -252,28 +252,6 @@ def test_tssa(causal, size):
     assert size == 1 or (op(0 * Z) == op.W.bias).all()
 
 
-def cbsa(z, op, side):
-    """Contract and broadcast, tokens as columns of z (12, 1 + side^2)."""
-    out = []
-    for U, s1, s2 in zip(op.bases(), op.s1, op.s2):
-        w = U.T @ z                                                     # (p, n)
-        edges = [(side * i // 8, -(-side * (i + 1) // 8)) for i in range(8)]
-        grid = w[:, 1:].reshape(-1, side, side)
-        R = torch.stack([grid[:, a:b, c:d].mean((1, 2)) for a, b in edges for c, d in edges], 1)
-        A = (R.T @ w / len(w) ** 0.5).softmax(1)                        # (m, n)
-        R = R + s1 * w @ A.T
-        out.append(s2 * R @ (R.T @ R / len(w) ** 0.5).softmax(1).T @ A)
-    return op.W.weight @ torch.cat(out) + op.W.bias[:, None]
-
-
-@pytest.mark.parametrize("side", [8, 11, 16])
-@torch.no_grad()
-def test_cbsa(side):
-    op, Z = build(model.CBSA, head_dim=5), torch.randn(2, 1 + side ** 2, 12)
-    assert_near(op(Z), by_column(partial(cbsa, op=op, side=side), Z))
-    pytest.raises(model.ConfigError, op, Z[:, :7])          # not a square grid
-
-
 # ---- Sparsification operators
 
 def prox_step(A, Z, D, eta, lambd):

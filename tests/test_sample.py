@@ -1,4 +1,4 @@
-"""Text from a checkpoint: where the prompt comes from, and what is printed."""
+"""Text from a checkpoint: where the prompt comes from, and where it ends."""
 import io
 import sys
 
@@ -7,7 +7,6 @@ import torch
 from test_evaluate import CHARACTERS, language_model
 
 import sample
-from model import LanguageModel
 
 
 @pytest.fixture
@@ -48,21 +47,6 @@ def test_the_prompt_comes_from_flag_or_stdin(checkpoint, monkeypatch, capsys):
                            for seed in (0, 0, 1))
     assert three == again != other and len({*three}) == 3
     assert [*map(len, three)] == [50] * 3               # a new document: nothing in front
-
-
-def test_a_character_is_printed_when_it_is_whole(checkpoint, bpe, monkeypatch):
-    path, _ = checkpoint(bpe)
-    # two characters, a token, and two broken characters
-    written = [*bpe.encode("é€"), *bpe.encode(" the"), 0xe2, 0x82, *b"a", 0xc3, bpe.eot]
-    monkeypatch.setattr(LanguageModel, "stream",
-                        lambda self, ids, *rest: (torch.tensor([int(i)]) for i in written))
-    pieces = []
-
-    def record(*words, file=None, **_):
-        pieces.extend(words if file is None else ())
-    monkeypatch.setattr(sample, "print", record, raising=False)
-    found, = write(path, "--prompt=x")
-    assert pieces == ["x", "é", "€", " the", "\ufffda", "\ufffd"] and "".join(pieces) == found
 
 
 def test_end_of_text_ends_it(checkpoint, bpe):

@@ -75,7 +75,7 @@ RESUMED = {
     "simdino": (train_simdino, "--drop_path=0.3", "--epochs=0.8"),
     "dino": (train_simdino, "--method=dino", "--freeze_epochs=0.5", "--epochs=0.8"),
     # 3 + 3 + 2 sequences a step
-    "gpt": (train_gpt, "--dropout=0.1", "--micro_batch=3", "--eval_every=5", "--sample=5"),
+    "gpt": (train_gpt, "--dropout=0.1", "--micro_batch=3", "--eval_every=5"),
     "bert": (train_gpt, "--dropout=0.1", "--objective=masked", "--arch=tost", "--optimizer=lion",
              "--lr=1e-4", "--eval_every=5"),
 }
@@ -115,8 +115,7 @@ def test_micro_batches_change_nothing(train, tmp_path, name):
 
 @each_script
 def test_a_loss_that_is_not_finite_stops_the_run(train, tmp_path, script):
-    more = {train_simdino: [],
-            train_gpt: ["--weight_decay=0", "--clip=0", "--sample=5", "--log_every=9"]}
+    more = {train_simdino: [], train_gpt: ["--weight_decay=0", "--clip=0", "--log_every=9"]}
     with pytest.raises(RunEnded, match="not finite at step"):
         train(script, "a", "--lr=1e30", "--optimizer=lion", "--eval_every=1",
               *more.get(script, ["--weight_decay=0"]))

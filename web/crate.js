@@ -118,39 +118,30 @@ function attention({p, number, mix}, w, c, off) {
   return {A, ssa: sideBySide(A.map((weights, k) => multiply(weights, transposed(V[k]))))};
 }
 
-// Z + W SSA(X); a decoder subtracts. `scale1` is LayerScale, if any
+// Z + W SSA(X); a decoder subtracts
 function compress(L, Z, X, c, off) {
   const {A, ssa} = attention(L, multiply(X, L.U), c, off);
-  const added = scaled(multiply(ssa, L.W, L.bias), L.scale1);
-  return {A, half: plus(Z, added, L.decodes ? -1 : 1)};
-}
-const scaled = (Y, scale) => scale ? made(Y.rows, Y.cols, t => Y.at[t] * scale.at[t % Y.cols]) : Y;
-
-// ReLU(A - eta D^*(D A - X) - eta lambda): ISTA is one step from A = X, ODL ista_steps from A = 0
-function step(A, X, {D, Dt}, {eta, lambd}) {
-  const slope = multiply(plus(multiply(A, D), X, -1), Dt);
-  return made(A.rows, A.cols, t => Math.max(0, A.at[t] - eta * slope.at[t] - eta * lambd));
+  return {A, half: plus(Z, multiply(ssa, L.W, L.bias), L.decodes ? -1 : 1)};
 }
 
-// What a layer makes of Z: weights A, X where the last step of ISTA begins, the code, the output.
-// Knobs are eta, lambd, the heads that are `off`, and to `hold` a layer, its entry and the value
+function ista(X, {D, Dt}, {eta, lambd}) {                       // ReLU(X - eta D^*(DX - X) - eta lambda)
+  const slope = multiply(plus(multiply(X, D), X, -1), Dt);
+  return made(X.rows, X.cols, t => Math.max(0, X.at[t] - eta * slope.at[t] - eta * lambd));
+}
+
+// What a layer makes of Z: weights A, X where ISTA begins, the code, the output. Knobs are eta,
+// lambd and the heads that are `off`
 function layer(L, Z, c, knobs) {
-  const [number, entry, value] = knobs.hold;
-  const held = M => number !== L.number ? M :
-    made(M.rows, M.cols, t => t % M.cols === entry ? value : M.at[t]);
   if (L.decodes) {                                              // the same in reverse
     const X = normalize(Z, L.norm1);
-    const code = held(multiply(X, L.D));
+    const code = multiply(X, L.D);
     const {A, half} = compress(L, code, normalize(code, L.norm2), c, knobs.off);
     return {A, X, code, out: half};
   }
   const {A, half} = compress(L, Z, normalize(Z, L.norm1), c, knobs.off);
-  const target = normalize(half, L.norm2);
-  let X = L.D_hat ? matrix(Z.rows, L.D.cols) : target;
-  for (let s = 1; L.D_hat && s < c.ista_steps; s++) X = step(X, target, L, knobs);
-  const code = held(step(X, target, L, knobs));
-  const out = L.D_hat ? plus(half, scaled(multiply(code, L.D_hat), L.scale2)) : code;
-  return {A, X, code, out};
+  const X = normalize(half, L.norm2);
+  const code = ista(X, L, knobs);
+  return {A, X, code, out: code};
 }
 // ---- A model -----------------------------------------------------------------------------------
 function forward(model, Z, knobs) {
@@ -177,36 +168,29 @@ const bytes = base64 => Uint8Array.from(atob(base64), y => y.charCodeAt());
 const float16 = b => (b & 32768 ? -1 : 1) *
   (b & 31744 ? (1024 + (b & 1023)) * 2 ** ((b >> 10 & 31) - 25) : (b & 1023) * 2 ** -24);
 
-// The trained or the untrained model of the file, in float16, or in int8 with a scale a tensor
-function build(data, kind) {
-  const {at, scales} = data[kind];
-  const numbers = new (scales ? Int8Array : Uint16Array)(bytes(at).buffer);
+function build(data, kind) {                                    // "trained" or "untrained", in float16
+  const numbers = new Uint16Array(bytes(data[kind]).buffer);
   const model = {c: data.config, task: data.task};
   const part = name => name.replace("encoder.", "").split(".")
     .reduce((tree, key) => tree[key] ??= {}, model);
   let first = 0;
-  data.tensors.forEach(([name, rows, cols], i) => {
+  for (const [name, rows, cols] of data.tensors) {
     const own = numbers.subarray(first);
-    Object.assign(part(name), made(rows, cols, t => scales ? own[t] * scales[i] : float16(own[t])));
+    Object.assign(part(name), made(rows, cols, t => float16(own[t])));
     first += rows * cols;
-  });
+  }
   for (const name in data.eps) part(name).eps = data.eps[name];
   model.layers = [...Object.values(model.layers), ...Object.values(model.decoder ?? {})];
-  model.layers.forEach((L, l) => Object.assign(L, {number: l + 1}, operators(L, data)));
+  model.layers.forEach((L, l) => Object.assign(L, {number: l + 1}, operators(L, data.config)));
   return model;
 }
 
-// A layer's matrices as `layer` takes them
-function operators(L, {config: c, output}) {
-  const {U: {weight: U}, W, mix} = L.attention;
+function operators(L, c) {                                      // a layer's, as `layer` takes them
+  const {U: {weight: U}, W: {weight: W, bias}, mix} = L.attention;
   const D = L.D ?? L.sparsification.D;
-  const own = output === "transpose" ? U : transposed(U);       // W of crate-t, -c, -n
-  const s = output === "negative" ? -c.step_size : c.step_size;
   return {
-    U, D, Dt: transposed(D), D_hat: L.sparsification?.D_hat, p: U.rows / c.heads,
-    W: W?.weight ?? made(U.cols, U.rows, t => s * own.at[t]), bias: W?.bias,
+    U, W, bias, D, Dt: transposed(D), p: U.rows / c.heads, decodes: !L.sparsification,
     mix: mix && made(2, c.heads, t => 1 / (1 + Math.exp(-mix.at[t]))),      // of keys, of values
-    decodes: !L.sparsification,
   };
 }
 // ---- Pictures and text -------------------------------------------------------------------------
@@ -258,7 +242,7 @@ function check(data, model) {
   const {config: c, task} = data;
   const Z = task === "gpt" ? embedText(model, idsOf(data, data.text)) :
     embedPicture(model, data, bytes(data.pictures), new Set(data.masked));
-  forward(model, Z, {eta: c.eta, lambd: c.lambd, off: [], hold: []});
+  forward(model, Z, {eta: c.eta, lambd: c.lambd, off: []});
   const out = read(model, model.layers.at(-1).T.out);
   const skip = task === "mae" ? out.cols : 0;                   // the class token's pixels
   return new Float32Array(bytes(data.expected).buffer).reduce((most, y, i) =>

@@ -36,10 +36,10 @@ function lifted(L, Z, heads, out) {
 }
 function sparse(L, X, switches) {
   const by = switches.noD ? {D: L.D, Dt: times(0, L.Dt)} : L;
-  const positive = step(X, X, by, switches);
+  const positive = ista(X, by, switches);
   if (switches.prox === "ReLU") return positive;
   const minus = times(-1, X);                       // soft threshold: both signs
-  return plus(positive, step(minus, minus, by, switches), -1);
+  return plus(positive, ista(minus, by, switches), -1);
 }
 function run(model, picture, switches) {
   let code = embedPicture(model, data, picture, new Set());

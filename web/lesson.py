@@ -16,12 +16,12 @@ import torch
 from torch.nn import functional as F
 
 import crate
-import model
-from analyze import at_norm, layer_numbers, tangent, unit_size
+from analyze import layer_numbers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData
 from data.shapes import draw_shapes
+from experiments import compression
 from flags import ROOT
 from web import page
 from web.mathml import mathml
@@ -43,20 +43,14 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-def compared(layer, trace):
+def changes(layer, trace):
     """What attention, (34) and the first term of (33) add to R^c at the norm of Z, and their
     cosines with -grad R^c, without what changes this norm."""
-    Z, X, U = trace.tokens, layer.norm1(trace.tokens), unit_size(layer.attention.bases())
-    w, attended = X[:, None] @ U, trace.half - Z
-    steps = dict(attention=attended, derived=(trace.attention @ w @ U.mT).sum(1) - X,
-                 shrinking=-(w @ U.mT).sum(1))
-    uphill, numbers = tangent(model.subspace_coding_rate_grad(Z, U, eps=0.1), Z).flatten(1), {}
-    for name, step in steps.items():
-        rates = [model.subspace_coding_rate(at_norm(T, Z).double(), U.double(), eps=0.1)
-                 for T in (Z + at_norm(step, attended), Z)]
-        numbers |= {name: rates[0] - rates[1],
-                    f"downhill_{name}": F.cosine_similarity(tangent(step, Z).flatten(1), -uphill)}
-    return numbers
+    flags = compression.Compression(ckpt="pretrained:shapes-crate")
+    rates, *_, cosines = compression.changes(layer, trace.tokens, torch.Generator(), flags)
+    names = "attention", "derived", "shrinking"
+    return {name: rates[name] for name in names} | {
+        f"downhill_{name}": cosines[name] for name in names}
 
 
 def of_attention(layer, trace):
@@ -66,9 +60,9 @@ def of_attention(layer, trace):
     energy, (K, n, p) = w.square().sum(-1), w.shape[1:]                 # w (B, K, n, p)
     Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
-    rates = layer_numbers(layer, trace, lambd=0, unit_bases=True)
-    return compared(layer, trace) | dict(
-        alone=rates["Rc_alone"], rise=rates["rise"], gain=rates["gain"],
+    rates = layer_numbers(layer, trace, lambd=0)
+    return changes(layer, trace) | dict(
+        rise=rates["rise"], gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
@@ -104,7 +98,7 @@ def by_layer(net, x):
 
 def gains(net, x):
     """What each layer adds to R - R^c at the norm of Z, with eight pictures coded together."""
-    return [float(layer_numbers(layer, trace, unit_bases=True, together=8)["gain"].mean())
+    return [float(layer_numbers(layer, trace, together=8)["gain"].mean())
             for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
 
 
@@ -123,7 +117,7 @@ def points():
 
 
 def recorded(model):
-    """Changes of R^c in records/compression.csv, by layer, by the three steps of `compared`."""
+    """Changes of R^c in records/compression.csv, by layer, by the three steps of `changes`."""
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == model]
     return [[float(row[key]) for row in rows] for key in ("attention", "derived", "shrinking")]
@@ -140,16 +134,17 @@ def content():
     data = page.content("shapes-crate", loaded, untrained, ImageData(
         **loaded.meta, val_images=images, val_labels=labels))
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
-    first, (drawn, known) = x[labels == 0][:1], points()
-    numbers, chances = by_layer(loaded.model, first), loaded.model(first).softmax(1)
+    x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
+    first, (plane, known) = x[labels == 0][:1], points()
+    numbers, chances = by_layer(trained, first), trained(first).softmax(1)
     known |= {name: numbers[name][-1] for name in (
         "attention", "derived", "shrinking", "rise", "lasso", "miss")}
-    data |= dict(points={name: rows.tolist() for name, rows in drawn.items()},
+    data |= dict(points={name: rows.tolist() for name, rows in plane.items()},
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
-    numbers = by_layer(loaded.model, x) | dict(gain_of_eight=gains(loaded.model, x[:96]))
-    numbers |= {f"random_{name}": values for name, values in by_layer(untrained.model, x).items()}
-    numbers["random_gain_of_eight"] = gains(untrained.model, x[:96])
+    numbers = by_layer(trained, x) | dict(gain_of_eight=gains(trained, x[:96]))
+    numbers |= {f"random_{name}": values for name, values in by_layer(drawn, x).items()}
+    numbers["random_gain_of_eight"] = gains(drawn, x[:96])
     text = {name: listed(values) for name, values in numbers.items()}
     return data, text | dict(changes_on_images=str(recorded("cifar10-crate")),
                              changes_on_text=str(recorded("pydoc-crate-plain")))

@@ -15,7 +15,7 @@ const start = {
   kind: "trained", layer: c.layers, eta: c.eta, lambd: c.lambd,
   at: isText ? null : isMae || c.pool === "mean" ? middle : 0,  // a token; null is the last
   entry: null,                                                  // of its code; null is the largest
-  off: [], hold: [], mask: data.masked ?? [],                   // as crate.js has them
+  off: [], mask: data.masked ?? [],                             // as crate.js has them
 };
 const chosen = {...start};                                      // and pixels, caption of a picture
 let model, L, n;                                                // what is shown: layer L, n tokens
@@ -29,12 +29,12 @@ function set(changes) {
 }
 
 function run(model) {                                           // if anything is new
-  const {eta, lambd, off, hold, mask, pixels} = chosen;
+  const {eta, lambd, off, mask, pixels} = chosen;
   const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
-  const seen = [eta, lambd, off, hold, mask, pixels, `${ids}`];
+  const seen = [eta, lambd, off, mask, pixels, `${ids}`];
   if (seen.every((value, i) => value === model.seen?.[i])) return;
   const Z = isText ? embedText(model, ids) : embedPicture(model, data, pixels, new Set(mask));
-  forward(model, Z, {eta, lambd, off, hold});
+  forward(model, Z, {eta, lambd, off});
   Object.assign(model, {seen, ids});
 }
 // ---- What is drawn from it
@@ -180,21 +180,8 @@ function drawCode() {                                           // before and af
 }
 
 function drawEntry() {                                          // at every token
-  const {entry, hold} = chosen;
-  const {code} = L.T;
-  const others = code.at.filter((_, t) => t % code.cols !== entry);         // holding moves none
-  $.entry.textContent = `Entry ${entry} of layer ${L.number}`;
-  $.hold.min = Math.floor(2 * others.reduce((a, b) => Math.min(a, b)));
-  $.hold.max = Math.ceil(2 * others.reduce((a, b) => Math.max(a, b)));
-  $.hold.value = own(code)[entry];
-  $.hold.nextElementSibling.value = show($.hold.valueAsNumber);
-  $.release.hidden = !hold.length;
-  $.release.textContent = `Let go of entry ${hold[1]} of layer ${hold[0]}`;
-  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(code, i)[entry])));
-  const passages = data.entries?.[L.number - 1][entry] ?? [];
-  const marked = ([words, i]) => node("p", {}, [...words].map((letter, j) =>
-    i === j ? node("mark", {}, visible(letter)) : visible(letter)));
-  put($.passages, note(passages.length ? "It is highest here:" : ""), passages.map(marked));
+  $.entry.textContent = `Entry ${chosen.entry} of layer ${L.number}`;
+  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(L.T.code, i)[chosen.entry])));
 }
 // ---- What the hand does
 const toggled = (list, item) =>
@@ -206,8 +193,6 @@ for (const knob of ["lambd", "eta"])
 $.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
 $.untrained.onchange = () => set({kind: $.untrained.checked ? "untrained" : "trained"});
 $.reset.onclick = () => set(start);
-$.hold.oninput = () => set({hold: [L.number, chosen.entry, $.hold.valueAsNumber]});
-$.release.onclick = () => set({hold: []});
 $.code.onclick = e => e.target.closest("svg") &&
   set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
 $.text.oninput = () => set({at: null, entry: null});
@@ -231,15 +216,12 @@ $.picture.onpointerdown = $.picture.onpointermove = e => {
 // ---- What stays: names, equations, the check; then what is shown first
 const depth = models.trained.layers.length;
 const worst = check(data, models.trained);
-document.body.className = [data.task, c.arch, c.rotary && "rotary", c.shift && "shift"].join(" ");
+document.body.className = [data.task, c.rotary && "rotary", c.shift && "shift"].join(" ");
 document.title = $.title.textContent = `Look inside ${data.name}`;
 $.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
 $.layer.max = depth;
 $.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
 $.alarm.hidden = worst < 1e-3;
-const W = {learned: "", subspace: ", W = sU", negative: ", W = −sU", transpose: ", W = sU^*"};
-$.compress.append(W[data.output]);
-$.odl.append(`, S = ${c.ista_steps}`);
 for (const box of all(".math > span"))                          // _k, ^* and ^{...} as in papers
   box.innerHTML = box.innerHTML.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>")
     .replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>").replace(/[{}]/g, "").replace(/,/g, ", &ensp;")

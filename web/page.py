@@ -11,40 +11,18 @@ import torch
 from data import augment
 from flags import ROOT, UserError
 
-RUNNABLE = ("crate", "crate-c", "crate-n", "crate-t", "crate-alpha")
-
 
 def base64_of(*tensors):
     return base64.b64encode(torch.cat([tensor.flatten() for tensor in tensors]).numpy()).decode()
 
 
-def strongest(values, count):
-    """For every entry of codes (windows, n, m) the (window, token) that excite it most, if any."""
-    peaks, tokens = values.max(1)                                           # (windows, m)
-    heights, windows = peaks.topk(min(count, len(peaks)), 0)                # (count, m)
-    places = []
-    for entry in range(peaks.shape[1]):
-        best = zip(windows[:, entry].tolist(), heights[:, entry].tolist())
-        places.append([(w, int(tokens[w, entry])) for w, height in best if height > 0])
-    return places
-
-
 def text_examples(model, data, tokens):
-    """(dict(text, characters, entries), the text's logits). The text begins after the first full
-    stop; entries[layer][entry] are the five (passage, place in it) that excite the entry most."""
+    """(dict(text, characters), the text's logits). The text begins after the first full stop."""
     n, tokenizer = min(model.config.context, len(tokens)), data.tokenizer
-    windows = torch.from_numpy(tokens[:50_000].astype(np.int64)).unfold(0, n, n)
-
-    def passage(w, t):
-        start = max(t - 40, 0)
-        return tokenizer.decode(windows[w, start:t + 24]), t - start
-
-    entries = [[[passage(w, t) for w, t in places] for places in strongest(trace.code, 5)]
-               for trace in model.trace(windows)]
     after_stop = tokenizer.decode(tokens[:10_000]).partition(". ")[2]
     words = after_stop[:min(n, 64)] or tokenizer.decode(tokens[:n])
     ids = torch.from_numpy(tokenizer.encode(words).astype(np.int64))[None]
-    return dict(text=words, characters=tokenizer.characters, entries=entries), model(ids)
+    return dict(text=words, characters=tokenizer.characters), model(ids)
 
 
 def image_examples(model, task, data):
@@ -68,24 +46,20 @@ def image_examples(model, task, data):
 
 @torch.no_grad()
 def content(name, loaded, untrained, data, tokens=None):
-    """What the page has for its scripts, as JSON can say it: the trained model in float16, and what
-    PyTorch computes with these weights. Raises UserError for a model that they cannot run."""
+    """What the page has for its scripts, as JSON can say it: both models in float16, and what
+    PyTorch computes with the trained one. Raises UserError for a model that they cannot run."""
     model, c = copy.deepcopy(loaded.model).half().float(), loaded.model.config
     if tokens is not None and not (c.causal and hasattr(data.tokenizer, "characters")):
         raise UserError(f"{name}: of text the page runs causal models of characters")
-    trained = model.state_dict()
-    drawn = untrained.model.state_dict().values()       # int8 will do, a scale for each tensor
-    scales = [float(t.abs().max().clamp_min(1e-12)) / 127 for t in drawn]
-    in_int8 = [(t / scale).round().char() for t, scale in zip(drawn, scales)]
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     return examples | dict(
-        name=name, task=loaded.task, output=c.row.output, config=asdict(c),
+        name=name, task=loaded.task, config=asdict(c),
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
-        tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in trained.items()],
+        tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in model.state_dict().items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
-        trained=dict(at=base64_of(*(t.half() for t in trained.values()))),
-        untrained=dict(scales=scales, at=base64_of(*in_int8)))
+        **{kind: base64_of(*(t.half() for t in each.state_dict().values()))
+           for kind, each in (("trained", model), ("untrained", untrained.model))})
 
 
 def html(name, loaded, untrained, data, tokens=None):
@@ -95,6 +69,6 @@ def html(name, loaded, untrained, data, tokens=None):
         page = page.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
     inside = json.dumps(content(name, loaded, untrained, data, tokens))
     page = page.replace("{data}", inside.replace("<", "\\u003c"))   # nothing in it ends the script
-    if len(page) > 7e6:
-        raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 7 is the most")
+    if len(page) > 1e7:
+        raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 10 is the most")
     return page
