@@ -288,7 +288,8 @@ class Page(PictureFlags):
 
 def write_page(c):
     """Raises UserError for a model that the page cannot run."""
-    loaded, untrained = (load_model(c.ckpt, c.heads, (), seed) for seed in (None, c.seed))
+    loaded, untrained = (load_model(c.ckpt, c.heads, ("vit", "mae", "gpt"), seed)
+                         for seed in (None, c.seed))
     if (arch := loaded.model.config.arch) != "crate":       # before the data is prepared
         raise UserError(f"{c.ckpt} is of arch {arch}; the page runs crate")
     if loaded.task == "gpt":

@@ -194,7 +194,7 @@ function softmaxForGram(box) {
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
-// ---- 7: what steps of attention's length do to R^c; and what was recorded of two other models
+// ---- 7: what steps of attention's length do to R^c
 function leftOut(box) {
   const {L, Z, w, half} = trace();
   const U = unit(L.U);
@@ -217,14 +217,6 @@ function leftOut(box) {
   bars(box, firstHot(changes));
   const [attention, , , derived, shrinking] = Object.values(changes);
   return {attention, derived, shrinking};
-}
-
-function drawRecorded(svg) {                        // [kind][layer]
-  const dots = JSON.parse(svg.dataset.changes).map((row, k) => row.map((y, l) =>
-    dot([26 + 110 / (row.length - 1) * l, -y], 3.5, `class="kind${k}"`)));
-  const ticks = [0, -50, -100, -150].map(y =>
-    line([[18, -y], [144, -y]], "faint") + text([14, 3 - y], show(y)));
-  svg.innerHTML = [...ticks, ...dots.flat()].join("");
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {
@@ -333,7 +325,6 @@ $$(".choose").forEach(box => box.innerHTML = $(".choose").innerHTML);
 for (const box of $$("[data-again]"))               // inputs that other steps have, too
   for (const name of box.dataset.again.split(" "))
     box.append($(`[name=${name}]`).parentElement.cloneNode(true));
-$$("[data-changes]").forEach(drawRecorded);
 
 const valueOf = ({type, checked, value}) =>
   type === "checkbox" ? +checked : type === "range" ? +value : value;

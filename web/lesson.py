@@ -116,11 +116,14 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
-def recorded(model):
-    """Changes of R^c in records/compression.csv, by layer, by the three steps of `changes`."""
+def recorded():
+    """{name in the text: what a step of `changes` adds to R^c in all layers of a larger model}."""
     with open(ROOT / "records" / "compression.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["model"] == model]
-    return [[float(row[key]) for row in rows] for key in ("attention", "derived", "shrinking")]
+        rows = [*csv.DictReader(file)]
+    return {f"{model.partition('-')[0]}_{step}": listed([sum(
+                float(row[step]) for row in rows if row["model"] == model)])
+            for model in ("cifar10-crate", "pydoc-crate-plain")
+            for step in ("attention", "derived", "shrinking")}
 
 
 # ---- The page -----------------------------------------------------------------------------------
@@ -146,8 +149,7 @@ def content():
     numbers |= {f"random_{name}": values for name, values in by_layer(drawn, x).items()}
     numbers["random_gain_of_eight"] = gains(drawn, x[:96])
     text = {name: listed(values) for name, values in numbers.items()}
-    return data, text | dict(changes_on_images=str(recorded("cifar10-crate")),
-                             changes_on_text=str(recorded("pydoc-crate-plain")))
+    return data, text | recorded()
 
 
 def written():

@@ -129,21 +129,16 @@ function drawGuess() {                                          // what an autoe
   put($.answer, patches(filled, "", () => 0));
 }
 
-function drawAnswer() {                                         // what the head reads in each layer
-  if (!model.head && !isText) return put($.verdict, "An encoder without a head");
+function drawAnswer() {                                         // the likeliest classes or letters
   const {at} = chosen;
   const names = isText ? letters.map(visible) : data.classes;
-  const layers = model.layers.map(({T: {out}}) =>
-    softmax(rowAt(read(model, isText ? rowsOf(out, at, at + 1) : out), 0)));
-  const last = layers.at(-1);
-  const best = order(last).slice(0, 10);
-  const row = (name, inside, end) => node("tr", {}, node("th", {}, name), layers.map((_, l) =>
-    node("td", {className: l === L.number - 1 ? "now" : ""}, inside(l))), node("td", {}, end));
-  const bar = share => node("i", {style: `width: ${100 * share}%`});
+  const chances = softmax(rowAt(logits(), isText ? at : 0));
+  const best = order(chances).slice(0, 10);
   const asked = isText ? `After ${names[model.ids[at]]} comes` : "It sees:";
-  put($.verdict, `${asked} ${names[best[0]]}, ${percent(last[best[0]])}`);
-  put($.answer, node("table", {}, row("layer", l => l + 1, ""),
-    best.map(k => row(names[k], l => bar(layers[l][k]), percent(last[k])))));
+  put($.verdict, `${asked} ${names[best[0]]}, ${percent(chances[best[0]])}`);
+  put($.answer, node("table", {}, best.map(k => node("tr", {}, node("th", {}, names[k]),
+    node("td", {}, node("i", {style: `width: ${100 * chances[k]}%`})),
+    node("td", {}, percent(chances[k]))))));
 }
 
 function drawHeads() {
@@ -151,11 +146,10 @@ function drawHeads() {
     const head = `${L.number}.${k + 1}`;
     const off = chosen.off.includes(head);
     const row = own(weights);
-    const spread = Math.exp(-sumOf(row, a => a && a * Math.log(a)));        // e^entropy
     return node("div", {}, view(row),
       button(`head ${k + 1}: ${off ? "off" : "on"}`, !off,
         () => set({off: toggled(chosen.off, head)})),
-      note(off ? "adds nothing" : `averages ≈ ${spread.toFixed()} of ${n}`));
+      off ? note("adds nothing") : "");
   }));
 }
 
@@ -198,14 +192,6 @@ $.code.onclick = e => e.target.closest("svg") &&
 $.text.oninput = () => set({at: null, entry: null});
 $.class.onclick = () => point(0);
 $.picture.onclick = toggleMask;
-$.picture.onkeydown = $.tokens.onkeydown = e => {
-  const row = isText ? 0 : side;
-  const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: row, ArrowUp: -row}[e.key];
-  if (e.key === "Enter") toggleMask();
-  if (!step || e.altKey || e.metaKey) return;
-  e.preventDefault();
-  point(clamp(chosen.at + step, 0, n - 1));
-};
 $.picture.onpointerdown = $.picture.onpointermove = e => {
   const [x, y] = [e.offsetX, e.offsetY].map(offset =>
     clamp(offset / $.picture.clientWidth * H | 0, 0, H - 1));

@@ -27,7 +27,7 @@ def text_examples(model, data, tokens):
 
 def image_examples(model, task, data):
     """(dict(pictures ...), up to eight, of different classes if there are; what the model makes of
-    the first: logits, an encoder's class token, or the patches predicted where some are masked)."""
+    the first: logits, or the patches predicted where some are masked)."""
     c, labels = model.config, data.val_labels
     firsts = np.unique(labels, return_index=True)[1]
     index = [*dict.fromkeys([*firsts, *range(len(labels))])][:8]    # one of each class, then others
@@ -41,7 +41,7 @@ def image_examples(model, task, data):
         mask = model.mask_from(torch.arange(c.patches)[None] * 0.618 % 1)
         examples["masked"] = mask[0].nonzero()[:, 0].tolist()
         return examples, model.predicted(x, mask)
-    return examples, model(x) if task == "vit" else model(x)[:, 0]
+    return examples, model(x)
 
 
 @torch.no_grad()
