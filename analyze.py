@@ -31,18 +31,13 @@ from web import page
 
 @dataclass(kw_only=True)
 class PictureFlags(evaluate.SampleFlags):
-    out: str | None = option(None, "the file, .png or of page .html; auto is out/analyze-COMMAND")
+    out: str | None = option(None, "the file, .png; auto is out/analyze-COMMAND.png")
 
 
 # ---- Tokens and steps at one scale --------------------------------------------------------------
 def at_norm(Z, other):
     """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def tangent(T, Z):
-    """T (B, n, d) without its part along each sample of Z, which changes the norm alone."""
-    return T - (T * Z).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
 
 
 def unit_size(U):
@@ -282,8 +277,9 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(PictureFlags):
+class Page(evaluate.DataFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
+    out: str | None = option(None, "the file, .html; auto is out/analyze-page.html")
 
 
 def write_page(c):
@@ -293,7 +289,7 @@ def write_page(c):
     if (arch := loaded.model.config.arch) != "crate":       # before the data is prepared
         raise UserError(f"{c.ckpt} is of arch {arch}; the page runs crate")
     if loaded.task == "gpt":
-        data, _, ids = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
+        data, _, ids = text.tokens_for(c.data, "val", loaded.meta, c.data_dir)
     else:
         data, ids = images.load_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
-from flags import CacheFlags, DataFlags, option, parse_command, UserError
+from flags import CacheFlags, ImageFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
@@ -169,10 +169,14 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Checkpoints and samples, for the commands here, of analyze.py and of the experiments -------
 @dataclass(kw_only=True)
-class Flags(CheckpointFlags, CacheFlags):
+class DataFlags(CheckpointFlags, CacheFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
     seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
+
+
+@dataclass(kw_only=True)
+class Flags(DataFlags):
+    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
 
 
 def open_model(c, *tasks):
@@ -206,7 +210,7 @@ def spread(total, n):
 def split_for(loaded, c):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
     data = images.load_for(c.data, loaded.meta, c.data_dir)
-    return data, data.on_device(c.split, next(loaded.model.parameters()).device)
+    return data, images.Images(getattr(data, c.split), next(loaded.model.parameters()).device)
 
 
 def batches(loaded, c):
@@ -229,7 +233,7 @@ def batches(loaded, c):
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class ScoreFlags(Flags, PrecisionFlags, DataFlags):
+class ScoreFlags(Flags, PrecisionFlags, ImageFlags):
     batch_size: int = option(500, "images at once", low=1)
 
 
@@ -244,7 +248,7 @@ def accuracy(c):
     loaded, processes = open_model(c, "vit")
     data = images.load_for(c.data, loaded.meta, c.data_dir)
     check_classes(loaded, data)
-    split = data.on_device(c.split, processes.device)
+    split = images.Images(getattr(data, c.split), processes.device)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, processes, c.batch_size, c.workers)
 
@@ -263,7 +267,7 @@ def probe(c):
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
     samples = []
     for name in ("train", "val"):
-        split = data.on_device(name, processes.device)
+        split = images.Images(getattr(data, name), processes.device)
         x = features(loaded.encoder, split, data, processes, kind, c.batch_size, c.workers)
         samples += [x, split.labels.to(processes.device)]
     encoder = "random" if c.untrained else c.ckpt
@@ -282,7 +286,7 @@ def knn(c):
 
 
 @dataclass(kw_only=True)
-class LM(ScoreFlags):
+class LM(Flags, PrecisionFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))

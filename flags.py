@@ -37,7 +37,7 @@ class CacheFlags:
 
 
 @dataclass(kw_only=True)
-class DataFlags(CacheFlags):
+class ImageFlags(CacheFlags):
     workers: int = option(8, "processes that read an image set of 4 GiB or more", low=0)
 
 

@@ -68,7 +68,9 @@ def side_by_side(heads):
 
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
-    and `forward`."""
+    and `forward`. For text it says so: then no token sees a later one, and `forward` and
+    `new_cache` keep what a generation has read."""
+    for_text = False
 
     def __init__(self, config):
         super().__init__()
@@ -112,6 +114,7 @@ class Attention(nn.Module, ABC):
 class SoftmaxAttention(Attention):
     """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
     not U^* Z all three, a subclass has its own `queries_keys_values`."""
+    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -481,6 +484,7 @@ class TSSA(Attention):
         out_ik  = - Pi_ik w_i / (1 + s_k)                      entries with a small s change most
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
+    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -814,6 +818,8 @@ class TextConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.row.attention.for_text:
+            raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
         if (self.rotary or self.shift) and not issubclass(self.row.attention, SoftmaxAttention):
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:

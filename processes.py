@@ -84,6 +84,10 @@ def with_bar(items, what, total=None):
 
 
 # ---- Processes ----------------------------------------------------------------------------------
+class SharedError(UserError):
+    """One that every process raises, so that rank 0 alone reports it."""
+
+
 class Processes:
     """This process among those of torchrun (rank, world, device), and the collectives."""
 
@@ -140,18 +144,19 @@ class Processes:
 
     def main_only(self, function, *args):
         """function(*args) on rank 0; its result, or its error as a UserError, on every process."""
-        outcome = [None]
+        result = error = None
         if self.rank == 0:
             try:
-                outcome = [function(*args)]
-            except (UserError, OSError) as error:
-                outcome = [UserError(str(error))]
+                result = function(*args)
+            except (UserError, OSError) as raised:
+                error = str(raised)     # not itself: its traceback would keep a run's lock
         if self.world > 1:
-            dist.broadcast_object_list(outcome, 0, group=self.control)
-        if isinstance(outcome[0], UserError):
-            outcome[0].shared = True
-            raise outcome.pop()     # a variable would keep its traceback, and a run's lock
-        return outcome[0]
+            both = [result, error]
+            dist.broadcast_object_list(both, 0, group=self.control)
+            result, error = both
+        if error is not None:
+            raise SharedError(error)
+        return result
 
     def wrap(self, model):
         """The model, in DistributedDataParallel if there are several processes. Compile after."""
@@ -205,7 +210,7 @@ def cli(main):
             raise
         status, line = ending(error)
         # rank 0 alone reports what every process has: a shared error, any before they join
-        alone = dist.is_initialized() and not hasattr(error, "shared")
+        alone = dist.is_initialized() and not isinstance(error, SharedError)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")

@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
-from flags import DataFlags, option, ROOT, UserError
+from flags import CacheFlags, option, ROOT, UserError
 from optim import Clock
-from processes import flush_or_mute, PrecisionFlags
+from processes import flush_or_mute, PrecisionFlags, SharedError
 
 
 @dataclass(kw_only=True)
-class RunFlags(PrecisionFlags, DataFlags):
+class RunFlags(PrecisionFlags, CacheFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
@@ -33,10 +33,9 @@ class RunFlags(PrecisionFlags, DataFlags):
     keep: str = option("", "steps, by commas, after each of which ckpt-STEP.pt is written")
 
 
-class RunEnded(Exception):
-    """A run that ends early, in every process: status 3 where the loss is not finite; after a saved
-    SIGINT or SIGTERM 128 + the signal's number, as in shells."""
-    shared = True
+class RunEnded(SharedError):
+    """A run that ends early: status 3 where the loss is not finite; after a saved SIGINT or SIGTERM
+    128 + the signal's number, as in shells."""
 
     def __init__(self, exit_status, message):
         super().__init__(message)
@@ -86,22 +85,22 @@ class Run:
 
     def _take_folder(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, name = self.config, self.dir / ".lock"
+        c = self.config
         saved = any((self.dir / file).exists() for file in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         self._lock = lock(self.dir)
-        # torchrun also restarts what was refused below, which has not left its name in .lock
-        torchrun = f"{os.environ.get('TORCHELASTIC_RUN_ID')} {os.getppid()}"
-        restarted = self.processes.restarts > 0 and name.read_text() == torchrun
-        goes_on = c.resume or restarted
+        # torchrun may start this again, also what was refused below, which has not left its name
+        started_by, parent = self.dir / ".started-by", str(os.getppid())
+        goes_on = c.resume or (self.processes.restarts > 0 and started_by.exists()
+                               and started_by.read_text() == parent)
         if c.overwrite and not goes_on:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
-        elif not goes_on and any(path != name for path in self.dir.iterdir()):
+        elif not goes_on and any(path.name[0] != "." for path in self.dir.iterdir()):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-        name.write_text(torchrun)
+        started_by.write_text(parent)
         return goes_on and saved
 
     def attach(self, model, optimizers, data_meta, extra=None):

@@ -49,11 +49,11 @@ def main(argv):
     with processes.autocast():
         written = model.generate(start, c.tokens, c.temperature, c.top_k, stop, generator,
                                  tokenizer.known)[:, len(ids):].tolist()
-    rate = len(written) * len(written[0]) / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
     written = [row[:row.index(stop)] if stop in row else row for row in written]
     texts = [opening + tokenizer.decode(row) for row in written]
     print("\n---\n".join(texts))
-    print(f"{rate:,.0f} tokens/s", file=sys.stderr)
+    print(f"{sum(map(len, written)) / seconds:,.0f} tokens/s", file=sys.stderr)
     return texts
 
 

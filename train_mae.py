@@ -12,7 +12,7 @@ import torch
 
 from data import augment, images
 from evaluate import batches_of, validation_noise
-from flags import model_fields, ModelFlags, option, parse_run
+from flags import ImageFlags, model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile
@@ -20,7 +20,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ModelFlags):
+class Config(RunFlags, ImageFlags, ModelFlags):
     """--layers are those of the encoder."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
@@ -99,7 +99,7 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -114,7 +114,7 @@ def main(argv):
     # ---- run
     run = Run(c, "mae", name, processes)
     run.attach(model, optimizers, data.meta())
-    train, val = (data.on_device(split, device) for split in ("train", "val"))
+    train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

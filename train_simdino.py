@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import model_fields, ModelFlags, option, parse_run, UserError
+from flags import ImageFlags, model_fields, ModelFlags, option, parse_run, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
@@ -27,7 +27,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ModelFlags):
+class Config(RunFlags, ImageFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
@@ -211,7 +211,7 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -239,7 +239,7 @@ def main(argv):
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors
-    train, val = (data.on_device(split, device) for split in ("train", "val"))
+    train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(student)
     if wants_compile(c.compile, device):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import classify, pooling
-from flags import model_fields, ModelFlags, option, parse_run, UserError
+from flags import ImageFlags, model_fields, ModelFlags, option, parse_run, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, note, Processes, wants_compile
@@ -23,7 +23,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ModelFlags):
+class Config(RunFlags, ImageFlags, ModelFlags):
     """With --init_from, auto takes what the checkpoint has; --image_size is 32 unless given."""
     data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
@@ -183,7 +183,7 @@ def main(argv):
     if c.crop == "pad" and data.image_size > c.image_size:
         note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
     data = data.hold_out(c.val, c.train_images)
-    epoch = images.steps_per_epoch(len(data.train_labels), c.batch_size)
+    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
     total = max(round(c.epochs * epoch), 1)
 
     # ---- model
@@ -207,7 +207,7 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.attach(model, optimizers, data.meta())
-    train, val = (data.on_device(split, device) for split in ("train", "val"))
+    train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

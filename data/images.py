@@ -2,6 +2,7 @@
 prepare.py makes the files; a small set is prepared at its first use."""
 import os
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,20 +13,23 @@ from flags import CACHE, UserError
 from processes import to_device
 
 
+class Split(NamedTuple):
+    """A part of an image set, as read-only memory maps."""
+    images: np.ndarray                  # uint8 (N, H, W, 3)
+    labels: np.ndarray                  # int64 (N,)
+    masks: np.ndarray | None = None     # uint8 (N, H, W), 1 on the object (drawn sets only)
+
+
 @dataclass
 class ImageData:
-    """A prepared image set. Its arrays are read-only memory maps."""
+    """A prepared image set."""
     name: str
     classes: list[str]
-    mean: list[float]       # per channel, of train_images / 255
+    mean: list[float]       # per channel, of the training images / 255
     std: list[float]
     image_size: int
-    train_images: np.ndarray | None = None      # uint8 (N, H, W, 3)
-    train_labels: np.ndarray | None = None      # int64 (N,)
-    train_masks: np.ndarray | None = None       # uint8 (N, H, W), 1 on the object (drawn sets only)
-    val_images: np.ndarray | None = None
-    val_labels: np.ndarray | None = None
-    val_masks: np.ndarray | None = None
+    train: Split | None = None
+    val: Split | None = None
     version: str | None = None      # of the files: a set prepared anew may have another
 
     def meta(self):
@@ -33,43 +37,36 @@ class ImageData:
         return dict(name=self.name, classes=self.classes, mean=self.mean, std=self.std,
                     image_size=self.image_size, version=self.version)
 
-    def on_device(self, split, device):
-        """Its "train" or "val" part, as Images."""
-        parts = dict(train=(self.train_images, self.train_labels),
-                     val=(self.val_images, self.val_labels))
-        return Images(*parts[split], device)
-
     def hold_out(self, val, train=None):
         """The set that validates on the last `val` training images, 0: as before, and trains on
-        the first `train` of the others, None: on all. It has no masks."""
-        kept = len(self.train_labels) - val
+        the first `train` of the others, None: on all."""
+        images, labels, _ = self.train
+        kept = len(labels) - val
         if kept < 1:
             raise UserError(f"--val={val} leaves no image of {self.name} to train on")
-        images, labels, n = self.train_images, self.train_labels, min(train or kept, kept)
-        parts = dict(train_images=images[:n], train_labels=labels[:n])
-        if val:
-            parts |= dict(val_images=images[kept:], val_labels=labels[kept:])
-        return replace(self, **parts, train_masks=None, val_masks=None)
+        n, held = min(train or kept, kept), Split(images[kept:], labels[kept:])
+        return replace(self, train=Split(images[:n], labels[:n]), val=held if val else self.val)
 
 
 def load(name, cache=CACHE):
     """Opens a prepared set; one that is missing and small is prepared first. Raises UserError."""
     with prepare.opened(name, "images", cache) as (folder, meta):
-        arrays, size = {}, meta["image_size"]
+        splits, size = {}, meta["image_size"]
         for split in ("train", "val"):
-            n = meta["images"][split]
+            n, arrays = meta["images"][split], {}
             fits = dict(images=(np.uint8, (n, size, size, 3)), labels=(np.int64, (n,)),
                         masks=(np.uint8, (n, size, size)))
             for kind, (dtype, shape) in fits.items():
                 path = folder / f"{split}_{kind}.npy"
                 if kind == "masks" and not path.exists():       # drawn sets alone have them
                     continue
-                arrays[path.stem] = array = np.load(path, mmap_mode="r")
+                arrays[kind] = array = np.load(path, mmap_mode="r")
                 if (array.dtype, array.shape) != (dtype, shape):
                     raise ValueError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
-            if not {*np.unique(arrays[f"{split}_labels"])} <= {*range(len(meta["classes"]))}:
+            if not {*np.unique(arrays["labels"])} <= {*range(len(meta["classes"]))}:
                 raise ValueError(f"{split}_labels.npy has other labels than its classes")
-        return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **arrays,
+            splits[split] = Split(**arrays)
+        return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **splits,
                          version=f"{meta['images']}, checksum {meta.get('checksum')}")
 
 
@@ -125,16 +122,15 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 
 
 class Images:
-    """Batches of one split on `device`: images uint8 (N, H, W, 3), labels int64 (N,). A resident
-    split is one tensor on the device, and a batch is a gather there; any other is read from the
-    memory map batch by batch. By default one below 4 GiB is resident."""
+    """Batches of a Split on `device`. If resident, it is a tensor there, and a batch is a gather; if
+    not, a batch is read from the memory map. By default a split below 4 GiB is resident."""
 
-    def __init__(self, images, labels, device, resident=None):
+    def __init__(self, split, device, resident=None):
         self.device = torch.device(device)
-        self.resident = images.nbytes < 4 * 2 ** 30 if resident is None else resident
-        self.images, self.labels = images, torch.from_numpy(np.array(labels))
+        self.resident = split.images.nbytes < 4 * 2 ** 30 if resident is None else resident
+        self.images, self.labels = split.images, torch.from_numpy(np.array(split.labels))
         if self.resident:
-            self.images = torch.from_numpy(np.array(images)).to(self.device)
+            self.images = torch.from_numpy(np.array(self.images)).to(self.device)
             self.labels = self.labels.to(self.device)
 
     def __len__(self):

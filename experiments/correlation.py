@@ -29,7 +29,7 @@ from checkpoint import load_model
 from data import images
 from evaluate import classify, spread
 from figures import print_table
-from flags import DataFlags, option, parse, ROOT, UserError
+from flags import ImageFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, PrecisionFlags, Processes
 
@@ -43,7 +43,7 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 
 @dataclass(kw_only=True)
-class Correlation(PrecisionFlags, DataFlags):
+class Correlation(PrecisionFlags, ImageFlags):
     out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
@@ -138,7 +138,7 @@ def fit(theta, folder, c, processes):
         loaded = load_model(folder / "ckpt.pt", tasks=("vit",))
         data = images.load_for(None, loaded.meta, c.data_dir)
         n = loaded.content["run_config"]["train_images"]
-        train = images.Images(data.train_images[:n], data.train_labels[:n], processes.device)
+        train = images.Images(data.hold_out(0, n).train, processes.device)
         loss = classify(loaded.model.to(processes.device), train, data, processes)["loss"]
         if loss <= c.fitted:
             break
@@ -151,7 +151,7 @@ def examine(theta, c, processes):
     loaded, data, train, loss = fit(theta, folder, c, processes)
     model = loaded.model
     initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
-    val = data.on_device("val", processes.device)
+    val = images.Images(data.val, processes.device)
     gap = classify(model, val, data, processes)["loss"] - loss
     batch, y = train.batch(spread(len(train), c.samples))
     x = images.model_input(batch, data, model.config.image_size)

@@ -141,7 +141,7 @@ def open_objects(c):
     loaded, processes = open_model(c, "vit", "mae", "simdino")
     size = loaded.encoder.config.image_size
     data = images.load_for(c.data, loaded.meta, c.data_dir)
-    masks = dict(train=data.train_masks[:len(data.val_masks)], val=data.val_masks)
+    masks = dict(train=data.train.masks[:len(data.val.masks)], val=data.val.masks)
     for split, array in masks.items():
         mask = torch.tensor(array)[:, None]
         masks[split] = augment.at_size(mask, min(size, mask.shape[-1])).bool()
@@ -166,7 +166,7 @@ def segment(c):
     overlaps, mean_mask = {}, masks["train"].float().mean(0, keepdim=True)
     of_boxes, of_masks, confidences = [], [], []
     for split, objects in masks.items():
-        of_maps, pictures = [], data.on_device(split, processes.device)
+        of_maps, pictures = [], images.Images(getattr(data, split), processes.device)
         for index in with_bar(torch.arange(len(objects)).split(c.batch_size), split):
             x, truth = images.model_input(pictures.batch(index)[0], data, size), objects[index]
             with processes.autocast():

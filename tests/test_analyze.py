@@ -48,7 +48,7 @@ def sheets(monkeypatch):
 def validation(cache, index):
     """Images of the validation split, normalized."""
     data = images.load("shapes", cache)
-    return images.model_input(torch.from_numpy(data.val_images[index]), data, 32)
+    return images.model_input(torch.from_numpy(data.val.images[index]), data, 32)
 
 
 @torch.no_grad()

@@ -5,13 +5,13 @@ from helpers import scrambled, write_model
 from test_model import assert_near
 from torch.nn import functional as F
 
+import crate
 import model as models
 from analyze import unit_size
 from data import images
 from experiments import compression
-from experiments.compression import random_subspaces, steps
+from experiments.compression import random_subspaces
 from experiments.random_tokens import directions, random_tokens
-from flags import UserError
 
 
 def start(seed, norm):
@@ -61,8 +61,8 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """Alone is attention with the map I, mean with a map of equal weights, on the layer's values:
-    with --shift they have a part of the token before."""
+    """Each is attention with another map, on the layer's values: with --shift they have a part of
+    the token before. (34) and the first term of (33) are those of crate.py."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -70,53 +70,67 @@ def test_controls(text):
         model = models.ImageEncoder(models.ImageConfig(
             width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
-    attention = layer.attention
+    attention, X = layer.attention, layer.norm1(Z)
 
     def heads_joined(A):
-        values = attention.queries_keys_values(layer.norm1(Z))[2]
+        values = attention.queries_keys_values(X)[2]
         return attention.W((A @ values).transpose(1, 2).flatten(2))
     ones = torch.ones(9, 9).double()
-    equal = ones.tril() if text else ones
-    generator = torch.Generator().manual_seed(0)
-    found = steps(layer, Z, generator, own_length=True)
-    assert_near(found["attention"], attention(layer.norm1(Z)))
+    seen = ones.tril() if text else ones
+    fixed = torch.rand(2, 9, 9).double()
+    found = compression.steps(layer, Z, fixed, torch.Generator())
+    assert_near(found["attention"], attention(X))
     assert_near(found["alone"], heads_joined(torch.eye(9).double()))
-    assert_near(found["mean"], heads_joined(equal / equal.sum(1, keepdim=True)))
-    assert_near(found["half"], (found["alone"] + found["mean"]) / 2)
-    own = attention.map(layer.norm1(Z)).diagonal(dim1=-2, dim2=-1)          # (B, K, n)
-    kept = torch.stack([(1 - own[..., i]) / max(1, equal[i].sum() - 1) for i in range(9)], -1)
-    kept = torch.diag_embed(own - kept) + kept[..., None] * equal
-    kept = heads_joined(kept)
-    length = found["attention"].norm(dim=(1, 2))
-    scaled = steps(layer, Z, generator)
-    for step in scaled.values():
-        assert_near(step.norm(dim=(1, 2)), length)
-    assert_near(F.normalize(scaled["kept"].flatten(1)), F.normalize(kept.flatten(1)))
-    for name in ("alone", "mean"):
-        assert_near(F.normalize(scaled[name].flatten(1)), F.normalize(found[name].flatten(1)))
+    assert_near(found["fixed"], heads_joined(fixed.expand(3, 2, 9, 9)))
+    own = attention.map(X).diagonal(dim1=-2, dim2=-1)                       # (B, K, n)
+    rest = torch.stack([(1 - own[..., i]) / max(1, seen[i].sum() - 1) for i in range(9)], -1)
+    assert_near(found["equal"], heads_joined(torch.diag_embed(own - rest) + rest[..., None] * seen))
+    U = unit_size(attention.bases())
+    first, _ = crate.neumann_terms(X, U)
+    beta = 8 / (9 * 0.5 ** 2)
+    assert_near(found["shrinking"], -first / beta)
+    if not text:
+        back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
+        assert_near(found["derived"], back * (U / attention.bases()).square().mean() - X)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_shuffled_maps(causal):
-    """A row keeps its diagonal and its weights, and of text nothing is after the token. Each order
-    is as likely: over many maps the mean weight of the others is the same."""
-    scores = torch.randn(1, 2, 6, 6).double()
-    if causal:
-        scores = scores.masked_fill(~torch.ones(6, 6).tril().bool(), -torch.inf)
-    A = scores.softmax(-1).expand(4000, 2, 6, 6)
-    found = compression.shuffled(A, torch.Generator().manual_seed(0), causal)
-    assert_near(found.diagonal(0, -2, -1), A.diagonal(0, -2, -1))
-    assert_near(found.sort(-1).values, A.sort(-1).values)
-    others = ~torch.eye(6).bool()
-    others &= torch.ones(6, 6).tril().bool() if causal else others
-    equal = ((A * others).sum(-1) / others.sum(-1).clamp_min(1))[0]
-    mean = found.mean(0)
-    assert ((mean - equal[..., None]) * others).abs().max() < 0.02
+@pytest.mark.parametrize("uncentered", [True, False])
+def test_changes(uncentered, eps=0.3):
+    """Of tokens less their mean or as they are, at attention's length and the norm before; cosines
+    with the gradient that autograd finds, across Z."""
+    model = models.ImageEncoder(models.ImageConfig(
+        width=16, heads=2, layers=1, image_size=32, patch_size=8))
+    layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
+
+    def seen(T):
+        return T if uncentered else T - T.mean(1, keepdim=True)
+    U = unit_size(layer.attention.bases()).detach()
+    Z.requires_grad_()
+    uphill, = torch.autograd.grad(models.subspace_coding_rate(seen(Z), U, eps).sum(), Z)
+    Z = Z.detach()
+    fixed, before, norm = torch.rand(2, 17, 17).double(), seen(Z), (1, 2)
+    with torch.no_grad():
+        added = compression.steps(layer, Z, fixed, torch.Generator())
+        change, cosine = compression.changes(layer, Z, fixed, torch.Generator(), eps, uncentered)
+    for name, step in (added | dict(gradient=-uphill)).items():
+        length = seen(added["attention"]).norm(dim=norm, keepdim=True)
+        after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
+        after = after * before.norm(dim=norm, keepdim=True) / after.norm(dim=norm, keepdim=True)
+        rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
+        across = []
+        for T, along in ((seen(step), before), (-uphill, before)):
+            T, along = T.flatten(1), F.normalize(along.flatten(1))
+            across.append(T - (T * along).sum(1, keepdim=True) * along)
+        if name != "noise":             # which is drawn behind the random subspaces
+            assert_near(change[name], rates[1] - rates[0])
+            assert_near(cosine[name], F.cosine_similarity(*across))
+    assert ("common" in change) == uncentered
 
 
 @torch.no_grad()
 def test_tables_and_figure(tmp_path, cache):
-    """One checkpoint: errors are over samples. Two of one config: over checkpoints."""
+    """One checkpoint: errors are over samples. Two of one config: over checkpoints. The last row is
+    of all layers."""
     meta, paths = images.load("shapes", cache).meta(), []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -125,28 +139,14 @@ def test_tables_and_figure(tmp_path, cache):
         paths.append(str(tmp_path / f"{seed}.pt"))
         write_model(paths[-1], model, "vit", meta)
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4"]
-    each = [compression.main([f"--ckpt={path}", *flags])[0]["layers"] for path in paths]
-    copies = compression.Compression(ckpt="", together=2)
-    Z, generator = torch.randn(1, 17, 16).double(), torch.Generator()
-    layer = model.double().encoder.layers[0]
-    twice, *_ = compression.changes(layer, Z.repeat(2, 1, 1), generator, copies)
-    once, *_, cosine = compression.changes(layer, Z, generator, compression.Compression(ckpt=""))
-    assert_near(twice["alone"], once["alone"])
-    assert once["gradient"] < min(once["attention"], 0)
-    X, bases, U = layer.norm1(Z), layer.attention.bases(), unit_size(layer.attention.bases())
-    back = models.mssa(X, bases, scale=8 ** -0.5) * (U / bases).square().mean()
-    uphill = models.subspace_coding_rate_grad(Z, U, 0.1)
-    first = -(X[:, None] @ U @ U.mT).sum(1)
-    for name, step in dict(derived=back - X, shrinking=first, gradient=-uphill).items():
-        along = Z.flatten() / Z.norm()
-        a, b = (T.flatten() - (T.flatten() @ along) * along for T in (step, -uphill))
-        assert_near(cosine[name], F.cosine_similarity(a[None], b[None]))
-    with pytest.raises(UserError, match="--together=2 does not divide a batch of 1"):
-        compression.changes(layer, Z, generator, copies)
+    each = [compression.main([f"--ckpt={path}", *flags])[0]["changes"] for path in paths]
     run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--figure={tmp_path / 'a.png'}"])
     assert (tmp_path / "a.png").exists() and run["names"] == paths
-    for (row, *_), ((first, *_), (second, *_)) in zip(run["layers"], zip(*each), strict=True):
+    for row, first, second in zip(run["changes"], *each, strict=True):
         assert row.keys() == first.keys() and first["attention_error"] > 0
         assert row["attention"] == pytest.approx((first["attention"] + second["attention"]) / 2)
         assert row["attention_error"] == pytest.approx(
             abs(first["attention"] - second["attention"]) / 2)
+    *layers, last = each[0]
+    assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
+    assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))

@@ -33,15 +33,15 @@ def test_index_batches_cover_each_epoch_once_and_start_anywhere():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_streaming_equals_resident(cache, workers):
     data = images.load("shapes", cache)
-    resident, streaming = (images.Images(data.train_images[:40], data.train_labels[:40], "cpu", how)
+    resident, streaming = (images.Images(data.hold_out(0, 40).train, "cpu", how)
                            for how in (None, False))
     state = torch.get_rng_state()
     both = [split.batches(images.index_batches(40, 8, seed=0), workers)
             for split in (resident, streaming)]
     for index in itertools.islice(images.index_batches(40, 8, seed=0), 12):
         for x, y in map(next, both):
-            assert np.array_equal(x, data.train_images[index])
-            assert np.array_equal(y, data.train_labels[index])
+            assert np.array_equal(x, data.train.images[index])
+            assert np.array_equal(y, data.train.labels[index])
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -67,7 +67,7 @@ def test_a_gpu_is_fed_without_waiting_for_it(script, flags, resident, monkeypatc
     c, _ = parse_run(script.Config, script.PRESETS, ["cifar10-small", "--batch_size=8", *flags], "")
     data = SimpleNamespace(image_size=32, mean=[0.4] * 3, std=[0.2] * 3)
     pixels = np.zeros((40, 32, 32, 3), np.uint8)
-    source = images.Images(pixels, np.zeros(40, np.int64), "meta", resident)
+    source = images.Images(images.Split(pixels, np.zeros(40, np.int64)), "meta", resident)
     rng, tensor = augment.BatchRandom(0, 8), torch.tensor
     monkeypatch.setattr(augment, "to_device", to_gpu)
     monkeypatch.setattr(images, "to_device", to_gpu)

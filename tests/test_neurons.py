@@ -69,8 +69,8 @@ def test_neurons_of_images(pool, tmp_path, cache):
     c = neurons.Neurons(ckpt=paths[1], samples=30, data_dir=str(cache), device="cpu")
     loaded = load_model(c.ckpt)
     codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()
-    assert np.array_equal(codes.kinds, data.val_labels[index])
-    red = data.val_images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
+    assert np.array_equal(codes.kinds, data.val.labels[index])
+    red = data.val.images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
     assert np.array_equal(codes.properties["red"], red)
     x = torch.cat([x for _, x in neurons.batches(loaded, c)])
     with torch.no_grad():

@@ -66,8 +66,8 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     prepare.main(command)
     data, pixels = images.load("cifar10", tmp_path), np.stack([np.asarray(p) for p in pictures])
     assert (data.name, data.classes, data.image_size) == ("cifar10", names, 32)
-    assert np.array_equal([*data.train_images, *data.val_images], pixels)
-    assert np.array_equal([*data.train_labels, *data.val_labels], labels)
+    assert np.array_equal([*data.train.images, *data.val.images], pixels)
+    assert np.array_equal([*data.train.labels, *data.val.labels], labels)
     assert data.mean == pytest.approx(pixels[:40].mean((0, 1, 2)) / 255)
     assert data.std == pytest.approx(pixels[:40].std((0, 1, 2)).clip(1) / 255)
     assert_fails("is there already", prepare.main, command)
@@ -93,8 +93,8 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     prepare.main(["imagenet", f"--source={tmp_path}", f"--data_dir={tmp_path}"])
     data = images.load("imagenet", tmp_path)
     assert data.image_size == 256 and data.classes == [str(i) for i in range(1000)]
-    assert data.train_labels.tolist() == [0, 999, 3] and data.val_labels.tolist() == [5]
-    for stored, expected in zip([*data.train_images, *data.val_images], by_hand + by_hand[:1]):
+    assert data.train.labels.tolist() == [0, 999, 3] and data.val.labels.tolist() == [5]
+    for stored, expected in zip([*data.train.images, *data.val.images], by_hand + by_hand[:1]):
         assert np.array_equal(stored, np.asarray(expected))
 
 
@@ -157,7 +157,7 @@ def test_links_and_odd_names(tmp_path, capsys):
     (tmp_path / "mine/cat/link" / os.fsdecode(b"\xe9\n.png")).write_bytes(b"no picture")
     prepare.prepare("mine", prepare.ImageSet(8), tmp_path / "mine", tmp_path / "cache")
     data, told = images.load("mine", tmp_path / "cache"), capsys.readouterr().err
-    assert data.classes == ["cat", "dog"] and len(data.train_labels) + len(data.val_labels) == 10
+    assert data.classes == ["cat", "dog"] and len(data.train.labels) + len(data.val.labels) == 10
     assert "left out: 1 files" in told and "gone.png" in told and "link/\ufffd .png (" in told
 
 
@@ -197,10 +197,10 @@ def test_own_pictures(tmp_path, capsys):
         prepare.prepare(root, prepare.ImageSet(24), tmp_path / root, tmp_path / "cache")
         data = images.load(root, tmp_path / "cache")
         assert data.classes == ["cat", "dog"] and data.image_size == 24
-        pictures = data.train_images, data.val_images
+        pictures = data.train.images, data.val.images
         train, val = ((x.mean((1, 2, 3)) / 12).round() for x in pictures)
-        assert np.array_equal([*data.train_labels, *data.val_labels], np.r_[train, val] >= 9)
-        assert 0 < data.train_labels[:9].sum() < 9      # not one class behind the other
+        assert np.array_equal([*data.train.labels, *data.val.labels], np.r_[train, val] >= 9)
+        assert 0 < data.train.labels[:9].sum() < 9      # not one class behind the other
         assert sorted([*train, *val]) == sorted([*range(20)] * (1 + (root == "split")))
     assert 2 <= len(val) <= 3
     told = capsys.readouterr().err
@@ -268,7 +268,7 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [".camouflage.lock"]
     prepare.prepare("camouflage", prepare.DrawnSet(CAMOUFLAGE, (30, 10)), cache=tmp_path)
     data, drawn = images.load("camouflage", tmp_path), draw_shapes(10, 1, **CAMOUFLAGE["val"])
-    assert len(data.train_labels) == 30 and np.array_equal(data.val_images, drawn[0])
+    assert len(data.train.labels) == 30 and np.array_equal(data.val.images, drawn[0])
 
 
 def test_damage_is_one_line(tmp_path):
@@ -288,8 +288,8 @@ def test_damage_is_one_line(tmp_path):
 def test_files_fit_their_meta(tmp_path):
     prepare.prepare("shapes", prepare.DrawnSet({}, (20, 10)), cache=tmp_path)
     data = images.load("shapes", tmp_path)
-    for name, wrong in (("train_labels", data.train_labels[:-1]), ("val_labels", np.full(10, 10)),
-                        ("train_images", np.zeros((20, 32, 32, 3))), ("val_masks", data.val_labels),
+    for name, wrong in (("train_labels", data.train.labels[:-1]), ("val_labels", np.full(10, 10)),
+                        ("train_images", np.zeros((20, 32, 32, 3))), ("val_masks", data.val.labels),
                         ("val_labels", np.full(10, -1))):
         path = tmp_path / "shapes" / f"{name}.npy"
         whole = path.read_bytes()
@@ -318,7 +318,7 @@ def test_a_set_that_is_prepared_anew_has_another_version(tmp_path):
         prepare.prepare("words", CHARACTERS, tmp_path / "words", tmp_path / str(i))
         data = images.load("pets", tmp_path / str(i))
         metas.append((data.meta(), text.load("words", tmp_path / str(i)).meta()))
-    assert len({*data.train_labels[:12]}) > 3 < len({*data.val_labels[-12:]})
+    assert len({*data.train.labels[:12]}) > 3 < len({*data.val.labels[-12:]})
     for first, same, other in zip(*metas):
         assert first["version"] == same["version"] != other["version"]
 

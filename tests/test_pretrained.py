@@ -34,7 +34,7 @@ def test_what_the_files_hold():
 
 @pytest.fixture(scope="module")
 def drawn():
-    return [images.Images(*shapes.draw_shapes(n, seed=seed)[:2], "cpu")
+    return [images.Images(images.Split(*shapes.draw_shapes(n, seed=seed)), "cpu")
             for seed, n in enumerate((1000, 2000))]
 
 

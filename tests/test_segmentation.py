@@ -85,9 +85,8 @@ def test_perfect_masks(tmp_path, monkeypatch):
     for mask, (top, left) in zip(masks, 4 * np.random.default_rng(0).integers(1, 4, (30, 2))):
         mask[top:top + 8, left:left + 12] = 1
     pixels = (30 + 190 * masks[..., None]).repeat(3, axis=3)
-    data = images.ImageData("shapes", list("abcdefghij"), [0.5] * 3, [0.2] * 3, 32,
-                            val_images=pixels, val_labels=np.arange(30) % 10, val_masks=masks,
-                            train_images=pixels, train_labels=np.arange(30) % 10, train_masks=masks)
+    split = images.Split(pixels, np.arange(30) % 10, masks)
+    data = images.ImageData("shapes", list("abcdefghij"), [0.5] * 3, [0.2] * 3, 32, split, split)
     monkeypatch.setattr(images, "load", lambda name, cache: data)
     write_model(tmp_path / "m.pt", ImageClassifier(ImageConfig(**TINY)), "vit", data.meta())
     flags = [f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--batch_size=7"]
@@ -105,10 +104,10 @@ def test_maps(arch, tmp_path, cache):
     write_model(tmp_path / "m.pt", scrambled(model), "vit", data.meta())
     result = segmentation.main([f"--ckpt={tmp_path / 'm.pt'}", "--device=cpu", "--data=shapes",
                                 f"--data_dir={cache}", "--batch_size=30"])
-    prior = torch.tensor(data.train_masks[:100]).float().mean(0).expand(100, -1, -1)
+    prior = torch.tensor(data.train.masks[:100]).float().mean(0).expand(100, -1, -1)
     scores = []
-    for x, truth in ((data.train_images[:100], data.train_masks[:100]),
-                     (data.val_images, data.val_masks)):
+    for x, truth in ((data.train.images[:100], data.train.masks[:100]),
+                     (data.val.images, data.val.masks)):
         x = augment.normalize(augment.to_float(torch.tensor(x)), data.mean, data.std)
         maps = saliency(model.encoder.trace(x)[-1].attention, "class").mean(1).unflatten(-1, (8, 8))
         maps = F.interpolate(maps[:, None], size=(32, 32), mode="bilinear", antialias=True)[:, 0]

@@ -16,7 +16,7 @@ def test_validation_and_the_sheet(cache):
     """The loss of every image once; input, mask, reconstruction and the two pasted together."""
     data = images.load("shapes", cache=cache)
     c, _ = parse_run(train_mae.Config, train_mae.PRESETS, FLAGS["train_mae"], "")
-    val = images.Images(data.val_images, data.val_labels, "cpu")
+    val = images.Images(data.val, "cpu")
     model = train_mae.build_model(c).eval()
     x = augment.normalize(augment.to_float(val.images), data.mean, data.std)
     noise = validation_noise(model, 100)
@@ -27,7 +27,7 @@ def test_validation_and_the_sheet(cache):
 
     sheet, _ = figures.reconstructions(model, x[:3], noise[:3], data.mean, data.std)
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
-    torch.testing.assert_close(255 * given, torch.tensor(data.val_images[:3]).float())
+    torch.testing.assert_close(255 * given, torch.tensor(data.val.images[:3]).float())
     hidden = model.mask_from(noise[:3]).view(3, 4, 4)
     hidden = hidden.repeat_interleave(8, 1).repeat_interleave(8, 2)
     torch.testing.assert_close(masked[hidden], torch.tensor(data.mean).expand_as(masked[hidden]))

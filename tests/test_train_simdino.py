@@ -61,7 +61,7 @@ def shapes(cache):
 
 
 def make_views(c, data, index=range(20), step=3, rows=slice(0, 20)):
-    pixels = torch.tensor(data.train_images[index])
+    pixels = torch.tensor(data.train.images[index])
     return train_simdino.make_views(pixels[rows], c, data, step, rows)
 
 

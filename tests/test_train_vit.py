@@ -107,10 +107,10 @@ def test_srr_is_the_mean_coding_rate_in_the_subspaces_of_the_outputs():
 def test_held_out_images_are_not_trained_on(train, tmp_path, cache, monkeypatch):
     """They are the last ones."""
     splits, Images = [], images.Images
-    monkeypatch.setattr(images, "Images", lambda x, y, device: (
-        splits.append((x, y)) or Images(x, y, device)))
+    monkeypatch.setattr(images, "Images", lambda split, device: (
+        splits.append(split) or Images(split, device)))
     train(train_vit, "a", "--val=90", "--epochs=0.1")
     data = images.load("shapes", cache=cache)
-    for (x, y), rows in zip(splits, (slice(310), slice(310, 400)), strict=True):
-        assert (x == data.train_images[rows]).all() and (y == data.train_labels[rows]).all()
+    for (x, y, _), rows in zip(splits, (slice(310), slice(310, 400)), strict=True):
+        assert (x == data.train.images[rows]).all() and (y == data.train.labels[rows]).all()
     assert metrics(tmp_path / "a", "val")[-1]["n"] == 90

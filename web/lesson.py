@@ -19,7 +19,7 @@ import crate
 from analyze import layer_numbers
 from checkpoint import load_model
 from data import augment
-from data.images import ImageData
+from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from experiments import compression
 from flags import ROOT
@@ -46,8 +46,8 @@ def apart(A, B):
 def changes(layer, trace):
     """What attention, (34) and the first term of (33) add to R^c at the norm of Z, and their
     cosines with -grad R^c, without what changes this norm."""
-    flags = compression.Compression(ckpt="pretrained:shapes-crate")
-    rates, *_, cosines = compression.changes(layer, trace.tokens, torch.Generator(), flags)
+    rates, cosines = compression.changes(layer, trace.tokens, trace.attention.mean(0),
+                                         torch.Generator(), uncentered=True)
     names = "attention", "derived", "shrinking"
     return {name: rates[name] for name in names} | {
         f"downhill_{name}": cosines[name] for name in names}
@@ -121,7 +121,7 @@ def recorded():
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [*csv.DictReader(file)]
     return {f"{model.partition('-')[0]}_{step}": listed([sum(
-                float(row[step]) for row in rows if row["model"] == model)])
+                float(row[f"uncentered_{step}"]) for row in rows if row["model"] == model)])
             for model in ("cifar10-crate", "pydoc-crate-plain")
             for step in ("attention", "derived", "shrinking")}
 
@@ -135,7 +135,7 @@ def content():
     loaded.model.half().float()                         # as the page keeps it
     images, labels, _ = draw_shapes(100, seed=1)
     data = page.content("shapes-crate", loaded, untrained, ImageData(
-        **loaded.meta, val_images=images, val_labels=labels))
+        **loaded.meta, val=Split(images, labels)))
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()

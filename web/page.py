@@ -28,10 +28,10 @@ def text_examples(model, data, tokens):
 def image_examples(model, task, data):
     """(dict(pictures ...), up to eight, of different classes if there are; what the model makes of
     the first: logits, or the patches predicted where some are masked)."""
-    c, labels = model.config, data.val_labels
+    c, labels = model.config, data.val.labels
     firsts = np.unique(labels, return_index=True)[1]
     index = [*dict.fromkeys([*firsts, *range(len(labels))])][:8]    # one of each class, then others
-    images = augment.to_float(torch.from_numpy(data.val_images[index]))
+    images = augment.to_float(torch.from_numpy(data.val.images[index]))
     pixels = (255 * augment.at_size(images, c.image_size)).round().byte()   # (8, 3, H, H)
     examples = dict(pictures=base64_of(pixels.permute(0, 2, 3, 1)), labels=labels[index].tolist(),
                     classes=data.classes, mean=data.mean, std=data.std)
