@@ -23,12 +23,11 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
               above=("more than", operator.gt), high=("at most", operator.le))
 
 
-def option(default, help, displaces=(), verbatim=False, **limits):
+def option(default, help, displaces=(), **limits):
     """A dataclass field with its --help text and limits. With MISSING it is required. If given, it
-    removes the preset's values of `displaces`. A verbatim text keeps its ~/."""
+    removes the preset's values of `displaces`."""
     assert limits.keys() <= LIMITS.keys()
-    return field(default=default, metadata=dict(help=help, displaces=displaces, verbatim=verbatim,
-                                                limits=limits))
+    return field(default=default, metadata=dict(help=help, displaces=displaces, limits=limits))
 
 
 @dataclass(kw_only=True)
@@ -93,8 +92,8 @@ def converter(f, kind, optional):
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        if text.startswith("~/") and not f.metadata["verbatim"]:
-            text = os.path.expanduser(text)             # bash leaves the ~ of --out_dir=~/x
+        if text.startswith("~/"):                       # bash leaves it in --out_dir=~/x
+            text = os.path.expanduser(text)
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
         for name, limit in f.metadata["limits"].items():
             words, holds = LIMITS[name]
@@ -120,12 +119,6 @@ def add_flag(parser, f, default):
         type=converter(f, kind, optional), required=default is MISSING)
 
 
-def merged(preset, given, flags):
-    """The preset's values and those given, which come first and may displace others."""
-    displaced = [other for name in given for other in flags[name].metadata["displaces"]]
-    return {k: v for k, v in preset.items() if k not in displaced} | given
-
-
 def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
     """[--name=value ...] as config_class, over the values of a preset. Raises UserError."""
     flags, preset = {f.name: f for f in fields(config_class)}, preset or {}
@@ -135,7 +128,9 @@ def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
                     allow_abbrev=False)
     for f in flags.values():
         add_flag(parser, f, preset.get(f.name, f.default))
-    return config_class(**merged(preset, parser.given(argv, flags), flags))
+    given = parser.given(argv, flags)
+    displaced = [other for name in given for other in flags[name].metadata["displaces"]]
+    return config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
 
 
 def parse_run(config_class, presets, argv, doc, default=None):

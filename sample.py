@@ -20,8 +20,7 @@ UNKNOWN = "\ufffd"      # what tokenizers decode an unknown or incomplete charac
 
 @dataclass(kw_only=True)
 class Sample(CheckpointFlags, PrecisionFlags):
-    prompt: str = option("", "how the text begins; - reads stdin; empty: a new document",
-                         verbatim=True)
+    prompt: str = option("", "how the text begins; - reads stdin; empty: a new document")
     tokens: int = option(300, "how many to write", low=1)
     samples: int = option(1, "how many texts", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)

@@ -8,7 +8,7 @@ one, or if some are for training and some are not; what tells none is left out t
 import os
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from itertools import takewhile
 from pathlib import Path
 
@@ -50,17 +50,15 @@ def split_of(name):
     return SPLITS.get(stem.split(".")[-1].lower())
 
 
-def refuse_mixed(places):
-    """Raises UserError where two names in a folder differ in the word for the split alone, or in
-    numbers too: seg_train and seg_test, train and test1, cat/train and cat/val."""
-    alike = defaultdict(dict)       # folder, name without the word -> {is it for training: path}
-    for place in sorted({part for place in places for part in (place, *place.parents)}):
-        name = re.sub(r"\d", "", place.name.lower())
-        found = alike[place.parent, re.sub("(train|val|test)(ing|idation|id)?", "SPLIT", name)]
-        found["train" in name] = place
-        if len(found) == 2:
-            raise UserError(f"{shown(found[True])} and {shown(found[False])} would be mixed: a "
-                            f"split is named {', '.join(SPLITS)}, at the top of the folder")
+def refuse_mixed(names):
+    """Raises UserError if names tell of training and of testing in other words than SPLITS, or not
+    at the top: seg_train and seg_test, train and test1, cat/train and cat/val."""
+    word = r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])"
+    telling = sorted((name for name in names if re.search(word, name.lower())),
+                     key=lambda name: "train" not in name.lower())
+    if telling and "train" in telling[0].lower() and "train" not in telling[-1].lower():
+        raise UserError(f"{shown(telling[0])} and {shown(telling[-1])} would be mixed: a split is "
+                        f"named {', '.join(SPLITS)}, at the top of the folder")
 
 
 def by_split(places, depth):
@@ -73,7 +71,7 @@ def by_split(places, depth):
         return {split: {place: place.parts[1:-1] for place in places
                         if splits.get(place.parts[0]) == split}
                 for split in ("train", "val", "test") if split in found}
-    refuse_mixed(places)
+    refuse_mixed({name for place in places for name in place.parts[:len(place.parts) - depth]})
     for split in sorted(found - {None}):
         print(f"note: `{split}` is taken for the name of a class or a text: a split has train and "
               "val or test", file=sys.stderr)

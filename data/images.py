@@ -122,8 +122,8 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
 
 
 class Images:
-    """Batches of a Split on `device`. If resident, it is a tensor there, and a batch is a gather; if
-    not, a batch is read from the memory map. By default a split below 4 GiB is resident."""
+    """Batches of a Split on `device`. If resident, it is a tensor there, and a batch is a gather;
+    if not, a batch is read from the memory map. By default a split below 4 GiB is resident."""
 
     def __init__(self, split, device, resident=None):
         self.device = torch.device(device)

@@ -19,18 +19,21 @@ before it. U is at unit size. Every step has attention's length, without what mo
 Equal weights are those of the tokens so far in text. First table: what each step adds to R^c, in
 nats, by layer and in all. Second: its cosine with -grad R^c, of both without the part along Z,
 which changes length alone. +- is the standard error over samples, or over checkpoints of a config.
+With --scored, last: the score of the model (accuracy or nats per token), and with fixed maps in all
+its layers.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 """
 from dataclasses import dataclass, MISSING, replace
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from analyze import at_norm, step_with, unit_size
 from evaluate import batches, each_model, SampleFlags
-from experiments.shared import random_subspaces
+from experiments.shared import random_subspaces, scores
 from figures import new_figure, print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
@@ -43,6 +46,7 @@ class Compression(SampleFlags):
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")
+    scored: int = option(0, "samples to score the model with fixed maps on; 0: no score", low=0)
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "a .png of what all layers add to R^c; none: no figure")
 
@@ -93,29 +97,43 @@ def changes(layer, Z, fixed, generator, eps=0.1, uncentered=False):
     return change, cosine
 
 
-@torch.no_grad()
-def measured(loaded, c):
-    """({step: changes}, {step: cosines}), each (L, N) of N samples in L layers. In float64."""
-    backbone = loaded.backbone.cpu().double()
-    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
-        raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
+def each_batch(loaded, c):
+    """Yields a backbone's traces of a batch, one for each layer. In float64."""
+    loaded.model.cpu().double()
+    for _, x in batches(loaded, c):
+        yield loaded.backbone.trace(x.double() if x.is_floating_point() else x)
 
-    def by_layer(function, split):
-        """function(layer, its trace) of every batch, a list for each layer."""
-        found = [[] for _ in backbone.layers]
-        for _, x in batches(loaded, replace(c, split=split)):
-            traces = backbone.trace(x.double() if x.is_floating_point() else x)
-            for each, layer, trace in zip(found, backbone.layers, traces):
-                each.append(function(layer, trace))
-        return found
-    maps = [sum(parts) for parts in by_layer(lambda _, trace: trace.attention.sum(0), "train")]
-    fixed = {layer: A / A.sum(-1, keepdim=True) for layer, A in zip(backbone.layers, maps)}
+
+@torch.no_grad()
+def mean_maps(loaded, c):
+    """The mean over training samples of each layer's maps, (K, n, n)."""
+    if not isinstance(loaded.backbone.layers[0].attention, SoftmaxAttention):
+        raise UserError(f"{loaded.model.config.arch} has no softmax, which the controls replace")
+    sums = [sum(parts) for parts in zip(*(
+        [trace.attention.sum(0) for trace in traces]
+        for traces in each_batch(loaded, replace(c, split="train"))))]
+    return [A / A.sum(-1, keepdim=True) for A in sums]              # a map's rows sum to 1
+
+
+@torch.no_grad()
+def measured(loaded, fixed, c):
+    """({step: changes}, {step: cosines}), each (L, N) of N samples in L layers."""
     generator = torch.Generator().manual_seed(c.seed)
-    found = by_layer(lambda layer, trace: changes(
-        layer, trace.tokens, fixed[layer], generator, c.eps, c.uncentered), c.split)
-    return tuple({name: torch.stack([torch.cat([batch[table][name] for batch in each])
-                                     for each in found]) for name in found[0][0][table]}
+    layers = loaded.backbone.layers
+    found = [[changes(layer, trace.tokens, A, generator, c.eps, c.uncentered)
+              for layer, trace, A in zip(layers, traces, fixed)]
+             for traces in each_batch(loaded, c)]
+    return tuple({name: torch.stack([torch.cat([batch[l][table][name] for batch in found])
+                                     for l in range(len(layers))]) for name in found[0][0][table]}
                  for table in (0, 1))
+
+
+def scored(loaded, fixed, c):
+    """{"score", "score_fixed"} of each sample: of the model, and with fixed maps in all layers."""
+    before = scores(loaded, c, c.scored)
+    for layer, A in zip(loaded.backbone.layers, fixed):
+        layer.attention.attend = partial(lambda A, q, k, v: A @ v, A)
+    return dict(score=before, score_fixed=scores(loaded, c, c.scored))
 
 
 def summary(values):
@@ -125,14 +143,17 @@ def summary(values):
 
 
 def measure(c):
-    """[{"names", "untrained", "changes", "cosines"}, ...], one for the checkpoints of one config;
-    the tables have a row for each layer, and changes one for all, the last."""
+    """[{"names", "untrained", "changes", "cosines", "scores"}, ...], one for the checkpoints of one
+    config; the tables have a row for each layer, and changes one for all, the last."""
     runs = {}
     for path, untrained, loaded in each_model(c):
         key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
-        run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[]))
+        run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[], scores=None))
         run["names"].append(path)
-        run["each"].append(measured(loaded, c))
+        fixed = mean_maps(loaded, c)
+        run["each"].append(measured(loaded, fixed, c))
+        if c.scored and loaded.task in ("vit", "gpt"):
+            run["scores"] = summary(scored(loaded, fixed, c))       # of the last checkpoint
     for run in runs.values():
         several = len(run["names"]) > 1         # then a checkpoint's mean is one of N values
         run["changes"], run["cosines"] = (
@@ -155,11 +176,13 @@ def show(run, c):
     print_table(run["changes"])
     print("cosine with -grad R^c")
     print_table(run["cosines"])
+    if run["scores"]:
+        print_table([run["scores"]])
 
 
 def draw(runs, path):
     """What all layers add to R^c, by attention and by controls: a panel a model."""
-    bars = dict(elsewhere="attention, to the $R^c$\nof random subspaces",
+    bars = dict(elsewhere="attention, on random subspaces",
                 derived="the step as derived, (34)", alone="each token alone",
                 equal="equal weights for others", fixed="one map for all inputs",
                 attention="attention")
