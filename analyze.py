@@ -99,20 +99,25 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
         """R - R^c, at the norm of Z."""
         return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
 
-    def centered_Rc(T):
-        T, before = T - T.mean(1, keepdim=True), Z - Z.mean(1, keepdim=True)
-        return subspace_coding_rate(at_norm(T, before), U, eps)
+    def centered(T):
+        return T - T.mean(1, keepdim=True)
+
+    def change_by(step):
+        """Of the R^c of Z less its mean, by a step that is added to it."""
+        after = at_norm(centered(Z) + step, centered(Z))
+        return subspace_coding_rate(after, U, eps) - subspace_coding_rate(centered(Z), U, eps)
+    attended = centered(half - Z)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     objective = sparse_rate_reduction(out, U, eps, lambd)
     numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=centered_Rc(half) - centered_Rc(Z),
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=change_by(attended),
         R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
         R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
         nonzeros=(out != 0).double().mean((-2, -1)),
         objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
     if isinstance(layer.attention, SoftmaxAttention):
         alone = coded(step_with(layer, trace.tokens, lambda values: values))
-        numbers["Rc_alone"] = centered_Rc(Z + at_norm(alone, half - Z)) - centered_Rc(Z)
+        numbers["Rc_alone"] = change_by(at_norm(centered(alone), attended))
     return numbers
 
 

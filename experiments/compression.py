@@ -24,6 +24,10 @@ its layers.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
+
+Verdict (2026-11-27): in four of five models attention lowers R^c, but not by looking at tokens:
+fixed lowers it 0.9 to 1.8 times as far, while the models lose their task. On pictures R^c of random
+subspaces falls nearly as far. Its cosines with -grad R^c are -0.05 to 0.09 in all 32 layers.
 """
 from dataclasses import dataclass, MISSING, replace
 from functools import partial

@@ -99,9 +99,9 @@ def test_layers(save, call, cache, arch, eps=0.3):
             same, final = (T * (Z.norm(dim=(1, 2)) / T.norm(dim=(1, 2)))[:, None, None]
                            for T in (step.half, step.out))
             single = layer.attention(layer.norm1(Z).flatten(0, 1)[:, None]).view_as(Z)
-            lengths = [T.norm(dim=(1, 2), keepdim=True) for T in (step.half - Z, single)]
-            alone = Z + single * lengths[0] / lengths[1]
-            alone = alone * (Z.norm(dim=(1, 2)) / alone.norm(dim=(1, 2)))[:, None, None]
+            steps = [T - T.mean(1, keepdim=True) for T in (step.half - Z, single)]
+            lengths = [T.norm(dim=(1, 2), keepdim=True) for T in steps]
+            alone = Z + steps[1] * lengths[0] / lengths[1]
             apart = [T - T.mean(1, keepdim=True) for T in (Z, same, alone)]
             apart = [T * apart[0].norm(dim=(1, 2), keepdim=True)
                      / T.norm(dim=(1, 2), keepdim=True) for T in apart]
