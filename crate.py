@@ -175,14 +175,13 @@ def look(model, x, eps=0.1):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         X = layer.norm1(Z)
-        step = layer.attention(X)
         alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
+        start, step, alone = (T - T.mean(1, keepdim=True) for T in (Z, layer.attention(X), alone))
 
         def Rc(T):
-            T = at_norm(T - T.mean(1, keepdim=True), Z - Z.mean(1, keepdim=True))
-            return subspace_coding_rate(T, U, eps).mean()
-        rows.append({"R^c": Rc(Z), "attention adds": Rc(Z + step) - Rc(Z),
-                     "alone adds": Rc(Z + at_norm(alone, step)) - Rc(Z),
+            return subspace_coding_rate(at_norm(T, start), U, eps).mean()
+        rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
+                     "alone adds": Rc(start + at_norm(alone, step)) - Rc(start),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
