@@ -175,7 +175,7 @@ class DataFlags(CheckpointFlags, CacheFlags):
 
 
 @dataclass(kw_only=True)
-class Flags(DataFlags):
+class OpenFlags(DataFlags):
     untrained: bool = option(False, "random weights instead (layers, experiments: too)")
 
 
@@ -189,7 +189,7 @@ def open_model(c, *tasks):
 
 
 @dataclass(kw_only=True)
-class SampleFlags(Flags):
+class SampleFlags(OpenFlags):
     split: str = option("val", "which part of it", choices=("train", "val"))
 
 
@@ -233,7 +233,7 @@ def batches(loaded, c):
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class ScoreFlags(Flags, PrecisionFlags, ImageFlags):
+class ScoreFlags(OpenFlags, PrecisionFlags, ImageFlags):
     batch_size: int = option(500, "images at once", low=1)
 
 
@@ -286,7 +286,7 @@ def knn(c):
 
 
 @dataclass(kw_only=True)
-class LM(Flags, PrecisionFlags):
+class LM(OpenFlags, PrecisionFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))

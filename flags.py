@@ -106,7 +106,8 @@ def converter(f, kind, optional):
 
 def add_flag(parser, f, default):
     """One flag of `parser` for the dataclass field f; a tuple takes the words that are no flags."""
-    kind, *optional = typing.get_args(f.type) or (f.type,)      # (int, NoneType) of int | None
+    kinds = typing.get_args(f.type) or (f.type,)                # (int, NoneType) of int | None
+    kind, optional = kinds[0], len(kinds) > 1
     if kind is tuple:
         parser.add_argument(f.name, nargs="+" if default is MISSING else "*",
                             help=f.metadata["help"])

@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from evaluate import batches, each_model, SampleFlags
-from experiments.shared import averages, each_sample, scores
+from experiments.shared import averages, each_sample, scores, title_of
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
 from model import ISTA, ODL
@@ -145,7 +145,7 @@ def draw(results, path):
         for code, (label, style) in marks.items():
             ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
                     **style)
-        over_layers(ax, result["ckpt"].removeprefix("pretrained:").replace("crate-", "crate-\n"))
+        over_layers(ax, title_of(result["ckpt"]))
     axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
     legend_below(figure, axes[0])
     figure.savefig(path, dpi=200)

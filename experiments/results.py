@@ -5,7 +5,7 @@
 
 training draws two runs:
               python train_vit.py shapes --keep=48,2400
-              python train_gpt.py pydoc --keep=30,600
+              python train_gpt.py pydoc --weight_decay=1 --keep=30,600
 """
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +18,7 @@ import evaluate
 from analyze import layer_table, Layers
 from checkpoint import load_model
 from data import text as text_sets
-from experiments.shared import COLORS
+from experiments.shared import COLORS, title_of
 from figures import legend_below, new_figure
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
 from processes import cli
@@ -112,6 +112,42 @@ def text(c):
     return figure
 
 
+def recall(c):
+    """Mean steps until a model has learned, of the runs of records/recall that do; a cross stands
+    for none."""
+    figure, (axes,) = new_figure(1, 3, 2.6, 2)
+    settings = {"plain": "", "negated": ", keys negated", "shift": ", --shift"}
+    panels = {"attention alone": ("aot-mhsa", "aot"),
+              "attention and an MLP": ("transformer", "mssa-mlp"), "CRATE": ("mhsa-ista", "crate")}
+    found = {}                          # (file, arch) -> (runs that learn, their mean steps)
+    for path in (ROOT / "records" / "recall").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            arch, _, learned, steps, *_ = line.split()
+            if "/" in learned:
+                found[path.stem.removesuffix("-three"), arch] = learned[0], steps
+    for ax, (title, archs) in zip(axes, panels.items()):
+        rows = [(file, arch) for arch in archs for file in settings if (file, arch) in found]
+        for place, row in enumerate(reversed(rows)):
+            learned, steps = found[row]
+            color = COLORS["transformer" if row[1] == archs[0] else "crate"]
+            if learned == "0":
+                ax.plot(3000, place, "x", color=color)
+                ax.text(2850, place, "none of 5", va="center", ha="right", fontsize="small")
+            else:
+                ax.plot(float(steps), place, "o", color=color)
+                if learned != "5":
+                    ax.text(float(steps) + 120, place, f"{learned} of 5", va="center",
+                            fontsize="small")
+        names = {archs[0]: "three matrices", archs[1]: "one matrix"}
+        ax.set_yticks(range(len(rows)), [names[arch] + settings[file]
+                                         for file, arch in reversed(rows)])
+        ax.set(xlim=(0, 3100), title=title)
+        ax.title.set_fontsize("medium")
+        ax.tick_params(labelleft=ax is axes[0])
+    axes[1].set_xlabel("training steps until 95 % of the values are right")
+    return figure
+
+
 def losses_by_position(model, ids, at_most=128, step=32):
     """(full, short), (N, n - at_most): the loss of each of ids (N, n + 1) that has at_most or more
     before it, if the model sees all of them, or at_most - step to at_most of the last."""
@@ -162,7 +198,7 @@ def objective(c):
         ax.axhline(0, color="black", lw=0.8)
         ax.set_xscale("log", base=2)
         ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
-        ax.set_title(name.replace("crate-", "crate-\n"), fontsize="medium")
+        ax.set_title(title_of(name), fontsize="medium")
     axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
     axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
     legend_below(figure, axes[0])
@@ -198,7 +234,8 @@ def training(c):
     return figure
 
 
-FIGURES = dict(images=images, text=text, length=length, objective=objective, training=training)
+FIGURES = dict(images=images, text=text, recall=recall, length=length, objective=objective,
+               training=training)
 
 
 def main(argv):

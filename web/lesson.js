@@ -210,7 +210,7 @@ function leftOut(box) {
     "attention": changeBy(attended),
     "each token alone": changeBy(stepOf("each token alone")),
     "mean token": changeBy(stepOf("mean token")),
-    "as derived (34)": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
+    "(34) without β": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
     "first term of (33)": changeBy(times(-1, back(w))),
     "− ∇R<sup>c</sup>": changeBy(times(-1, subspaceRateGrad(Z, U, L.p, .1))),
   };
@@ -333,7 +333,6 @@ const initial = Object.fromEntries($$(".live [name]").map(input => [input.name, 
 oninput = ({target}) => target.name && set({[target.name]: valueOf(target)});
 onscroll = onresize = drawInSight;
 onbeforeprint = () => dirty.forEach(drawNow);
-$(".reset").onclick = () => set(initial);
 
 for (const button of $$(".ask button"))
   button.onclick = () => {

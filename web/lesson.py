@@ -117,13 +117,15 @@ def points():
 
 
 def recorded():
-    """{name in the text: what a step of `changes` adds to R^c in all layers of a larger model}."""
+    """{name in the text: cells with what a step of `changes` adds to R^c in all layers of the other
+    models}."""
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [*csv.DictReader(file)]
-    return {f"{model.partition('-')[0]}_{step}": listed([sum(
-                float(row[f"uncentered_{step}"]) for row in rows if row["model"] == model)])
-            for model in ("cifar10-crate", "pydoc-crate-plain")
-            for step in ("attention", "derived", "shrinking")}
+    models = [*dict.fromkeys(row["model"] for row in rows)][1:]
+    sums = {step: [sum(float(row[f"uncentered_{step}"]) for row in rows if row["model"] == model)
+                   for model in models] for step in ("attention", "derived", "shrinking")}
+    return {f"other_{step}": "".join(f"<td>{listed([value])}" for value in values)
+            for step, values in sums.items()}
 
 
 # ---- The page -----------------------------------------------------------------------------------

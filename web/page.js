@@ -17,7 +17,7 @@ const start = {
   entry: null,                                                  // of its code; null is the largest
   off: [], mask: data.masked ?? [],                             // as crate.js has them
 };
-const chosen = {...start};                                      // and pixels, caption of a picture
+const chosen = {...start};                                      // and pixels of a picture
 let model, L, n;                                                // what is shown: layer L, n tokens
 let frame;                                                      // the frame that will show it
 
@@ -99,13 +99,12 @@ function view(values) {
 }
 
 function drawPicture() {
-  const {at, mask, pixels, caption} = chosen;
+  const {at, mask, pixels} = chosen;
   const row = 1 + ((at - 1) / side | 0);
   const column = 1 + (at - 1) % side;
   const area = at ? [row, column, row + 1, column + 1] : [1, 1, -1, -1];
   document.body.style = `--side: ${side}; --chosen: ${area.join(" / ")}`;
   put($.picture, patches(pixels, "mask", i => +mask.includes(i)));
-  $.caption.textContent = caption;
 }
 
 function drawText() {                                           // below each, the likeliest to come
@@ -192,12 +191,10 @@ $.code.onclick = e => e.target.closest("svg") &&
 $.text.oninput = () => set({at: null, entry: null});
 $.class.onclick = () => point(0);
 $.picture.onclick = toggleMask;
-$.picture.onpointerdown = $.picture.onpointermove = e => {
+$.picture.onpointermove = $.picture.onpointerdown = e => {
   const [x, y] = [e.offsetX, e.offsetY].map(offset =>
     clamp(offset / $.picture.clientWidth * H | 0, 0, H - 1));
   point(1 + (y / P | 0) * side + (x / P | 0));
-  if (e.buttons && e.type === "pointermove" && !isMae)
-    set({pixels: painted(chosen.pixels, x, y, $.colour.value)});
 };
 // ---- What stays: names, equations, the check; then what is shown first
 const depth = models.trained.layers.length;
@@ -215,9 +212,8 @@ for (const box of all(".math > span"))                          // _k, ^* and ^{
 $.text.value = data.text ?? "";
 put($.thumbs, (data.labels ?? []).map((label, i) => {
   const pixels = pictureAt(bytes(data.pictures), i, H);
-  const caption = data.classes[label];
-  const onclick = () => set({pixels, caption, entry: null});
-  return node("button", {ariaLabel: caption, onclick}, canvas(pixels));
+  const onclick = () => set({pixels, entry: null});
+  return node("button", {ariaLabel: data.classes[label], onclick}, canvas(pixels));
 }));
 $.thumbs.firstChild?.click();
 set({});
