@@ -146,13 +146,13 @@ def layers(c):
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
         print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}")
-        figures.print_table(table)
-        print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
         if "Rc_alone" in table[0]:
             by_attention, alone = (sum(row[key] for row in table)
                                    for key in ("Rc_change", "Rc_alone"))
             print(f"attention adds {by_attention:.1f} nats to R^c in all layers together, "
                   f"each token alone would add {alone:.1f}")
+        figures.print_table(table)
+        print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     print("what the columns are: python analyze.py layers --help")
     draw_layers(runs, c)
     return runs

@@ -175,13 +175,14 @@ class Run:
                 signal.signal(number, handler)
 
     def log(self, loss, lr, numbers=None):
-        """Counts a step, and sets evaluation_due. Every log_every steps it writes a line with the
-        mean of the losses, which stay on the device until then, and numbers(), if given."""
+        """Counts a step, and sets evaluation_due. After the first and every log_every steps it
+        writes a line with the mean of the losses, which stay on the device until then, and
+        numbers(), if given."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
         is_last = self.step == self.total
-        line_due = is_last or self.step % self.config.log_every == 0
+        line_due = is_last or self.step == 1 or self.step % self.config.log_every == 0
         self.evaluation_due = is_last or self.step % self.eval_every == 0
         if line_due or self.evaluation_due:     # so that no NaN is evaluated
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step

@@ -207,6 +207,8 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.attach(model, optimizers, data.meta())
+    if total < 100:
+        note(f"{c.epochs:g} epochs are {total} steps: hardly enough to learn; --epochs makes more")
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
@@ -246,7 +248,7 @@ def main(argv):
         if run.evaluation_due:
             run.record(classify(model, val, data, processes, workers=c.workers))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt PICTURE ...")
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt")
 
 
 if __name__ == "__main__":
