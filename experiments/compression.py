@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from analyze import at_norm, step_with, unit_size
 from evaluate import batches, each_model, SampleFlags
 from experiments.shared import random_subspaces, scores, title_of
-from figures import new_figure, print_table
+from figures import legend_below, new_figure, print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
@@ -186,21 +186,25 @@ def show(run, c):
 
 
 def draw(runs, path):
-    """What all layers add to R^c, by attention and by controls: a panel a model."""
-    bars = dict(derived="the step as derived", alone="each token alone",
-                fixed="one map for all inputs", attention="attention")
-    trained = [run for run in runs if not run["untrained"]]
-    figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 1.9)
-    for ax, run in zip(axes, trained):
+    """How far each step lowers R^c in all layers, in units of attention: a mark for each trained
+    model in which attention lowers it."""
+    steps = dict(elsewhere="attention, on random subspaces", derived="the step as derived",
+                 equal="equal weights for others", alone="each token alone",
+                 fixed="one map for all inputs")
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.4)
+    ax.margins(y=0.12)
+    ax.axvline(1, color="C0")
+    ax.axvline(0, color="black", lw=0.8)
+    ax.annotate("attention", (1, 1), xycoords=("data", "axes fraction"), color="C0", ha="center",
+                va="bottom")
+    lowered = [run for run in runs if not run["untrained"] and run["changes"][-1]["attention"] < 0]
+    for run, mark in zip(lowered, "os^D"):
         last = run["changes"][-1]
-        ax.barh([*bars.values()], [last[name] for name in bars],
-                xerr=[last[f"{name}_error"] for name in bars],
-                color=["C0" if name == "attention" else "0.6" for name in bars])
-        ax.axvline(0, color="black", lw=0.8)
-        ax.tick_params(left=False, labelleft=ax is axes[0])
-        ax.set_title(title_of(run["names"][0]), fontsize="medium")
-        ax.spines[["top", "right", "left"]].set_visible(False)
-    axes[len(axes) // 2].set_xlabel("change of $R^c$ over all layers, nats (below 0: compression)")
+        ax.plot([last[name] / last["attention"] for name in steps], list(steps.values()), mark,
+                color="0.3", mfc="none", label=title_of(run["names"][0]).replace("\n", " "))
+    ax.set_xlabel("how far $R^c$ falls, in units of attention's")
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    legend_below(figure, ax)
     figure.savefig(path, dpi=200)
 
 
