@@ -108,7 +108,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # is attended to; no head reads it
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # is attended to, not classified
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))

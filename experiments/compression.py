@@ -6,8 +6,9 @@ tokens less their mean (--uncentered: as they are), and after a step they are sc
 before it. U is at unit size. Every step has attention's length, without what moves the mean:
 
     attention    MSSA(LN(Z)); before is R^c before it
-    fixed        each head's map is its mean over training samples: it looks at no token
-    equal        each token keeps its weight for itself, all others get equal ones
+    swapped      attention with the map of another sample
+    fixed        each head's map is its mean over training samples, whatever the input
+    equal        each token keeps its head's mean weight for itself, all others get equal ones
     alone        the map is I: each token attends to itself alone
     derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34), beta kappa = 1, no beta in (36)
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
@@ -19,26 +20,23 @@ before it. U is at unit size. Every step has attention's length, without what mo
 Equal weights are those of the tokens so far in text. First table: what each step adds to R^c, in
 nats, by layer and in all. Second: its cosine with -grad R^c, of both without the part along Z,
 which changes length alone. +- is the standard error over samples, or over checkpoints of a config.
-With --scored, last: the score of the model (accuracy or nats per token), and with fixed maps in all
-its layers.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): in four of five models attention lowers R^c, but need not look at tokens for
-it: fixed, made as long, lowers it 0.9 to 1.8 times as far, though with it the models lose their
-task. On pictures R^c of random subspaces falls nearly as far. Cosines of attention with -grad R^c
-are -0.05 to 0.09 in all 32 layers.
+Verdict (2026-11-27): in four of five models attention lowers R^c, further than with the map of
+another sample. But alone, which mixes no tokens, lowers it 0.8 to 2.3 times as far, so the fall
+does not show that attention compresses by comparing tokens. On pictures R^c of random subspaces
+falls nearly as far. Cosines of attention with -grad R^c are -0.05 to 0.09 in all 32 layers.
 """
 from dataclasses import dataclass, MISSING, replace
-from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from analyze import at_norm, step_with, unit_size
 from evaluate import batches, each_model, SampleFlags
-from experiments.shared import random_subspaces, scores, title_of
+from experiments.shared import random_subspaces, title_of
 from figures import legend_below, new_figure, print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
@@ -51,7 +49,6 @@ class Compression(SampleFlags):
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")
-    scored: int = option(0, "samples to score the model with fixed maps on; 0: no score", low=0)
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "a .png of what all layers add to R^c; none: no figure")
 
@@ -68,9 +65,11 @@ def steps(layer, Z, fixed, generator):
     A, identity, seen = layer.attention.map(X), torch.eye(n).to(Z), torch.ones(n, n).to(Z)
     if layer.attention.causal:
         seen = seen.tril()                                          # the tokens so far
-    own, others = A.diagonal(dim1=-2, dim2=-1)[..., None], seen - identity
-    others = others / others.sum(-1, keepdim=True).clamp(min=1)     # a first token of text has none
-    maps = dict(fixed=fixed, equal=own * identity + (1 - own) * others, alone=identity)
+    own = A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]    # (B, K, 1, 1)
+    others, counts = seen - identity, seen.sum(-1, keepdim=True) - 1
+    others = torch.where(counts > 0, others / counts, identity)     # a first token of text has none
+    maps = dict(swapped=A.roll(1, 0), fixed=fixed, equal=own * identity + (1 - own) * others,
+                alone=identity)
     by_maps = {name: step_with(layer, Z, lambda values: M @ values) for name, M in maps.items()}
     w = X[:, None] @ U                                              # (B, K, n, p)
     return dict(attention=layer.compress(Z) - Z) | by_maps | dict(
@@ -133,14 +132,6 @@ def measured(loaded, fixed, c):
                  for table in (0, 1))
 
 
-def scored(loaded, fixed, c):
-    """{"score", "score_fixed"} of each sample: of the model, and with fixed maps in all layers."""
-    before = scores(loaded, c, c.scored)
-    for layer, A in zip(loaded.backbone.layers, fixed):
-        layer.attention.attend = partial(lambda A, q, k, v: A @ v, A)
-    return dict(score=before, score_fixed=scores(loaded, c, c.scored))
-
-
 def summary(values):
     """{name: mean, name_error: standard error} of values {name: (N,)}."""
     return {key: number for name, each in values.items() for key, number in (
@@ -148,17 +139,14 @@ def summary(values):
 
 
 def measure(c):
-    """[{"names", "untrained", "changes", "cosines", "scores"}, ...], one for the checkpoints of one
-    config; the tables have a row for each layer, and changes one for all, the last."""
+    """[{"names", "untrained", "changes", "cosines"}, ...], one for the checkpoints of one config;
+    the tables have a row for each layer, and changes one for all, the last."""
     runs = {}
     for path, untrained, loaded in each_model(c):
         key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
-        run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[], scores=None))
+        run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[]))
         run["names"].append(path)
-        fixed = mean_maps(loaded, c)
-        run["each"].append(measured(loaded, fixed, c))
-        if c.scored and loaded.task in ("vit", "gpt"):
-            run["scores"] = summary(scored(loaded, fixed, c))       # of the last checkpoint
+        run["each"].append(measured(loaded, mean_maps(loaded, c), c))
     for run in runs.values():
         several = len(run["names"]) > 1         # then a checkpoint's mean is one of N values
         run["changes"], run["cosines"] = (
@@ -181,17 +169,15 @@ def show(run, c):
     print_table(run["changes"])
     print("cosine with -grad R^c")
     print_table(run["cosines"])
-    if run["scores"]:
-        print_table([run["scores"]])
 
 
 def draw(runs, path):
     """How far each step lowers R^c in all layers, in units of attention: a mark for each trained
     model in which attention lowers it."""
     steps = dict(elsewhere="attention, on random subspaces", derived="the step as derived",
-                 equal="equal weights for others", alone="each token alone",
-                 fixed="one map for all inputs")
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.4)
+                 alone="each token alone", equal="equal weights for others",
+                 fixed="the mean map", swapped="the map of another sample")
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
     ax.margins(y=0.12)
     ax.axvline(1, color="C0")
     ax.axvline(0, color="black", lw=0.8)

@@ -1,6 +1,4 @@
 """The steps of experiments/compression.py are what they claim, and so are their controls."""
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import scrambled, write_model
@@ -11,7 +9,6 @@ import crate
 import model as models
 from analyze import unit_size
 from data import images
-from evaluate import batches, open_model
 from experiments import compression
 from experiments.compression import random_subspaces
 from experiments.random_tokens import directions, random_tokens
@@ -85,9 +82,14 @@ def test_controls(text):
     assert_near(found["attention"], attention(X))
     assert_near(found["alone"], heads_joined(torch.eye(9).double()))
     assert_near(found["fixed"], heads_joined(fixed.expand(3, 2, 9, 9)))
-    own = attention.map(X).diagonal(dim1=-2, dim2=-1)                       # (B, K, n)
-    rest = torch.stack([(1 - own[..., i]) / max(1, seen[i].sum() - 1) for i in range(9)], -1)
-    assert_near(found["equal"], heads_joined(torch.diag_embed(own - rest) + rest[..., None] * seen))
+    A = attention.map(X)
+    assert_near(found["swapped"], heads_joined(A[[2, 0, 1]]))
+    own, rows = A.diagonal(dim1=-2, dim2=-1).mean(-1), []                   # (B, K)
+    for i in range(9):
+        row = (1 - own)[..., None] * seen[i] / max(1, seen[i].sum() - 1)
+        row[..., i] = own if seen[i].sum() > 1 else 1
+        rows.append(row)
+    assert_near(found["equal"], heads_joined(torch.stack(rows, 2)))
     U = unit_size(attention.bases())
     first, _ = crate.neumann_terms(X, U)
     beta = 8 / (9 * 0.5 ** 2)
@@ -153,21 +155,3 @@ def test_tables_and_figure(tmp_path, cache):
     *layers, last = each[0]
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
-
-
-@torch.no_grad()
-def test_the_score_with_fixed_maps(tmp_path, cache):
-    """With a picture's own maps it is the model's; with others it is not."""
-    path = str(tmp_path / "a.pt")
-    model = models.ImageClassifier(models.ImageConfig(
-        width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10))
-    write_model(path, scrambled(model), "vit", images.load("shapes", cache).meta())
-    c = compression.Compression(ckpt=path, data_dir=str(cache), device="cpu", scored=1)
-    for own in (True, False):
-        loaded, _ = open_model(c)
-        loaded.model.double()
-        x = next(iter(batches(loaded, replace(c, samples=1))))[1].double()
-        logits = loaded.model(x)
-        maps = [trace.attention[0] for trace in loaded.backbone.trace(x)]
-        compression.scored(loaded, maps if own else [A.mT for A in maps], c)
-        assert torch.allclose(loaded.model(x), logits) == own

@@ -198,25 +198,24 @@ function softmaxForGram(box) {
 function leftOut(box) {
   const {L, Z, w, half} = trace();
   const U = unit(L.U);
-  const attended = plus(half, Z, -1);
+  const [start, attended] = [Z, plus(half, Z, -1)].map(lessMean);
   const stepOf = att => plus(lifted(L, Z, averaged(L, w, {att}), "W"), Z, -1);
   const back = heads => times(U.rows / sizeOf(L.U) ** 2, multiply(heads, transposed(L.U)));
-  const before = subspaceRate(Z, U, L.p, .1);
+  const before = subspaceRate(start, U, L.p, .1);
   const changeBy = step => {
-    const moved = plus(Z, atNorm(step, attended));
-    return subspaceRate(knobs.equal7 ? atNorm(moved, Z) : moved, U, L.p, .1) - before;
+    const moved = plus(start, atNorm(lessMean(step), attended));
+    return subspaceRate(atNorm(moved, start), U, L.p, .1) - before;
   };
   const changes = {
     "attention": changeBy(attended),
     "each token alone": changeBy(stepOf("each token alone")),
-    "mean token": changeBy(stepOf("mean token")),
     "(34) without β": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
     "first term of (33)": changeBy(times(-1, back(w))),
-    "− ∇R<sup>c</sup>": changeBy(times(-1, subspaceRateGrad(Z, U, L.p, .1))),
+    "− ∇R<sup>c</sup>": changeBy(times(-1, subspaceRateGrad(start, U, L.p, .1))),
   };
   bars(box, firstHot(changes));
-  const [attention, , , derived, shrinking] = Object.values(changes);
-  return {attention, derived, shrinking};
+  const [attention, alone, derived, shrinking] = Object.values(changes);
+  return {attention, alone, derived, shrinking};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {

@@ -43,14 +43,21 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
+STEPS = "attention", "fixed", "alone", "derived", "shrinking"
+
+
+def best_multiple(gram):
+    """The distance of the best multiple of a matrix from the identity, in % of its length."""
+    return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
+
+
 def changes(layer, trace):
-    """What attention, (34) and the first term of (33) add to R^c at the norm of Z, and their
-    cosines with -grad R^c, without what changes this norm."""
+    """What STEPS add to R^c of tokens less their mean, at equal norm, and their cosines with
+    -grad R^c, without what changes this norm."""
     rates, cosines = compression.changes(layer, trace.tokens, trace.attention.mean(0),
-                                         torch.Generator(), uncentered=True)
-    names = "attention", "derived", "shrinking"
-    return {name: rates[name] for name in names} | {
-        f"downhill_{name}": cosines[name] for name in names}
+                                         torch.Generator())
+    return {name: rates[name] for name in STEPS} | {
+        f"downhill_{name}": cosines[name] for name in STEPS}
 
 
 def of_attention(layer, trace):
@@ -65,7 +72,7 @@ def of_attention(layer, trace):
         rise=rates["rise"], gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
-        u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=apart(U.T @ U, torch.eye(len(U))),
+        u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
         cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
 
 
@@ -79,8 +86,9 @@ def of_ista(layer, trace):
     return dict(
         lasso=100 * lasso(A) / lasso(0 * X), relu=100 * lasso(X.relu()) / lasso(0 * X),
         kept=100 * crate.coding_rate(A) / crate.coding_rate(X),
+        relu_kept=100 * crate.coding_rate(X.relu()) / crate.coding_rate(X),
         gram=apart(gram, torch.eye(len(D))), miss=apart(A @ D.mT, X),
-        scaled=apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(D))))
+        scaled=best_multiple(gram))
 
 
 def listed(values):
@@ -117,13 +125,12 @@ def points():
 
 
 def recorded():
-    """{name in the text: cells with what a step of `changes` adds to R^c in all layers of the other
-    models}."""
+    """{name in the text: cells with what a step adds to R^c in all layers of other models}."""
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [*csv.DictReader(file)]
     models = [*dict.fromkeys(row["model"] for row in rows)][1:]
-    sums = {step: [sum(float(row[f"uncentered_{step}"]) for row in rows if row["model"] == model)
-                   for model in models] for step in ("attention", "derived", "shrinking")}
+    sums = {step: [sum(float(row[step]) for row in rows if row["model"] == model)
+                   for model in models] for step in STEPS}
     return {f"other_{step}": "".join(f"<td>{listed([value])}" for value in values)
             for step, values in sums.items()}
 
@@ -143,7 +150,7 @@ def content():
     first, (plane, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(trained, first), trained(first).softmax(1)
     known |= {name: numbers[name][-1] for name in (
-        "attention", "derived", "shrinking", "rise", "lasso", "miss")}
+        "attention", "alone", "derived", "shrinking", "rise", "lasso", "miss")}
     data |= dict(points={name: rows.tolist() for name, rows in plane.items()},
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
