@@ -43,7 +43,7 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-STEPS = "attention", "fixed", "alone", "derived", "shrinking"
+STEPS = "attention", "swapped", "alone", "derived", "shrinking"
 
 
 def best_multiple(gram):
