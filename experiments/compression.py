@@ -7,9 +7,10 @@ before it. U is at unit size. Every step has attention's length, without what mo
 
     attention    MSSA(LN(Z)); before is R^c before it
     swapped      attention with the map of another sample
-    fixed        each head's map is its mean over training samples, whatever the input
-    equal        each token keeps its head's mean weight for itself, all others get equal ones
+    others       each token gives itself no weight (a first token of text, which has none: all)
     alone        the map is I: each token attends to itself alone
+    rotated      attention, turned by a random rotation, as if its output were not learned
+    reversed     attention with the opposite sign
     derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34), beta kappa = 1, no beta in (36)
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
@@ -17,19 +18,17 @@ before it. U is at unit size. Every step has attention's length, without what mo
     noise        Gaussian
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-Equal weights are those of the tokens so far in text. First table: what each step adds to R^c, in
+First table: what each step adds to R^c, in
 nats, by layer and in all. Second: its cosine with -grad R^c, of both without the part along Z,
 which changes length alone. +- is the standard error over samples, or over checkpoints of a config.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): in four of five models attention lowers R^c, further than with the map of
-another sample. But alone, which mixes no tokens, lowers it 0.8 to 2.3 times as far, so the fall
-does not show that attention compresses by comparing tokens. On pictures R^c of random subspaces
-falls nearly as far. Cosines of attention with -grad R^c are -0.05 to 0.09 in all 32 layers.
+Verdict (2026-11-27): in four of five models attention lowers R^c, but little of it is what was
+learned. VERDICT
 """
-from dataclasses import dataclass, MISSING, replace
+from dataclasses import dataclass, MISSING
 
 import torch
 from torch.nn import functional as F
@@ -58,33 +57,32 @@ def tangent(T, Z):
     return T - (T * Z).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
 
 
-def steps(layer, Z, fixed, generator):
+def steps(layer, Z, generator):
     """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
-    the gradient. `fixed` are maps (K, n, n)."""
-    X, U, n = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[1]
-    A, identity, seen = layer.attention.map(X), torch.eye(n).to(Z), torch.ones(n, n).to(Z)
-    if layer.attention.causal:
-        seen = seen.tril()                                          # the tokens so far
-    own = A.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]    # (B, K, 1, 1)
-    others, counts = seen - identity, seen.sum(-1, keepdim=True) - 1
-    others = torch.where(counts > 0, others / counts, identity)     # a first token of text has none
-    maps = dict(swapped=A.roll(1, 0), fixed=fixed, equal=own * identity + (1 - own) * others,
+    the gradient."""
+    X, U, (n, d) = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[1:]
+    A, identity = layer.attention.map(X), torch.eye(n).to(Z)
+    others = A * (1 - identity)
+    sums = others.sum(-1, keepdim=True)
+    maps = dict(swapped=A.roll(1, 0), others=torch.where(sums > 0, others / sums, identity),
                 alone=identity)
     by_maps = {name: step_with(layer, Z, lambda values: M @ values) for name, M in maps.items()}
-    w = X[:, None] @ U                                              # (B, K, n, p)
-    return dict(attention=layer.compress(Z) - Z) | by_maps | dict(
+    attention, w = layer.compress(Z) - Z, X[:, None] @ U            # w (B, K, n, p)
+    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
+    return dict(attention=attention) | by_maps | dict(
+        rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
 
 
-def changes(layer, Z, fixed, generator, eps=0.1, uncentered=False):
+def changes(layer, Z, generator, eps=0.1, uncentered=False):
     """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d)."""
     def seen(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
     U = unit_size(layer.attention.bases())
     V = random_subspaces(*U.shape[1::-1], generator)
-    added = {name: seen(step) for name, step in steps(layer, Z, fixed, generator).items()}
+    added = {name: seen(step) for name, step in steps(layer, Z, generator).items()}
     Z = seen(Z)
     added["gradient"] = seen(-subspace_coding_rate_grad(Z, U, eps))
     if uncentered:
@@ -101,35 +99,20 @@ def changes(layer, Z, fixed, generator, eps=0.1, uncentered=False):
     return change, cosine
 
 
-def each_batch(loaded, c):
-    """Yields a backbone's traces of a batch, one for each layer. In float64."""
-    loaded.model.cpu().double()
+@torch.no_grad()
+def measured(loaded, c):
+    """({step: changes}, {step: cosines}), each (L, N) of N samples in L layers. In float64."""
+    backbone = loaded.backbone.cpu().double()
+    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
+        raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
+    generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):
-        yield loaded.backbone.trace(x.double() if x.is_floating_point() else x)
-
-
-@torch.no_grad()
-def mean_maps(loaded, c):
-    """The mean over training samples of each layer's maps, (K, n, n)."""
-    if not isinstance(loaded.backbone.layers[0].attention, SoftmaxAttention):
-        raise UserError(f"{loaded.model.config.arch} has no softmax, which the controls replace")
-    sums = [sum(parts) for parts in zip(*(
-        [trace.attention.sum(0) for trace in traces]
-        for traces in each_batch(loaded, replace(c, split="train"))))]
-    return [A / A.sum(-1, keepdim=True) for A in sums]              # a map's rows sum to 1
-
-
-@torch.no_grad()
-def measured(loaded, fixed, c):
-    """({step: changes}, {step: cosines}), each (L, N) of N samples in L layers."""
-    generator = torch.Generator().manual_seed(c.seed)
-    layers = loaded.backbone.layers
-    found = [[changes(layer, trace.tokens, A, generator, c.eps, c.uncentered)
-              for layer, trace, A in zip(layers, traces, fixed)]
-             for traces in each_batch(loaded, c)]
+        traces = backbone.trace(x.double() if x.is_floating_point() else x)
+        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered)
+                      for layer, trace in zip(backbone.layers, traces)])
     return tuple({name: torch.stack([torch.cat([batch[l][table][name] for batch in found])
-                                     for l in range(len(layers))]) for name in found[0][0][table]}
-                 for table in (0, 1))
+                                     for l in range(len(backbone.layers))])
+                  for name in found[0][0][table]} for table in (0, 1))
 
 
 def summary(values):
@@ -146,7 +129,7 @@ def measure(c):
         key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
         run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[]))
         run["names"].append(path)
-        run["each"].append(measured(loaded, mean_maps(loaded, c), c))
+        run["each"].append(measured(loaded, c))
     for run in runs.values():
         several = len(run["names"]) > 1         # then a checkpoint's mean is one of N values
         run["changes"], run["cosines"] = (
@@ -175,9 +158,10 @@ def draw(runs, path):
     """How far each step lowers R^c in all layers, in units of attention: a mark for each trained
     model in which attention lowers it."""
     steps = dict(elsewhere="attention, on random subspaces", derived="the step as derived",
-                 alone="each token alone", equal="equal weights for others",
-                 fixed="the mean map", swapped="the map of another sample")
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
+                 reversed="attention, reversed", rotated="attention, output turned at random",
+                 alone="each token alone", others="other tokens alone",
+                 swapped="the map of another sample")
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.9)
     ax.margins(y=0.12)
     ax.axvline(1, color="C0")
     ax.axvline(0, color="black", lw=0.8)

@@ -75,21 +75,18 @@ def test_controls(text):
     def heads_joined(A):
         values = attention.queries_keys_values(X)[2]
         return attention.W((A @ values).transpose(1, 2).flatten(2))
-    ones = torch.ones(9, 9).double()
-    seen = ones.tril() if text else ones
-    fixed = torch.rand(2, 9, 9).double()
-    found = compression.steps(layer, Z, fixed, torch.Generator())
+    found = compression.steps(layer, Z, torch.Generator())
     assert_near(found["attention"], attention(X))
     assert_near(found["alone"], heads_joined(torch.eye(9).double()))
-    assert_near(found["fixed"], heads_joined(fixed.expand(3, 2, 9, 9)))
     A = attention.map(X)
     assert_near(found["swapped"], heads_joined(A[[2, 0, 1]]))
-    own, rows = A.diagonal(dim1=-2, dim2=-1).mean(-1), []                   # (B, K)
-    for i in range(9):
-        row = (1 - own)[..., None] * seen[i] / max(1, seen[i].sum() - 1)
-        row[..., i] = own if seen[i].sum() > 1 else 1
-        rows.append(row)
-    assert_near(found["equal"], heads_joined(torch.stack(rows, 2)))
+    others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    if text:
+        others[:, :, 0, 0] = 1
+    assert_near(found["others"], heads_joined(others / others.sum(-1, keepdim=True)))
+    assert_near(found["reversed"], -found["attention"])
+    turned, step = found["rotated"], found["attention"]
+    assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     U = unit_size(attention.bases())
     first, _ = crate.neumann_terms(X, U)
     beta = 8 / (9 * 0.5 ** 2)
@@ -113,10 +110,10 @@ def test_changes(uncentered, eps=0.3):
     Z.requires_grad_()
     uphill, = torch.autograd.grad(models.subspace_coding_rate(seen(Z), U, eps).sum(), Z)
     Z = Z.detach()
-    fixed, before, norm = torch.rand(2, 17, 17).double(), seen(Z), (1, 2)
+    before, norm = seen(Z), (1, 2)
     with torch.no_grad():
-        added = compression.steps(layer, Z, fixed, torch.Generator())
-        change, cosine = compression.changes(layer, Z, fixed, torch.Generator(), eps, uncentered)
+        added = compression.steps(layer, Z, torch.Generator())
+        change, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
@@ -126,7 +123,7 @@ def test_changes(uncentered, eps=0.3):
         for T, along in ((seen(step), before), (-uphill, before)):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
-        if name != "noise":             # which is drawn behind the random subspaces
+        if name not in ("noise", "rotated"):        # which are drawn behind the random subspaces
             assert_near(change[name], rates[1] - rates[0])
             assert_near(cosine[name], F.cosine_similarity(*across))
     assert ("common" in change) == uncentered

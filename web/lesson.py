@@ -43,7 +43,7 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-STEPS = "attention", "swapped", "alone", "derived", "shrinking"
+STEPS = "attention", "reversed", "alone", "derived", "shrinking"
 
 
 def best_multiple(gram):
@@ -54,8 +54,7 @@ def best_multiple(gram):
 def changes(layer, trace):
     """What STEPS add to R^c of tokens less their mean, at equal norm, and their cosines with
     -grad R^c, without what changes this norm."""
-    rates, cosines = compression.changes(layer, trace.tokens, trace.attention.mean(0),
-                                         torch.Generator())
+    rates, cosines = compression.changes(layer, trace.tokens, torch.Generator())
     return {name: rates[name] for name in STEPS} | {
         f"downhill_{name}": cosines[name] for name in STEPS}
 
