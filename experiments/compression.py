@@ -25,8 +25,10 @@ which changes length alone. +- is the standard error over samples, or over check
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): in four of five models attention lowers R^c, but little of it is what was
-learned. VERDICT
+Verdict (2026-11-27): in four of five models attention lowers R^c, but that says little about what
+it learned: reversed lowers it 0.2 to 0.6 times as far, rotated 0.5 to 0.7, alone 0.8 to 2.3. On
+pictures R^c of random subspaces falls nearly as far. Cosines of attention with -grad R^c are -0.05
+to 0.09 in all 32 layers.
 """
 from dataclasses import dataclass, MISSING
 
