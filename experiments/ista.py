@@ -21,13 +21,13 @@ trained model uses D: without it scores fall by 2 to 6 points. RESULTS has the c
 without D; numbers by layer: records/TABLES.md.
 """
 import copy
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass, MISSING, replace
 
 import torch
 from torch.nn import functional as F
 
-from evaluate import batches, each_model, SampleFlags
-from experiments.shared import averages, each_sample, scores, title_of
+from evaluate import batches, each_model, SampleFlags, split_for
+from experiments.shared import averages, each_sample, title_of
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
 from model import ISTA, ODL
@@ -118,15 +118,29 @@ def tables(loaded, c):
                    for l, o in enumerate(operators, 1)]
 
 
+@torch.no_grad()
+def scores(loaded, c):
+    """The score of each sample, (N,): 1 if its class is right, or its loss in nats per token."""
+    model, found = loaded.model, []
+    for index, x in batches(loaded, replace(c, samples=c.scored)):
+        if loaded.task == "vit":
+            labels = split_for(loaded, c)[1].batch(index)[1]
+            found.append((model(x).argmax(-1) == labels).double())
+        else:
+            logits = model(x)[:, :-1]
+            found.append(F.cross_entropy(logits.mT, x[:, 1:], reduction="none").mean(1))
+    return torch.cat(found)
+
+
 def without_dictionary(loaded, c):
     """{"score", "score with D = 0", "difference", their standard errors}, or None."""
     layers = loaded.backbone.layers
     if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
         return None
-    before = scores(loaded, c, c.scored)
+    before = scores(loaded, c)
     for layer in layers:
         layer.sparsification.D.data.zero_()
-    after = scores(loaded, c, c.scored)
+    after = scores(loaded, c)
     return averages(each_sample(score=before, score_without_D=after, difference=after - before))
 
 

@@ -1,11 +1,6 @@
-"""What several experiments use: colours, means with their errors, random subspaces, scores."""
-from dataclasses import replace
-
+"""What several experiments use: colours, titles, means with their errors, random subspaces."""
 import numpy as np
 import torch
-from torch.nn import functional as F
-
-from evaluate import batches, split_for
 
 # the same arch has the same colour in every figure
 COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
@@ -44,18 +39,3 @@ def random_subspaces(d, K, generator):
     """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
     A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-@torch.no_grad()
-def scores(loaded, c, samples):
-    """The score of each sample, (N,): 1 if its class is right, or its loss in nats per token."""
-    model, found = loaded.model, []
-    dtype = next(model.parameters()).dtype
-    for index, x in batches(loaded, replace(c, samples=samples)):
-        if loaded.task == "vit":
-            labels = split_for(loaded, c)[1].batch(index)[1]
-            found.append((model(x.to(dtype)).argmax(-1) == labels).to(dtype))
-        else:
-            logits = model(x)[:, :-1]
-            found.append(F.cross_entropy(logits.mT, x[:, 1:], reduction="none").mean(1))
-    return torch.cat(found)

@@ -71,6 +71,6 @@ def test_tables(tmp_path, cache, arch):
     relu = ImageClassifier(replace(model.config, arch="crate-relu")).eval()
     relu.load_state_dict({k: v for k, v in model.state_dict().items() if ".D" not in k})
     c = ista.Sparsify(ckpt="", data_dir=str(cache), device="cpu", scored=30, batch_size=7)
-    wanted = ista.scores(load_model(path)._replace(model=relu), c, 30)
+    wanted = ista.scores(load_model(path)._replace(model=relu), c)
     assert len(wanted) == 30
     assert result["without_D"]["score_without_D"] == pytest.approx(wanted.mean().item())
