@@ -18,9 +18,9 @@ before it. U is at unit size. Every step has attention's length, without what mo
     noise        Gaussian
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-First table: what each step adds to R^c, in
-nats, by layer and in all. Second: its cosine with -grad R^c, of both without the part along Z,
-which changes length alone. +- is the standard error over samples, or over checkpoints of a config.
+The first table has what each step adds to R^c, in nats, by layer and in all. The second has its
+cosine with -grad R^c, of both without the part along Z, which changes length alone. +- is the
+standard error over samples, or over checkpoints of a config.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
