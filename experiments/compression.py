@@ -26,7 +26,7 @@ standard error over samples, or over checkpoints of a config.
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
 Verdict (2026-11-27): in four of five models attention lowers R^c, but that says little about what
-it learned: reversed lowers it 0.2 to 0.6 times as far, rotated 0.5 to 0.7, alone 0.8 to 2.3. On
+it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. On
 pictures R^c of random subspaces falls nearly as far. Cosines of attention with -grad R^c are -0.05
 to 0.09 in all 32 layers.
 """
@@ -159,10 +159,10 @@ def show(run, c):
 def draw(runs, path):
     """How far each step lowers R^c in all layers, in units of attention: a mark for each trained
     model in which attention lowers it."""
-    steps = dict(elsewhere="attention, on random subspaces", derived="the step as derived",
-                 reversed="attention, reversed", rotated="attention, output turned at random",
-                 alone="each token alone", others="other tokens alone",
-                 swapped="the map of another sample")
+    steps = dict(elsewhere="elsewhere: on random subspaces", derived="derived: Eq. (34)",
+                 reversed="reversed", rotated="rotated at random",
+                 alone="alone: each token by itself", others="others: no weight on itself",
+                 swapped="swapped: map of another sample")
     figure, ((ax,),) = new_figure(1, 1, 7, 2.9)
     ax.margins(y=0.12)
     ax.axvline(1, color="C0")

@@ -17,7 +17,7 @@ up to 2 no step from an A >= 0 raises (42). Last, the score of a trained CRATE, 
 
 Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
 D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet a
-trained model uses D: without it scores fall by 2 to 6 points. RESULTS has the control trained
+trained model uses D: without it scores fall by 2 to 4 points. RESULTS has the control trained
 without D; numbers by layer: records/TABLES.md.
 """
 import copy
