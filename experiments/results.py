@@ -15,18 +15,19 @@ import torch
 from torch.nn import functional as F
 
 import evaluate
-from analyze import layer_table, Layers
+from analyze import at_norm, layer_table, Layers, unit_size
 from checkpoint import load_model
 from data import text as text_sets
-from experiments.shared import COLORS, title_of
+from experiments.shared import COLORS, random_subspaces, title_of
 from figures import legend_below, new_figure
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
+from model import coding_rate, subspace_coding_rate
 from processes import cli
 from run import read_metrics
 
 MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",
           "pydoc-crate")
-TOGETHER = 1, 2, 4, 8, 16       # samples coded together
+TOGETHER = 1, 4, 16, 64      # samples coded together
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "mssa-mlp", "transformer": "transformer",
          "crate-t": "CRATE-T", "crate-n": "CRATE-N", "crate-c": "CRATE-C"}
@@ -35,7 +36,8 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 @dataclass(kw_only=True)
 class Figures(CacheFlags):
     names: tuple = option((), "which figures; none: all")
-    samples: int = option(48, "samples of `objective` and `training`", low=1)
+    samples: int = option(64, "samples of `objective` and `training`", low=64)
+    seed: int = option(0, "seed of the random weights and subspaces")
     runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 
 
@@ -61,11 +63,9 @@ def name_ends(ax, ends, line=0.06):
                     va="center", fontsize="small")
 
 
-def by_layer(c, ckpt, untrained=False, together=1):
-    """The rows of `analyze.py layers`."""
-    flags = Layers(ckpt=str(ckpt), untrained=untrained, samples=c.samples,
-                   data_dir=c.data_dir, batch_size=16, together=together)
-    return layer_table(evaluate.open_model(flags)[0], flags)
+def layer_flags(c, ckpt, untrained):
+    return Layers(ckpt=str(ckpt), untrained=untrained, samples=c.samples, data_dir=c.data_dir,
+                  batch_size=c.samples, seed=c.seed)
 
 
 def images(c):
@@ -180,23 +180,47 @@ def length(c):
     return figure
 
 
+@torch.no_grad()
+def added(c, name, untrained, together, eps=0.1):
+    """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
+    random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
+    flags, generator = layer_flags(c, f"pretrained:{name}", untrained), torch.Generator()
+    loaded = evaluate.open_model(flags)[0]
+    (_, x), = evaluate.batches(loaded, flags)
+    rows = []
+    for layer, trace in zip(loaded.backbone.layers, loaded.backbone.trace(x)):
+        Z, out = (T.cpu().double().unflatten(0, (-1, together)).flatten(1, 2)
+                  for T in (trace.tokens, trace.out))
+        out, U = at_norm(out, Z), unit_size(layer.attention.bases().cpu().double())
+        V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed))
+        rates = [torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
+                              subspace_coding_rate(T, V, eps)]) for T in (Z, out)]
+        rows.append((rates[1] - rates[0]).mean(1))
+    return torch.stack(rows, 1)
+
+
 def objective(c):
-    """What the layers after the first add to R - R^c, by the number of samples whose tokens are
-    coded together; prints in how many layers it rises, and in how many R does."""
+    """What layers add to R - R^c, by the number of samples whose tokens are coded together."""
     figure, (axes,) = new_figure(1, len(MODELS), 1.6, 2.4)
     for ax, name in zip(axes, MODELS):
-        for untrained, style in ((False, "o-"), (True, "o--")):
-            added = []
-            for together in TOGETHER:
-                rows = by_layer(c, f"pretrained:{name}", untrained, together)
-                added.append(sum(row["gain"] for row in rows[1:]))
-                rises, R_rises = (sum(row[key] > 0 for row in rows) for key in ("gain", "R_change"))
-                print(f"{name}{', untrained' * untrained}: {together} together, {len(rows)} layers:"
-                      f" R rises in {R_rises}, R - R^c in {rises}; after the 1st {added[-1]:.1f}")
-            ax.plot(TOGETHER, added, style, color="0.6" if untrained else COLORS["crate"],
-                    label="at random weights" if untrained else "trained")
+        later = {}                              # line -> sums over the layers after the first
+        for together in TOGETHER:
+            for untrained, words in ((False, "trained"), (True, "at random weights")):
+                R, Rc, elsewhere = added(c, name, untrained, together)
+                later.setdefault(words, []).append((R - Rc)[1:].sum())
+                later.setdefault(f"{words}, on random subspaces", []).append(
+                    (R - elsewhere)[1:].sum())
+                print(f"{name}, {words}: {together} together, {len(R)} layers: R - R^c rises in "
+                      f"{(R > Rc).sum()}, R in {(R > 0).sum()}; after the 1st R {R[1:].sum():.1f}, "
+                      f"R^c {Rc[1:].sum():.1f}, R - R^c {(R - Rc)[1:].sum():.1f}, on random "
+                      f"subspaces {(R - elsewhere)[1:].sum():.1f}; the 1st {R[0] - Rc[0]:.1f}")
+        lines = {"trained": dict(color=COLORS["crate"]),
+                 "trained, on random subspaces": dict(color=COLORS["crate"], ls=":", mfc="white"),
+                 "at random weights": dict(color="0.6", ls="--")}
+        for words, style in lines.items():
+            ax.plot(TOGETHER, later[words], marker="o", label=words, **style)
         ax.axhline(0, color="black", lw=0.8)
-        ax.set_xscale("log", base=2)
+        ax.set_xscale("log", base=4)
         ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
         ax.set_title(title_of(name), fontsize="medium")
     axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
@@ -218,7 +242,8 @@ def training(c):
             raise UserError(f"{Path(c.runs, folder)} has no ckpt-STEP.pt: train with --keep")
         ends = {}
         for step, color in ((0, "0.6"), (min(kept), "C9"), (max(kept), "C0")):
-            table = by_layer(c, kept[step or min(kept)], untrained=step == 0)
+            flags = layer_flags(c, kept[step or min(kept)], untrained=step == 0)
+            table = layer_table(evaluate.open_model(flags)[0], flags)
             layers = [line["layer"] for line in table]
             for ax, key in zip(row, panels):
                 y = [line[key] for line in table]
