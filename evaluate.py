@@ -98,18 +98,20 @@ def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperatu
 
 def logistic_regression(x, y, classes, decay):
     """(W, b) that minimize the mean cross-entropy of x W + b plus decay / 2 ||W||^2, by L-BFGS."""
-    W = torch.zeros(x.shape[1], classes, requires_grad=True, device=x.device)
-    b = torch.zeros(classes, requires_grad=True, device=x.device)
+    # on the CPU: L-BFGS reads numbers in its loop over past steps, and a GPU would wait for each
+    W = torch.zeros(x.shape[1], classes, requires_grad=True)
+    b = torch.zeros(classes, requires_grad=True)
     optimizer = torch.optim.LBFGS([W, b], max_iter=200, tolerance_grad=1e-5,
                                   tolerance_change=1e-9, line_search_fn="strong_wolfe")
 
     def closure():
         optimizer.zero_grad()
-        loss = F.cross_entropy(x @ W + b, y) + 0.5 * decay * W.square().sum()
+        weight, bias = W.to(x.device), b.to(x.device)
+        loss = F.cross_entropy(x @ weight + bias, y) + 0.5 * decay * weight.square().sum()
         loss.backward()
         return loss
     optimizer.step(closure)
-    return W.detach(), b.detach()
+    return W.detach().to(x.device), b.detach().to(x.device)
 
 
 def linear_probe(x, y, x_test, y_test, classes, seed=0):
