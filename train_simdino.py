@@ -61,11 +61,6 @@ PRESETS = {
         data="imagenet", arch="transformer", size="base", image_size=224, local_size=96,
         local_views=10, batch_size=1024,        # its lr is 5e-4 x batch_size / 256
         eval_every=6255),   # five epochs
-    "cifar10": dict(        # width, lr and length are our choice
-        data="cifar10", width=384, heads=6, layers=12, patch_size=4, blur=0.0,
-        momentum=0.99,      # 13 times fewer steps than ImageNet's run: the teacher follows faster
-        batch_size=512, hidden=1024, prototypes=4096, warmup_temp_epochs=10, local_area=0.1,
-        eval_every=485),    # five epochs
     "cifar10-small": dict(  # a quarter of an hour on one CPU core
         data="cifar10", width=128, heads=4, layers=4, patch_size=4,
         blur=0.0,           # a deviation of 2 px leaves little of 32 px
