@@ -65,7 +65,7 @@ def classify(model, split, data, processes, batch_size=500, workers=0):
 
 @torch.no_grad()
 def features(encoder, split, data, processes, kind="class", batch_size=500, workers=0):
-    """Features (N, D) float32 of all images of a split, on the device of every process: the class
+    """Features (N, D) float32 and labels (N,) of a split, on the device of every process: the class
     token, the mean of the patch tokens (kind="mean"), or the images themselves ("pixels")."""
     parts = []
     for batch, _ in batches_of(split, batch_size, processes, workers):
@@ -79,7 +79,7 @@ def features(encoder, split, data, processes, kind="class", batch_size=500, work
     mine = torch.cat(parts)
     result = mine.new_zeros(len(split), mine.shape[1])
     result[processes.rank::processes.world] = mine
-    return processes.sum(result)
+    return processes.sum(result), split.labels.to(result.device)
 
 
 def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperature=0.07):
@@ -240,9 +240,8 @@ class ScoreFlags(OpenFlags, PrecisionFlags, ImageFlags):
 
 
 @dataclass(kw_only=True)
-class Accuracy(ScoreFlags):
+class Accuracy(ScoreFlags, SampleFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
-    split: str = option("val", "which part", choices=("train", "val"))
 
 
 def accuracy(c):
@@ -268,10 +267,9 @@ def probe(c):
     loaded, processes = open_model(c, "vit", "mae", "simdino")
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
     samples = []
-    for name in ("train", "val"):
-        split = images.Images(getattr(data, name), processes.device)
-        x = features(loaded.encoder, split, data, processes, kind, c.batch_size, c.workers)
-        samples += [x, split.labels.to(processes.device)]
+    for split in (data.train, data.val):
+        split = images.Images(split, processes.device)
+        samples += features(loaded.encoder, split, data, processes, kind, c.batch_size, c.workers)
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
     return what, samples, processes, data

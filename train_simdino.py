@@ -191,10 +191,9 @@ def feature_statistics(Z, eps, processes):
 
 def score_neighbours(teacher, train, val, data, c, processes):
     """k-NN accuracy of the teacher's class token."""
-    x, x_test = (features(teacher.encoder, split, data, processes, workers=c.workers)
-                 for split in (train, val))
-    y, y_test = (split.labels.to(x.device) for split in (train, val))
-    return nearest_neighbours(x, y, x_test, y_test, len(data.classes), processes)
+    first, second = (features(teacher.encoder, split, data, processes, workers=c.workers)
+                     for split in (train, val))
+    return nearest_neighbours(*first, *second, len(data.classes), processes)
 
 
 def main(argv):

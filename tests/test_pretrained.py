@@ -55,7 +55,7 @@ def test_scores(name, text_cache, drawn):
     if task == "mae":
         found = validate(model, val, data, CONFIG, PROCESSES)["loss"]
     if task == "simdino":
-        x, z = (features(loaded.encoder, split, data, PROCESSES) for split in (train, val))
-        found = 100 * nearest_neighbours(x, train.labels, z, val.labels, 10, PROCESSES)["acc"]
+        first, second = (features(loaded.encoder, split, data, PROCESSES) for split in (train, val))
+        found = 100 * nearest_neighbours(*first, *second, 10, PROCESSES)["acc"]
     score, near = SCORES[name]
     assert found == pytest.approx(score, abs=near)
