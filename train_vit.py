@@ -54,7 +54,6 @@ class Config(RunFlags, ImageFlags, ModelFlags):
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
                        "and aspect; none", choices=("pad", "resized", "none"))
     padding: int = option(4, "pixels of zeros around the image before crop=pad", low=0)
-    crop_area: float = option(0.08, "smallest share of the area in crop=resized", above=0, high=1)
     flip: bool = option(True, "mirror half of the images")
     randaugment: int = option(0, "operations of RandAugment an image", low=0)
     magnitude: int = option(9, "RandAugment's strength, 0 to 30", low=0, high=30)
@@ -110,7 +109,7 @@ def augmented(pixels, rng, c, data):
     """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
     x = augment.to_float(pixels)
     if c.crop == "resized":
-        x = augment.random_resized_crop(x, c.image_size, rng, scale=(c.crop_area, 1.0))
+        x = augment.random_resized_crop(x, c.image_size, rng, scale=(0.08, 1.0))
     elif c.crop == "pad":
         x = augment.resize(x, c.image_size) if data.image_size < c.image_size else x
         x = augment.pad_crop(x, c.image_size, c.padding, rng)
@@ -152,17 +151,15 @@ def lr_scale(name, L, decay):
 # ---- Sparse rate reduction as a regularizer -----------------------------------------------------
 def srr_loss(model, x, layer=None, eps=0.5):
     """R^c(Z^{l+1} | U^l) of layer l, counted from 1, or the mean over all layers.
+
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
-    layers = model.encoder.layers
-    chosen = [layer - 1] if layer else range(len(layers))
-    with torch.no_grad():       # a second pass, with another dropout than the first
-        Z = [model.encoder.tokens(x)]
-        for l in range(max(chosen) + 1):
-            Z.append(layers[l](Z[-1]))
-    rates = [subspace_coding_rate(Z[l + 1], layers[l].attention.bases(), eps) for l in chosen]
-    return torch.stack(rates).mean()
+    rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
+    for part in model.encoder.layers[:layer]:
+        Z = part(Z).detach()
+        rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
+    return torch.stack(rates[-1:] if layer else rates).mean()
 
 
 def main(argv):
@@ -190,13 +187,10 @@ def main(argv):
     torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes), loaded).to(device)
     L = model.config.layers
-    if c.srr_weight:
-        if not hasattr(model.encoder.layers[0].attention, "U"):
-            raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
-        if c.srr_layer and c.srr_layer > L:
-            raise UserError(f"--srr_layer={c.srr_layer}: the layers are 1 to {L}")
-    elif c.srr_layer:
-        raise UserError(f"--srr_layer={c.srr_layer} needs an --srr_weight above 0")
+    if c.srr_weight and not hasattr(model.encoder.layers[0].attention, "U"):
+        raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
+    if c.srr_layer and c.srr_layer > L:
+        raise UserError(f"--srr_layer={c.srr_layer}: the layers are 1 to {L}")
 
     # ---- optimizer
     scale = partial(lr_scale, L=L, decay=c.layer_decay)

@@ -130,7 +130,7 @@ MISTAKES = {        # one of each kind, and what the line says
                 "--data=cifar10": "--source DIR",
                 "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
                 "--device=mps": "this machine has none",
-                "--srr_weight=0.1 --srr_layer=3": "layers are 1 to 2", "--srr_layer=1": "needs"},
+                "--srr_weight=0.1 --srr_layer=3": "layers are 1 to 2"},
     train_mae: {"--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_size=12": "patch_size=8 does not divide local_size=12"},
     train_gpt: {"--context=50000": "too few for --context=50000",
