@@ -55,13 +55,6 @@ def step_with(layer, Z, attend):
         del layer.attention.attend          # the class's own is back
 
 
-def in_sets(T, together):
-    """T (B, n, d) as sets of the tokens of `together` samples: (B / together, together n, d)."""
-    if len(T) % together:
-        raise UserError(f"--together={together} does not divide a batch of {len(T)} samples")
-    return T.unflatten(0, (-1, together)).flatten(1, 2)
-
-
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
 class Layers(PictureFlags):
@@ -88,10 +81,13 @@ class Layers(PictureFlags):
 def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
     are says `analyze.py layers --help`. Float64, as float32 may give NaN; on the CPU for mps."""
+    if len(trace.tokens) % together:
+        raise UserError(f"--together={together} does not divide a batch of {len(trace.tokens)}")
     U = unit_size(layer.attention.bases().cpu().double())
 
     def coded(T):
-        return in_sets(T.cpu().double(), together)
+        """The tokens of `together` samples as one set: (B / together, together n, d)."""
+        return T.cpu().double().unflatten(0, (-1, together)).flatten(1, 2)
     X, Z = coded(layer.norm1(trace.tokens)), coded(trace.tokens)
     half, out = coded(trace.half), coded(trace.out)
 
@@ -146,11 +142,6 @@ def layers(c):
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
         print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}")
-        if "Rc_alone" in table[0]:
-            by_attention, alone = (sum(row[key] for row in table)
-                                   for key in ("Rc_change", "Rc_alone"))
-            print(f"attention adds {by_attention:.1f} nats to R^c in all layers together, "
-                  f"each token alone would add {alone:.1f}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     print("what the columns are: python analyze.py layers --help")
@@ -182,21 +173,18 @@ def draw_layers(runs, c):
 @dataclass(kw_only=True)
 class Pictures(PictureFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
-    index: int = option(0, "the first image's number in the split", low=0)
-    pictures: int = option(8, "how many images of the data set, one per row", low=1)
+    pictures: int = option(8, "how many images of the data set, spread over the split", low=1)
 
 
 def open_pictures(c, *tasks):
-    """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split from c.index
-    on, the images (B, 3, H, H) in [0, 1], the same normalized)."""
+    """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split, the images
+    (B, 3, H, H) in [0, 1], the same normalized)."""
     loaded, _ = evaluate.open_model(c, *tasks)
     if c.files:
         pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
     data, split = evaluate.split_for(loaded, c)
-    index = torch.arange(len(split))[c.index:c.index + c.pictures]
-    if len(index) == 0:
-        raise UserError(f"--index={c.index}: {data.name} has {len(split):,} {c.split} images")
+    index = evaluate.spread(len(split), c.pictures)
     batch, labels = split.batch(index)
     names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     pixels = augment.at_size(augment.to_float(batch), loaded.encoder.config.image_size)

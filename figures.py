@@ -44,7 +44,7 @@ def legend_below(figure, ax):
                   frameon=False)
 
 
-def write_sheet(path, pictures, columns, rows=None):
+def write_sheet(path, pictures, columns, rows):
     """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
     names of the n rows, whose long lines lose their middle."""
     from matplotlib.figure import Figure
@@ -56,8 +56,7 @@ def write_sheet(path, pictures, columns, rows=None):
     inches = min(max(1.5, max(height, width) / 150), 400 / max(n, m))
     axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
     axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
-    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row)
-            for row in rows or (f"image {i}" for i in range(1, n + 1))]
+    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row) for row in rows]
     axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
     axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
     axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
