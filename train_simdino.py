@@ -176,7 +176,7 @@ def dino_loss(student, teacher, center, temperature):
     return mean_over_pairs(-torch.einsum("gbk,vbk->gv", target, guess) / student.shape[1])
 
 
-# ---- Evaluation ---------------------------------------------------------------------------------
+# ---- Signs of collapse --------------------------------------------------------------------------
 @torch.no_grad()
 def feature_statistics(Z, eps, processes):
     """Measures of collapse, of the unit features Z (m, p) of each process: the coding rate, the
@@ -187,13 +187,6 @@ def feature_statistics(Z, eps, processes):
     return dict(coding_rate=gram_coding_rate(gram, Z.shape[1] / (n * eps ** 2)).item(),
                 effective_rank=math.exp(-(share * share.log()).sum()),
                 cosine=(summed.square().sum().item() - n) / (n * (n - 1)))
-
-
-def score_neighbours(teacher, train, val, data, c, processes):
-    """k-NN accuracy of the teacher's class token."""
-    first, second = (features(teacher.encoder, split, data, processes, workers=c.workers)
-                     for split in (train, val))
-    return nearest_neighbours(*first, *second, len(data.classes), processes)
 
 
 def main(argv):
@@ -281,8 +274,10 @@ def main(argv):
         # log, with statistics of the first view, and evaluate if that is due
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         run.log(loss, lr[step], numbers)
-        if run.evaluation_due:
-            run.record(score_neighbours(teacher, train, val, data, c, processes))
+        if run.evaluation_due:              # by neighbours of the teacher's class token
+            first, second = (features(teacher.encoder, split, data, processes, workers=c.workers)
+                             for split in (train, val))
+            run.record(nearest_neighbours(*first, *second, len(data.classes), processes))
     return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",
                     "python analyze.py saliency --ckpt={dir}/ckpt.pt")
 
