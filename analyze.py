@@ -156,14 +156,13 @@ def draw_layers(runs, c):
               "objective": f"objective $R - R^c - {c.lambd:g}\\,|Z|_0$\n(nats, higher is better)"}
     figure, axes = figures.new_figure(1, 3, 3, 3)
     for ax, (key, title) in zip(axes.flat, panels.items()):
-        for i, run in enumerate(runs):
+        for run in runs:
             l, y, std = (np.array([row[name] for row in run["layers"]])
                          for name in ("layer", key, f"{key}_std"))
             name = "/".join(Path(run["ckpt"]).parts[-2:]).removeprefix("pretrained:")
-            name += ", untrained" if run["untrained"] else ""
-            color = "0.6" if run["untrained"] and len(runs) == 2 else f"C{i}"
-            ax.plot(l, y, "o--" if run["untrained"] else "o-", color=color, label=name)
-            ax.fill_between(l, y - std, y + std, color=color, alpha=0.15, linewidth=0)
+            ax.plot(l, y, "o--" if run["untrained"] else "o-",
+                    label=name + ", untrained" * run["untrained"])
+            ax.fill_between(l, y - std, y + std, alpha=0.15, linewidth=0)
         figures.over_layers(ax, title)
     figures.legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)

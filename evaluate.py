@@ -247,9 +247,8 @@ class Accuracy(ScoreFlags, SampleFlags):
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     loaded, processes = open_model(c, "vit")
-    data = images.load_for(c.data, loaded.meta, c.data_dir)
+    data, split = split_for(loaded, c)
     check_classes(loaded, data)
-    split = images.Images(getattr(data, c.split), processes.device)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, processes, c.batch_size, c.workers)
 
