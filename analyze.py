@@ -30,8 +30,8 @@ from web import page
 
 
 @dataclass(kw_only=True)
-class PictureFlags(evaluate.SampleFlags):
-    out: str | None = option(None, "the file, .png; auto is out/analyze-COMMAND.png")
+class OutFlags:
+    out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
 
 
 # ---- Tokens and steps at one scale --------------------------------------------------------------
@@ -57,7 +57,7 @@ def step_with(layer, Z, attend):
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
-class Layers(PictureFlags):
+class Layers(evaluate.SampleFlags, OutFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
     samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
     orthonormal bases have it; MHSA has value maps for U. --shift and --rotary are left out.
@@ -170,7 +170,7 @@ def draw_layers(runs, c):
 
 # ---- saliency, predict --------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Pictures(PictureFlags):
+class Pictures(evaluate.SampleFlags, OutFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
     pictures: int = option(8, "how many images of the data set, spread over the split", low=1)
 
@@ -202,11 +202,10 @@ class Saliency(Pictures):
 def saliency_maps(c):
     """(images, 1 + heads, patches), the mean of the heads first."""
     loaded, names, pixels, x = open_pictures(c, "vit", "mae", "simdino")
-    L = len(loaded.encoder.layers)
-    if c.layer and c.layer > L:
-        raise UserError(f"--layer={c.layer}: {c.ckpt} has {L}")
-    attention = loaded.encoder.trace(x)[(c.layer or L) - 1].attention
-    maps = saliency(attention, evaluate.pooling(loaded))
+    traces = loaded.encoder.trace(x)
+    if c.layer and c.layer > len(traces):
+        raise UserError(f"--layer={c.layer}: {c.ckpt} has {len(traces)}")
+    maps = saliency(traces[(c.layer or 0) - 1].attention, evaluate.pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
@@ -244,10 +243,9 @@ def predict(c):
 
 # ---- curves, page -------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Curves:
+class Curves(OutFlags):
     """Loss and any accuracy over the steps of runs: training as a line, validation as points."""
     folders: tuple = option(MISSING, "folders of runs")
-    out: str | None = option(None, "the PNG")
 
 
 def curves(c):
@@ -269,9 +267,8 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(evaluate.DataFlags):
+class Page(evaluate.DataFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
-    out: str | None = option(None, "the file, .html; auto is out/analyze-page.html")
 
 
 def write_page(c):
