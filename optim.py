@@ -119,21 +119,20 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
     CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     three = {module.QKV.weight for module in model.modules() if isinstance(module, MHSA)}
-    muon, rest = {}, {}         # (decays, factor, parts) -> the parameters of a group
+    found = {}                  # (Muon's or not, decays, factor, parts) -> parameters
     for key, p in model.named_parameters():
         if p.requires_grad:
             decays = p.ndim == 2 and key.split(".")[-1] != "positions"
+            by_muon = decays and p in inside
+            parts = 3 if by_muon and p in three else 1
             factor = scale(key) if scale else 1.0
-            if decays and p in inside:
-                muon.setdefault((decays, factor, 3 if p in three else 1), []).append(p)
-            else:
-                rest.setdefault((decays, factor, 1), []).append(p)
-
-    def as_groups(found):       # sorted, since a checkpoint knows them by their order
-        return [dict(params=params, weight_decay=weight_decay * decays, decays=decays,
+            found.setdefault((by_muon, decays, factor, parts), []).append(p)
+    muon, rest = [], []
+    for kind, params in sorted(found.items(), reverse=True):    # a checkpoint knows their order
+        by_muon, decays, factor, parts = kind
+        group = dict(params=params, weight_decay=weight_decay * decays, decays=decays,
                      scale=factor, parts=parts)
-                for (decays, factor, parts), params in sorted(found.items(), reverse=True)]
-    muon, rest = as_groups(muon), as_groups(rest)
+        (muon if by_muon else rest).append(group)
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)
@@ -187,7 +186,7 @@ class Clock:
     """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
     `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
 
-    def __init__(self, processes, samples, flops=0, tokens=None):
+    def __init__(self, processes, samples, flops, tokens):
         self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
         self.began = self.started = time.perf_counter()
         self.seconds = []
@@ -200,13 +199,19 @@ class Clock:
         """Ends it. What comes before the next start, such as an evaluation, does not count."""
         self.seconds.append(time.perf_counter() - self.started)
 
-    def speed(self, steps):
-        """({for metrics.jsonl}, words) of the last steps, without the first of all, which may
-        compile. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
+    def mean(self, steps):
+        """Seconds a step, of the last `steps` without the first of all, which may compile; None if
+        no other has ended."""
         seconds = self.seconds[1:][-steps:]
-        if not seconds:
+        return sum(seconds) / len(seconds) if seconds else None
+
+    def speed(self, steps):
+        """({for metrics.jsonl}, words) of the last steps, both empty after the first. MFU is the
+        share of the GPUs' bfloat16 peak, where that is known."""
+        seconds = self.mean(steps)
+        if seconds is None:
             return {}, ""
-        samples = self.samples * len(seconds) / sum(seconds)
+        samples = self.samples / seconds
         key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
         speed = {key: samples * (self.tokens or 1)}
         words = f", {speed[key]:,.0f} {unit}/s"

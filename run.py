@@ -6,7 +6,6 @@ import math
 import os
 import re
 import signal
-import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -210,8 +209,10 @@ class Run:
         words = f"loss {mean:.4f}{words}"
         self.bar.set_postfix_str(words)
         if self.bar.disable:
-            left = statistics.mean(self.clock.seconds[-1000:]) * (self.total - self.step)
-            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}, {left:,.0f} s left")
+            words += f", lr {lr:.2e}"
+            if seconds := self.clock.mean(1000):
+                words += f", {seconds * (self.total - self.step):,.0f} s left"
+            self.say(f"step {self.step}/{self.total}: {words}")
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`

@@ -114,7 +114,10 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
     rates = [line["examples_per_s"] for line in lines[1:] if "loss" not in line or "lr" in line]
     assert rates == pytest.approx([4, 4, 4]) and done == lines[-1]
     assert (done["event"], done["seconds"], done["best"]) == ("done", 852.25, None)
-    assert "done: 10 steps in 852 s, 4 images/s; written" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "step 1/10: loss 1.0000, lr 1.00e-01\n" in out      # with no time left
+    assert "step 5/10: loss 1.0000, 4 images/s, lr 1.00e-01, 1 s left\n" in out
+    assert "done: 10 steps in 852 s, 4 images/s; written" in out
 
 
 def train(out, until=None, **more):
