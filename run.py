@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from tqdm import tqdm
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, ROOT, UserError
 from optim import Clock
-from processes import flush_or_mute, PrecisionFlags, SharedError
+from processes import PrecisionFlags, SharedError
 
 
 @dataclass(kw_only=True)
@@ -41,18 +42,6 @@ class RunEnded(SharedError):
         self.exit_status = exit_status
 
 
-# ---- The folder of a run ------------------------------------------------------------------------
-def lock(folder):
-    """Makes the folder and returns its open file .lock. UserError if another run has it open."""
-    folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / ".lock", "a+")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another run is writing to {folder}") from None
-    return file
-
-
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl, without those that a kill or a power cut has damaged."""
     lines = []
@@ -62,7 +51,6 @@ def read_metrics(folder):
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
-# ---- The run ------------------------------------------------------------------------------------
 class Run:
     """One training run in one folder. A script calls its methods in this order: attach() may fill
     the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
@@ -84,22 +72,25 @@ class Run:
 
     def _take_folder(self):
         """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c = self.config
-        saved = any((self.dir / file).exists() for file in ("ckpt.pt", "ckpt.prev.pt"))
+        c, lock, parent = self.config, self.dir / ".lock", str(os.getppid())
+        saved = any((self.dir / name).exists() for name in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
-        self._lock = lock(self.dir)
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self._lock = open(lock, "a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another run is writing to {self.dir}") from None
         # torchrun may start this again, also what was refused below, which has not left its name
-        started_by, parent = self.dir / ".started-by", str(os.getppid())
-        goes_on = c.resume or (self.processes.restarts > 0 and started_by.exists()
-                               and started_by.read_text() == parent)
+        goes_on = c.resume or (self.processes.restarts > 0 and lock.read_text() == parent)
         if c.overwrite and not goes_on:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
         elif not goes_on and any(path.name[0] != "." for path in self.dir.iterdir()):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-        started_by.write_text(parent)
+        lock.write_text(parent)
         return goes_on and saved
 
     def attach(self, model, optimizers, data_meta, extra=None):
@@ -125,13 +116,16 @@ class Run:
         checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
         it is text it has `tokens`: its speed is in tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
-        self.finished = self.processes.main_only(self._begin_files)
         self.clock = Clock(self.processes, self.config.batch_size, flops, tokens)
+        if self.step < total:           # else the files stay as they are
+            self.processes.main_only(self._begin_files)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if self.is_main and self.step < total else True)
-        with self.bar, self._signals():
+        handlers = {number: signal.signal(number, self._on_signal)
+                    for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
             while self.step < total:
                 self.clock.start()
                 yield self.step
@@ -139,44 +133,34 @@ class Run:
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and (number := self.processes.largest(self.received)):
                     self.save("ckpt.pt")
-                    self.say(f"saved step {self.step} to {self.dir / 'ckpt.pt'}; --resume goes on")
-                    self.end(128 + number, f"stopped by {signal.Signals(number).name}")
-
-    def _begin_files(self):
-        """Writes config.json, and takes the lines that will be written again out of metrics.jsonl.
-        Returns whether the run was finished; then it changes nothing."""
-        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
-        lines = read_metrics(self.dir) if path.exists() else []
-        if self.step >= self.total and "event" in (lines or [{}])[-1]:
-            return True
-        (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
-        tmp.write_text("".join(json.dumps(line) + "\n" for line in lines
-                               if line["step"] <= self.step))
-        os.replace(tmp, path)
-        return False
-
-    @contextlib.contextmanager
-    def _signals(self):
-        """In it the first signal ends the run after the current step. A Ctrl-C after that ends it
-        at once, but not with several processes, to which torchrun sends every signal again."""
-        def on_signal(number, frame):
-            if not self.received:
-                self.received = number
-                self.say("ending after this step, with a checkpoint")
-            elif number == signal.SIGINT and self.processes.world == 1:
-                raise KeyboardInterrupt
-        before = {number: signal.signal(number, on_signal)
-                  for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
+                    self.end(128 + number, f"stopped by {signal.Signals(number).name}: "
+                             f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
         finally:
-            for number, handler in before.items():
+            self.bar.close()
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
-    def log(self, loss, lr, numbers=None):
+    def _begin_files(self):
+        """Writes config.json, and takes the lines that will be written again out of metrics.jsonl."""
+        (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
+        path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
+        if path.exists():
+            tmp.write_text("".join(json.dumps(line) + "\n" for line in read_metrics(self.dir)
+                                   if line["step"] <= self.step))
+            os.replace(tmp, path)
+
+    def _on_signal(self, number, frame):
+        """The first signal ends the run after the current step, a Ctrl-C after that at once."""
+        if not self.received:
+            self.received = number
+            self.say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+
+    def log(self, loss, lr, numbers=dict):
         """Counts a step, and sets evaluation_due. After the first and every log_every steps it
         writes a line with the mean of the losses, which stay on the device until then, and
-        numbers(), if given."""
+        numbers()."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
@@ -187,7 +171,7 @@ class Run:
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
         self.clock.stop()
         if line_due:
-            self._write_line(mean, lr, numbers() if numbers else {})
+            self._write_line(mean, lr, numbers())
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -236,18 +220,19 @@ class Run:
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                        model=self.model.state_dict(), model_config=asdict(self.model.config),
                        data_meta=self.data_meta, optimizer={}, extra={})
-        whole = dict(optimizer=[o.state_dict() for o in self.optimizers], extra=self.extra)
         for name in names:
             newest = name == "ckpt.pt"
-            self.processes.main_only(write_checkpoint, self.dir / name,
-                                     content | whole if newest else content, newest)
+            if newest:
+                content["optimizer"] = [o.state_dict() for o in self.optimizers]
+                content["extra"] = self.extra
+            self.processes.main_only(write_checkpoint, self.dir / name, content, newest)
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
         if self.is_main:
             with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
-                flush_or_mute()
+                sys.stdout.flush()
 
     def write(self, line):
         """One JSON object to metrics.jsonl."""
@@ -261,9 +246,10 @@ class Run:
         seconds = round(time.perf_counter() - self.clock.began, 3)
         speed, words = self.clock.speed(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
-        if not self.finished:
+        if self.clock.seconds:
             self.write(line)
-        words = words or ": there was nothing left to do"
+        else:
+            words = ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir))

@@ -48,16 +48,15 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
         run_in(out, overwrite=True)
     first.close()
     ours, theirs = ["ckpt.pt", "ckpt.prev.pt", "best.pt", "metrics.jsonl"], ["notes.txt", "x.pt"]
-    hidden = {".lock", ".started-by"}
     for name in ours + theirs:
         (out / name).touch()
     with pytest.raises(UserError, match="is not empty"):
         run_in(out)
     resumed = run_in(out, resume=True)
-    assert resumed.resuming and {*ours, *theirs, *hidden} == {p.name for p in out.iterdir()}
+    assert resumed.resuming and {*ours, *theirs, ".lock"} == {p.name for p in out.iterdir()}
     resumed.close()
     run_in(out, overwrite=True).close()
-    assert {*theirs, *hidden} == {p.name for p in out.iterdir()}
+    assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
 
 
 def test_checkpoints_that_are_kept(tmp_path):
@@ -94,7 +93,7 @@ def test_a_restarted_run_resumes_by_itself(tmp_path, monkeypatch):
     run, *_ = start(tmp_path, overwrite=True)
     assert run.step == 1
     run.close()
-    (tmp_path / ".started-by").write_text("another")            # its own first start was refused
+    (tmp_path / ".lock").write_text("another")                  # its own first start was refused
     with pytest.raises(UserError, match="is not empty"):
         start(tmp_path)
 
