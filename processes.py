@@ -110,11 +110,9 @@ class Processes:
         if self.world > 1 and not dist.is_initialized():
             # torchrun's store outlives a restart and keeps the addresses of the last processes
             store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store,
-                                    rank=self.rank, world_size=self.world)
-        # stop flags travel on the CPU: asking for them every step does not stall the GPU
-        apart = self.world > 1 and device == "cuda"
-        self.control = dist.new_group(backend="gloo") if apart else dist.group.WORLD
+            # tensors on the CPU, such as what signals came, never make a GPU wait
+            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
 
     def rows(self, batch_size):
         """This process's slice of a batch. Raises UserError if it does not divide among them."""
@@ -139,7 +137,7 @@ class Processes:
         if self.world == 1:
             return number
         number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX, group=self.control)
+        dist.all_reduce(number, dist.ReduceOp.MAX)
         return int(number)
 
     def main_only(self, function, *args):
@@ -152,7 +150,7 @@ class Processes:
                 error = str(raised)     # not itself: its traceback would keep a run's lock
         if self.world > 1:
             both = [result, error]
-            dist.broadcast_object_list(both, 0, group=self.control)
+            dist.broadcast_object_list(both, 0)
             result, error = both
         if error is not None:
             raise SharedError(error)
@@ -163,19 +161,14 @@ class Processes:
         if self.world == 1:
             return model
         ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        settle_buckets(ddp, self.device)
+        # A backward of zeros, after which DDP arranges its buckets of gradients for good. They
+        # decide how sums are rounded: a resumed run needs them from its first step on, to repeat
+        # the numbers of one left alone
+        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
+        ddp(torch.zeros((), device=self.device)).backward()
+        del model.forward                       # the class's own is back
+        ddp.zero_grad(set_to_none=True)
         return ddp
-
-
-def settle_buckets(ddp, device):
-    """A backward of zeros, after which DDP arranges its buckets of gradients for good. The buckets
-    decide how sums are rounded: a resumed run needs them from its first step on, to repeat the
-    numbers of one left alone."""
-    model = ddp.module
-    model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
-    ddp(torch.zeros((), device=device)).backward()
-    del model.forward                       # the class's own is back
-    ddp.zero_grad(set_to_none=True)
 
 
 # ---- How a command ends -------------------------------------------------------------------------
@@ -185,8 +178,8 @@ def ending(error):
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
-    if isinstance(error, BrokenPipeError) and not flush_or_mute():
-        return 0, ""                # `... | head`: the reader has what it wanted
+    if isinstance(error, BrokenPipeError):
+        return 141, ""              # as of any command before `| head`, which SIGPIPE ends
     # the CPU's allocator has no class of error of its own
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
@@ -197,7 +190,6 @@ def ending(error):
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
     128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell's `&` may ignore it
     sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
     status = 0
     try:
@@ -223,11 +215,8 @@ def cli(main):
 
 
 def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit.
-    Returns whether it was written."""
+    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
     try:
         sys.stdout.flush()
-        return True
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False

@@ -101,9 +101,9 @@ def test_ctrl_c_has_no_traceback(monkeypatch, main):
 
 def test_errors_are_told_by_their_type():
     """PyTorch's allocator is out of memory; a mistake that speaks of memory keeps its traceback; a
-    pipe that is not stdout is an error."""
+    closed pipe says nothing."""
     with pytest.raises(RuntimeError) as error:
         torch.empty(2 ** 50, dtype=torch.uint8)
     assert processes.ending(error.value)[0] == 2
     assert processes.ending(RuntimeError("cannot allocate memory, said MemoryError")) is None
-    assert processes.ending(BrokenPipeError(32, "Broken pipe"))[0] == 2
+    assert processes.ending(BrokenPipeError(32, "Broken pipe")) == (141, "")
