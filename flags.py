@@ -77,15 +77,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(message)
 
-    def given(self, argv, names):
-        """{flag: value} of argv. UserError for an unknown flag, with the nearest of `names`."""
-        namespace, unknown = self.parse_known_intermixed_args(argv)
-        if unknown:
-            near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, 1, 0.7)
-            hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
-            raise UserError(f"unknown argument {unknown[0]}{hint}")
-        return vars(namespace)
-
 
 def converter(f, kind, optional):
     """The function from a flag's text to its value. argparse says "invalid int value"."""
@@ -129,7 +120,12 @@ def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
                     allow_abbrev=False)
     for f in flags.values():
         add_flag(parser, f, preset.get(f.name, f.default))
-    given = parser.given(argv, flags)
+    namespace, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
+        hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
+        raise UserError(f"unknown argument {unknown[0]}{hint}")
+    given = vars(namespace)
     displaced = [other for name in given for other in flags[name].metadata["displaces"]]
     return config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
 
