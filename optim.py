@@ -176,27 +176,23 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
-def peak_flops(processes):
-    """The bfloat16 peak of all processes' GPUs; infinite if it is unknown, or in float32."""
-    words = device_name(processes.device).replace("-", " ").split() if processes.bfloat16 else []
-    return processes.world * next((PEAK[word] for word in words if word in PEAK), math.inf)
-
-
 class Clock:
     """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
     `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
 
     def __init__(self, processes, samples, flops, tokens):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.samples, self.tokens = samples, tokens
+        gpu = device_name(processes.device).replace("-", " ").split()
+        peaks = [PEAK[word] for word in gpu if word in PEAK and processes.bfloat16]
+        self.mfu = flops / (processes.world * peaks[0]) if peaks else 0.0    # at a sample a second
         self.began = self.started = time.perf_counter()
         self.seconds = []
 
     def start(self):
-        """Begins a step."""
         self.started = time.perf_counter()
 
     def stop(self):
-        """Ends it. What comes before the next start, such as an evaluation, does not count."""
+        """Ends a step. What comes before the next start, such as an evaluation, does not count."""
         self.seconds.append(time.perf_counter() - self.started)
 
     def mean(self, steps):
@@ -215,7 +211,7 @@ class Clock:
         key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
         speed = {key: samples * (self.tokens or 1)}
         words = f", {speed[key]:,.0f} {unit}/s"
-        if mfu := samples * self.flops / peak_flops(self.processes):
-            speed["mfu"] = mfu
-            words += f", mfu {mfu:.1%}"
+        if self.mfu:
+            speed["mfu"] = samples * self.mfu
+            words += f", mfu {speed['mfu']:.1%}"
         return speed, words
