@@ -52,10 +52,6 @@ def write_checkpoint(path, content, keep_previous=True):
         tmp.unlink(missing_ok=True)
         cause = error if isinstance(error, OSError) else error.__context__ or error
         raise UserError(f"cannot write {path}: {cause}") from None
-    with contextlib.suppress(OSError):          # so that the renames survive a power cut
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 @contextlib.contextmanager
