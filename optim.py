@@ -1,7 +1,6 @@
 """What the training loops share: micro-batches, schedules, optimizers, and their speed."""
 import contextlib
 import math
-import time
 
 import torch
 
@@ -176,42 +175,15 @@ PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 
         "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
-class Clock:
-    """The seconds of a run's steps, each from start() to stop(), and the speed that follows: of
-    `samples` in a step, each of `tokens` if it is text, and of `flops`, 0 if nobody counted."""
-
-    def __init__(self, processes, samples, flops, tokens):
-        self.samples, self.tokens = samples, tokens
-        gpu = device_name(processes.device).replace("-", " ").split()
-        peaks = [PEAK[word] for word in gpu if word in PEAK and processes.bfloat16]
-        self.mfu = flops / (processes.world * peaks[0]) if peaks else 0.0    # at a sample a second
-        self.began = self.started = time.perf_counter()
-        self.seconds = []
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self):
-        """Ends a step. What comes before the next start, such as an evaluation, does not count."""
-        self.seconds.append(time.perf_counter() - self.started)
-
-    def mean(self, steps):
-        """Seconds a step, of the last `steps` without the first of all, which may compile; None if
-        no other has ended."""
-        seconds = self.seconds[1:][-steps:]
-        return sum(seconds) / len(seconds) if seconds else None
-
-    def speed(self, steps):
-        """({for metrics.jsonl}, words) of the last steps, both empty after the first. MFU is the
-        share of the GPUs' bfloat16 peak, where that is known."""
-        seconds = self.mean(steps)
-        if seconds is None:
-            return {}, ""
-        samples = self.samples / seconds
-        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
-        speed = {key: samples * (self.tokens or 1)}
-        words = f", {speed[key]:,.0f} {unit}/s"
-        if self.mfu:
-            speed["mfu"] = samples * self.mfu
-            words += f", mfu {speed['mfu']:.1%}"
-        return speed, words
+def speed_of(processes, samples, flops, tokens):
+    """({for metrics.jsonl}, words) of `samples` a second, each of `flops`, 0 if nobody counted, and
+    of `tokens` if it is text. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
+    key, unit = ("tokens_per_s", "tokens") if tokens else ("examples_per_s", "images")
+    speed = {key: samples * (tokens or 1)}
+    words = f", {speed[key]:,.0f} {unit}/s"
+    gpu = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in gpu if word in PEAK and processes.bfloat16]
+    if flops and peaks:
+        speed["mfu"] = samples * flops / (processes.world * peaks[0])
+        words += f", mfu {speed['mfu']:.1%}"
+    return speed, words

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, ROOT, UserError
-from optim import Clock
+from optim import speed_of
 from processes import PrecisionFlags, SharedError
 
 
@@ -66,6 +66,7 @@ class Run:
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
         self.losses = []                # since the last line of metrics.jsonl
+        self.seconds = []               # of each step, without evaluations and checkpoints
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.resuming = processes.main_only(self._take_folder)
@@ -116,7 +117,7 @@ class Run:
         checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
         it is text it has `tokens`: its speed is in tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
-        self.clock = Clock(self.processes, self.config.batch_size, flops, tokens)
+        self.flops, self.tokens, self.began = flops, tokens, time.perf_counter()
         if self.step < total:           # else the files stay as they are
             self.processes.main_only(self._begin_files)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
@@ -127,7 +128,7 @@ class Run:
                     for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < total:
-                self.clock.start()
+                self.step_began = time.perf_counter()
                 yield self.step
                 if str(self.step) in self.config.keep.split(","):
                     self.save(f"ckpt-{self.step}.pt")
@@ -159,8 +160,8 @@ class Run:
 
     def log(self, loss, lr, numbers=dict):
         """Counts a step, and sets evaluation_due. After the first and every log_every steps it
-        writes a line with the mean of the losses, which stay on the device until then, and
-        numbers()."""
+        writes a line of the steps since the last: the mean of the losses, which stay on the device
+        until then, lr, the speed, and numbers(). RunEnded if a loss is not finite."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
@@ -169,9 +170,26 @@ class Run:
         self.evaluation_due = is_last or self.step % self.eval_every == 0
         if line_due or self.evaluation_due:     # so that no NaN is evaluated
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
-        self.clock.stop()
+        self.seconds.append(time.perf_counter() - self.step_began)
         if line_due:
-            self._write_line(mean, lr, numbers())
+            seconds, speed, words = self._pace(len(self.losses))
+            self.losses = []
+            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers()))
+            words = f"loss {mean:.4f}{words}"
+            self.bar.set_postfix_str(words)
+            if self.bar.disable:
+                left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
+                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
+
+    def _pace(self, steps):
+        """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
+        which may compile; (0, {}, "") if there is no other."""
+        seconds = self.seconds[1:][-steps:]
+        if not seconds:
+            return 0, {}, ""
+        mean = sum(seconds) / len(seconds)
+        return mean, *speed_of(self.processes, self.config.batch_size / mean, self.flops,
+                               self.tokens)
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -184,19 +202,6 @@ class Run:
         if not math.isfinite(loss):
             self.end(3, f"the loss or a weight is not finite at step {step}: try a lower --lr; "
                         f"any checkpoint in {self.dir} is of a step before")
-
-    def _write_line(self, mean, lr, numbers):
-        """Of the steps since the last: to metrics.jsonl, and to the bar or, without one, stdout."""
-        speed, words = self.clock.speed(len(self.losses))
-        self.losses = []
-        self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers))
-        words = f"loss {mean:.4f}{words}"
-        self.bar.set_postfix_str(words)
-        if self.bar.disable:
-            words += f", lr {lr:.2e}"
-            if seconds := self.clock.mean(1000):
-                words += f", {seconds * (self.total - self.step):,.0f} s left"
-            self.say(f"step {self.step}/{self.total}: {words}")
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
@@ -243,10 +248,10 @@ class Run:
     def done(self, *then):
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
-        seconds = round(time.perf_counter() - self.clock.began, 3)
-        speed, words = self.clock.speed(self.total)
+        seconds = round(time.perf_counter() - self.began, 3)
+        _, speed, words = self._pace(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
-        if self.clock.seconds:
+        if self.seconds:
             self.write(line)
         else:
             words = ": there was nothing left to do"
