@@ -3,7 +3,6 @@ import argparse
 import difflib
 import inspect
 import operator
-import os
 import sys
 import typing
 from dataclasses import dataclass, field, fields, MISSING
@@ -26,7 +25,6 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
 def option(default, help, displaces=(), **limits):
     """A dataclass field with its --help text and limits. With MISSING it is required. If given, it
     removes the preset's values of `displaces`."""
-    assert limits.keys() <= LIMITS.keys()
     return field(default=default, metadata=dict(help=help, displaces=displaces, limits=limits))
 
 
@@ -84,7 +82,7 @@ def converter(f, kind, optional):
         if optional and text.lower() in ("none", "auto"):
             return None
         if text.startswith("~/"):                       # bash leaves it in --out_dir=~/x
-            text = os.path.expanduser(text)
+            text = str(Path(text).expanduser())
         value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
         for name, limit in f.metadata["limits"].items():
             words, holds = LIMITS[name]
@@ -133,13 +131,12 @@ def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
 def parse_run(config_class, presets, argv, doc, default=None):
     """[PRESET] [--name=value ...] as (config, name of the run's folder)."""
     named = argv and not argv[0].startswith("-")
-    name, rest = (argv[0], argv[1:]) if named else (default, argv)
-    if named and name not in presets:
+    name, *rest = argv if named else [default, *argv]
+    if name not in presets:
         raise UserError(f"preset {not_one_of(name, presets)}")
-    preset = presets.get(name, {})
-    config = parse(config_class, rest, doc, preset, " [PRESET]",
+    config = parse(config_class, rest, doc, presets[name], " [PRESET]",
                    f"presets ({default} by default): {', '.join(presets)}")
-    return config, name if config.data == preset.get("data") else f"{name}-{config.data}"
+    return config, name if config.data == presets[name]["data"] else f"{name}-{config.data}"
 
 
 def parse_command(commands, argv, doc):

@@ -1,4 +1,5 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
+import os
 import signal
 from dataclasses import dataclass
 
@@ -47,7 +48,7 @@ def test_flags_take_their_fields_types():
     c, preset = parse("--width=9", "--limit=none", "--flip=false")
     assert preset == "tiny" and c.width == 9 and c.limit is None and c.flip is False
     c, _ = parse("large", "--size=~/big")     # not the preset's width
-    assert (c.width, c.size) == (8, flags.os.path.expanduser("~/big"))
+    assert (c.width, c.size) == (8, os.path.expanduser("~/big"))
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 
@@ -94,7 +95,7 @@ def test_ctrl_c_has_no_traceback(monkeypatch, main):
     def start(argv):
         monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
         main(argv)
-    monkeypatch.setattr(flags.os, "_exit", flags.sys.exit)
+    monkeypatch.setattr(os, "_exit", flags.sys.exit)
     with pytest.raises(SystemExit, match="130"):
         processes.cli(start)
 
