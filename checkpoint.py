@@ -190,7 +190,7 @@ def load_resized(encoder, loaded, path):
 # CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and crate-lm (gpt), tried only with files made up
 # from their names and shapes. Their tensors match ours, only the names differ.
 
-_NAMES = (          # (theirs, ours): each pattern is replaced in each name, in this order
+NAMES = (          # (theirs, ours): each pattern is replaced in each name, in this order
     (r"^(module\.|_orig_mod\.)+", ""),
     # stored, but never applied by CRATE-MAE; nanoGPT's causal masks
     (r"^(pos_embed|decoder_embed\..*|.*\.attn\.bias)$", ""),
@@ -215,8 +215,7 @@ _NAMES = (          # (theirs, ours): each pattern is replaced in each name, in 
     (r"\.1\.fn\.(D|weight)$|\.ista\.weight$", ".sparsification.D"),
 )
 
-
-HEADS = {384: 6, 576: 12, 768: 12, 1024: 16}       # K of the authors' models, by width
+HEADS = {384: 6, 576: 12, 768: 12, 1024: 16}        # K of the authors' models, by width
 
 
 def translated(content, heads=None):
@@ -227,7 +226,7 @@ def translated(content, heads=None):
         content = content.get(key, content)
     state = {}
     for name, tensor in content.items():
-        for theirs, ours in _NAMES:
+        for theirs, ours in NAMES:
             name = re.sub(theirs, ours, name)
         state[name] = tensor
     state.pop("", None)             # what the table drops
@@ -263,8 +262,6 @@ def translated(content, heads=None):
             raise ValueError(f"no published {arch} has width {d}: say how many --heads it has")
         note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, which the file "
              "does not hold; another K (the authors' emergence demo has 6) is --heads=K")
-    config |= dict(arch=arch, width=d, heads=heads, layers=layers)
-    if atoms > d:
-        config["expansion"] = atoms // d
+    config |= dict(arch=arch, width=d, heads=heads, layers=layers, expansion=atoms // d)
     return dict(format=FORMAT, task=task, model_config=config, model=state, data_meta=meta,
                 run_config={})
