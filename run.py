@@ -142,7 +142,7 @@ class Run:
                 signal.signal(number, handler)
 
     def _begin_files(self):
-        """Writes config.json, and takes the lines that will be written again out of metrics.jsonl."""
+        """Writes config.json, and drops the lines of metrics.jsonl that will be written again."""
         (self.dir / "config.json").write_text(json.dumps(self.flags, indent=1) + "\n")
         path, tmp = self.dir / "metrics.jsonl", self.dir / "metrics.jsonl.tmp"
         if path.exists():
@@ -225,12 +225,11 @@ class Run:
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                        model=self.model.state_dict(), model_config=asdict(self.model.config),
                        data_meta=self.data_meta, optimizer={}, extra={})
+        to_resume = dict(optimizer=[o.state_dict() for o in self.optimizers], extra=self.extra)
         for name in names:
             newest = name == "ckpt.pt"
-            if newest:
-                content["optimizer"] = [o.state_dict() for o in self.optimizers]
-                content["extra"] = self.extra
-            self.processes.main_only(write_checkpoint, self.dir / name, content, newest)
+            self.processes.main_only(write_checkpoint, self.dir / name,
+                                     content | to_resume if newest else content, newest)
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
