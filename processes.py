@@ -189,7 +189,7 @@ def ending(error):
 
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
-    128 + signal after a saved one. An error prints one line, Ctrl-C and a closed pipe none."""
+    141 a closed pipe, 128 + signal after a saved one. An error prints one line, those two none."""
     sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
     status = 0
     try:

@@ -83,7 +83,7 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun may start this again, also what was refused below, which has not left its name
+        # torchrun may start this again, also what was refused below: .lock says who began the run
         goes_on = c.resume or (self.processes.restarts > 0 and lock.read_text() == parent)
         if c.overwrite and not goes_on:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
