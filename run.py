@@ -151,17 +151,18 @@ class Run:
             os.replace(tmp, path)
 
     def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step, a Ctrl-C after that at once."""
+        """The first signal ends the run after the current step. A Ctrl-C after that ends it at once,
+        but not with several processes, to which torchrun may send every signal again."""
         if not self.received:
             self.received = number
             self.say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT:
+        elif number == signal.SIGINT and self.processes.world == 1:
             raise KeyboardInterrupt
 
-    def log(self, loss, lr, numbers=dict):
+    def log(self, loss, lr, numbers=None):
         """Counts a step, and sets evaluation_due. After the first and every log_every steps it
         writes a line of the steps since the last: the mean of the losses, which stay on the device
-        until then, lr, the speed, and numbers(). RunEnded if a loss is not finite."""
+        until then, lr, the speed, and numbers(), if given. RunEnded if a loss is not finite."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
@@ -174,7 +175,8 @@ class Run:
         if line_due:
             seconds, speed, words = self._pace(len(self.losses))
             self.losses = []
-            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **numbers()))
+            more = numbers() if numbers else {}
+            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
             words = f"loss {mean:.4f}{words}"
             self.bar.set_postfix_str(words)
             if self.bar.disable:
