@@ -19,7 +19,7 @@ from analyze import at_norm, layer_table, Layers, unit_size
 from checkpoint import load_model
 from data import text as text_sets
 from experiments.shared import COLORS, random_subspaces, title_of
-from figures import legend_below, new_figure
+from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
 from model import coding_rate, subspace_coding_rate
 from processes import cli
@@ -181,10 +181,10 @@ def length(c):
 
 
 @torch.no_grad()
-def added(c, name, untrained, together, eps=0.1):
+def added(c, ckpt, untrained, together, eps=0.1):
     """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
     random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
-    flags, generator = layer_flags(c, f"pretrained:{name}", untrained), torch.Generator()
+    flags, generator = layer_flags(c, ckpt, untrained), torch.Generator()
     loaded = evaluate.open_model(flags)[0]
     (_, x), = evaluate.batches(loaded, flags)
     rows = []
@@ -203,17 +203,19 @@ def objective(c):
     """What layers add to R - R^c, by the number of samples whose tokens are coded together."""
     figure, (axes,) = new_figure(1, len(MODELS), 1.6, 2.4)
     for ax, name in zip(axes, MODELS):
-        later = {}                              # line -> sums over the layers after the first
+        later, rows = {}, []        # later: line -> sums over the layers after the first
         for together in TOGETHER:
             for untrained, words in ((False, "trained"), (True, "at random weights")):
-                R, Rc, elsewhere = added(c, name, untrained, together)
-                later.setdefault(words, []).append((R - Rc)[1:].sum())
-                later.setdefault(f"{words}, on random subspaces", []).append(
-                    (R - elsewhere)[1:].sum())
-                print(f"{name}, {words}: {together} together, {len(R)} layers: R - R^c rises in "
-                      f"{(R > Rc).sum()}, R in {(R > 0).sum()}; after the 1st R {R[1:].sum():.1f}, "
-                      f"R^c {Rc[1:].sum():.1f}, R - R^c {(R - Rc)[1:].sum():.1f}, on random "
-                      f"subspaces {(R - elsewhere)[1:].sum():.1f}; the 1st {R[0] - Rc[0]:.1f}")
+                R, Rc, elsewhere = added(c, f"pretrained:{name}", untrained, together)
+                sums = [float(change[1:].sum()) for change in (R - Rc, R - elsewhere, R, Rc)]
+                later.setdefault(words, []).append(sums[0])
+                later.setdefault(words + ", on random subspaces", []).append(sums[1])
+                rows.append(dict(
+                    together=together, weights=words, layers=len(R), gain_rises=int((R > Rc).sum()),
+                    R_rises=int((R > 0).sum()), first=float(R[0] - Rc[0]), later=sums[0],
+                    later_elsewhere=sums[1], later_R=sums[2], later_Rc=sums[3]))
+        print(f"{name}: what layers add, nats; gain is of R - R^c, later of all but the first")
+        print_table(rows)
         lines = {"trained": dict(color=COLORS["crate"]),
                  "trained, on random subspaces": dict(color=COLORS["crate"], ls=":", mfc="white"),
                  "at random weights": dict(color="0.6", ls="--")}
