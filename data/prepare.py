@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from data import folders, shapes
 from data.files import documents, read_picture, shown, tell_left_out
-from data.tokenizer import make_tokenizer
+from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
 from processes import cli
 
@@ -149,26 +149,24 @@ class TextSet(NamedTuple):
             text = texts["train"][0]
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
-        tokenizer = make_tokenizer(self.tokenizer, self.characters or texts.get("train", []))
+        if self.tokenizer == "char":
+            characters = self.characters or sorted(set().union(*texts.get("train", [])))
+            tokenizer = CharTokenizer("".join(characters))
+        else:
+            tokenizer = GPT2Tokenizer()
         end = [] if single or tokenizer.eot is None else [tokenizer.eot]
         tokens, checksum = {}, 0
         for split, part in texts.items():
             with open(draft / f"{split}.bin", "wb") as out:
-                for ids in encoded(part, tokenizer, end, split):
-                    checksum = zlib.crc32(ids, checksum)
-                    out.write(ids)
+                for start in tqdm(range(0, len(part), 64), split, disable=None):
+                    for ids in tokenizer.encode_batch(part[start:start + 64]):
+                        ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+                        checksum = zlib.crc32(ids, checksum)
+                        out.write(ids)
                 tokens[split] = out.tell() // 2
             if tokens[split] < 2:
                 raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
-
-
-def encoded(texts, tokenizer, end, split):
-    """Yields the tokens of each text, and the end behind them."""
-    # 64 texts at once: they may be books, and memory holds their tokens
-    for start in tqdm(range(0, len(texts), 64), split, disable=None):
-        for ids in tokenizer.encode_batch(texts[start:start + 64]):
-            yield np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
 
 
 def hold_out(sets, share):

@@ -68,13 +68,6 @@ class GPT2Tokenizer:
         return {"kind": "gpt2"}
 
 
-def make_tokenizer(kind, documents):
-    """"char", whose vocabulary is the characters of the documents, or "gpt2"."""
-    if kind == "char":
-        return CharTokenizer("".join(sorted(set().union(*documents))))
-    return GPT2Tokenizer()
-
-
 def tokenizer_from_meta(meta):
     """The tokenizer that a meta.json, or a checkpoint's copy of it, describes."""
     if "characters" in meta["tokenizer"]:
