@@ -242,8 +242,6 @@ def one_line(name, advice):
         yield
     except Exception as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
-        if isinstance(cause, (TypeError, AttributeError, NameError)):
-            raise                               # a mistake of the program keeps its traceback
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
