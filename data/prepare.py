@@ -220,13 +220,12 @@ IMAGES = {
     "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", streamed=True),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
-CONVERTED = "refs/convert/parquet"      # the Hub's own conversion of what has only a script
-PLAYS = "karpathy/tiny_shakespeare"
 TEXTS = {
     # the share is nanoGPT's, so that losses compare
     "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005),
-    "shakespeare": TextSet("gpt2", PLAYS, CONVERTED, one_text=True),
-    "shakespeare_char": TextSet("char", PLAYS, CONVERTED, one_text=True),
+    # its own files are a script, which the Hub has converted
+    "shakespeare_char": TextSet("char", "karpathy/tiny_shakespeare", "refs/convert/parquet",
+                                one_text=True),
     "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}

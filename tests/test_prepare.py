@@ -224,8 +224,9 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe):
     left = int(0.9 * len(play))
     for split, part in dict(train=play[:700], validation=play[700:1500], test=play[1500:]).items():
         parquet(tmp_path / f"hub/{split}/0000.parquet", text=[part])
-    for name in ("shakespeare", "shakespeare_char"):
-        prepare.prepare(name, prepare.SETS[name], tmp_path / "hub", tmp_path)
+    for name, tokenizer in (("plays", "gpt2"), ("shakespeare_char", "char")):
+        row = prepare.SETS["shakespeare_char"]._replace(tokenizer=tokenizer)
+        prepare.prepare(name, row, tmp_path / "hub", tmp_path)
         data = text.load(name, tmp_path)
         assert data.tokenizer.decode(data.train) == play[:left]
         assert data.tokenizer.decode(data.val) == play[left:]
