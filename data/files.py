@@ -24,28 +24,20 @@ def tell_left_out(what, items):
 
 
 # ---- Pictures -----------------------------------------------------------------------------------
-def upright(file):
-    """The picture of a file as it is meant to be seen: turned by its tag, and on white."""
-    image = Image.open(file)
-    image.load()
-    with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
-        image = ImageOps.exif_transpose(image)
-    if image.mode[0] in "IF":               # convert() would clip them at 255
-        raise ValueError("16 or 32 bits a pixel")
-    if image.has_transparency_data:         # hidden colours are not meant to be seen
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
-
-
 def read_picture(file, size):
-    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). The shorter side
-    is resized (bicubic), the longer one rounded down; sides and crop are torchvision's."""
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). A picture is
+    turned as its tag says, its shorter side resized (bicubic), the longer one rounded down; sides
+    and crop are torchvision's."""
     try:
-        image = upright(file)
+        image = Image.open(file)
+        image.load()
+        with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
+            image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":               # convert() would clip them at 255
+            return None, "16 or 32 bits a pixel"
         width, height = (side * size // min(image.size) for side in image.size)
         left, top = round((width - size) / 2), round((height - size) / 2)
-        image = image.resize((width, height), Image.BICUBIC)
+        image = image.convert("RGB").resize((width, height), Image.BICUBIC)
         return np.asarray(image.crop((left, top, left + size, top + size))), None
     except Exception as error:      # a damaged file can make a decoder raise anything
         return None, " ".join(str(error).split()) or type(error).__name__
