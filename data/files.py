@@ -55,27 +55,24 @@ def rows_of(path):
         for line in filter(bytes.strip, path.open("rb")):
             yield json.loads(line).get("text")
     else:
-        text = path.read_text("utf-8")
-        if "\0" in text:
-            raise ValueError("it has NUL characters, as UTF-16 has: save it as UTF-8")
-        yield text
+        yield path.read_text("utf-8")
 
 
 def documents(paths):
-    """Yields dict(text=...) of each document. A row whose `text` is none, or has half a surrogate
-    pair, is left out. Raises UserError if all are, or with the row that cannot be read."""
+    """Yields dict(text=...) of each document; a row without sound text is left out. Raises
+    UserError if all are, or with the row that cannot be read."""
     left_out, found = [], 0
     for path in paths:
         row = 0
         try:
             for row, text in enumerate(rows_of(path), 1):
-                if isinstance(text, str) and not re.search("[\ud800-\udfff]", text):
+                if isinstance(text, str) and not re.search("[\0\ud800-\udfff]", text):
                     found += 1
                     yield dict(text=text.removeprefix("\ufeff"))        # a byte order mark
                 else:
                     left_out.append(f"row {row} of {path}")
         except Exception as error:
             raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
-    tell_left_out("rows without a `text` that is text", left_out)
+    tell_left_out("rows without `text`, or with NUL (as in UTF-16) or half a character", left_out)
     if not found:
-        raise UserError(f"{shown(paths[0])}: no row has a `text`")
+        raise UserError(f"{shown(paths[0])}: no row has a `text` in UTF-8")

@@ -135,7 +135,7 @@ class TextSet(NamedTuple):
         else:
             sets = {split: Dataset.from_generator(      # 64 at once: they may be books
                         documents, Features(text=Value("large_string")), str(draft / "scratch"),
-                        gen_kwargs=dict(paths=files), writer_batch_size=64)
+                        gen_kwargs=dict(paths=tuple(files)), writer_batch_size=64)
                     for split, files in folders.texts(source).items()}
         if self.one_text:
             return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])

@@ -172,11 +172,12 @@ def test_rows_of_text(tmp_path, capsys):
         "2024-01-01 10:00:00", "a", "c\r\n", "d", "é\n"]
     assert "left out: 4 rows" in (told := capsys.readouterr().err) and "row 2 of" in told
     for name, content, message in (
-            ("a.txt", b"caf\xe9", "a.txt, row 1: 'utf-8' codec"), ("a.txt", b"a\0b\0", "NUL"),
+            ("a.txt", b"caf\xe9", "a.txt, row 1: 'utf-8' codec"),
+            ("a.txt", b"a\0b\0", "a.txt: no row has a `text` in UTF-8"),
             ("a.jsonl", b'{"text": "a"}\n{"text": the"}', "a.jsonl, row 2: Expecting value"),
             ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl, row 2: 'utf-8' codec"),
             ("a.parquet", b"none", "a.parquet, row 1: "), ("a.txt", b"", "0 different"),
-            ("a.jsonl", b'{"words": "a"}', "a.jsonl: no row has a `text`"),
+            ("a.jsonl", b'{"words": "a"}', "a.jsonl: no row has a `text` in UTF-8"),
             ("a.txt", "".join(map(chr, range(65_536, 145_536))).encode(), "72000 different")):
         folder = tmp_path / message[:25]
         folder.mkdir()
