@@ -1,33 +1,41 @@
-"""A person's own folder: names alone tell which files are data, and their split and class.
+"""A person's own folder: its files, what their names say of split and class, what they hold.
 
     pictures    [SPLIT/]CLASS/.../FILE
-    texts       SPLIT/.../FILE, SPLIT.EXT, NAME.SPLIT.EXT, SPLIT-00000-of-00002.EXT
+    texts       SPLIT/.../FILE, [NAME.]SPLIT.EXT, SPLIT-00000-of-00002.EXT
 
-SPLIT is a key of SPLITS in any case. There are splits if every name at the top of the folder tells
-one, or if some are for training and some are not; what tells none is left out then."""
+SPLIT may lie in other folders; split_of() says how it is named. There are splits if every file has
+one, or if some are for training and some are not: then a file that has none is left out."""
+import contextlib
+import json
 import os
 import re
 import sys
-from collections import Counter
-from itertools import takewhile
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageOps
+from tqdm import tqdm
 
-from data.files import shown, tell_left_out
 from flags import UserError
 
-SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
-              test="test", testing="test")
-HIDDEN = ["__MACOSX", "@eaDir", "#recycle", "$RECYCLE.BIN", "System Volume Information",
-          "lost+found", "Thumbs.db", "desktop.ini"]     # and every name that begins with a dot
+
+# ---- Messages -----------------------------------------------------------------------------------
+def shown(path):
+    """A path, whatever bytes it has, as one line for a message."""
+    return " ".join(os.fsencode(path).decode(errors="replace").split())
 
 
+def tell_left_out(what, items):
+    if items:
+        tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
+
+
+# ---- Names --------------------------------------------------------------------------------------
 def files_in(folder):
     """Yields the visible files of a folder, however deep, by name. A link is followed, but not into
     a folder that it lies in."""
     for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name in HIDDEN:
+        if path.name.startswith(".") or path.name in ("__MACOSX", "@eaDir", "Thumbs.db"):
             continue
         if not path.is_dir():
             yield path
@@ -35,80 +43,55 @@ def files_in(folder):
             yield from files_in(path)
 
 
-def refuse_missing_shards(files):
-    """Raises UserError unless files such as train-00000-of-00002.parquet are all there."""
-    shards = [re.match(r"(.+-)\d+(-of-(\d+).*)", shown(path)) for path in files]
-    counts = Counter(shard.groups() for shard in shards if shard)
-    for (start, end, whole), n in counts.items():
-        if n != int(whole):
-            raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
-
-
 def split_of(name):
-    """The split that a name at the top of the folder tells, or None."""
-    stem = re.sub(r"-\d+-of-\d+$", "", Path(name).stem)
-    return SPLITS.get(stem.split(".")[-1].lower())
+    """train, val or test, if the name of a folder or a file ends in it, or in training, testing,
+    valid, validation; in any case, and with numbers behind: seg_train, ptb.valid.txt, test1."""
+    told = re.fullmatch(r"(.*[._-])?(train|val|test)(ing|id|idation)?(-\d+-of-)?\d*",
+                        Path(name).stem.lower())
+    return told and told[2]
 
 
-def refuse_mixed(names):
-    """Raises UserError if names tell of training and of testing in other words than SPLITS, or not
-    at the top: seg_train and seg_test, train and test1, cat/train and cat/val."""
-    word = r"(?<![a-z])(train|val|test)(ing|id|idation)?(?![a-z])"
-    telling = sorted((name for name in names if re.search(word, name.lower())),
-                     key=lambda name: "train" not in name.lower())
-    if telling and "train" in telling[0].lower() and "train" not in telling[-1].lower():
-        raise UserError(f"{shown(telling[0])} and {shown(telling[-1])} would be mixed: a split is "
-                        f"named {', '.join(SPLITS)}, at the top of the folder")
+def by_split(places):
+    """{split: {file: the names below its split}}, given the names that lead to each file."""
+    parts = {"train": {}, "val": {}, "test": {}, None: {}}
+    for file, names in places.items():
+        splits = [split_of(name) for name in names]
+        split = next(filter(None, splits), None)
+        parts[split][file] = names[splits.index(split) + 1:] if split else names
+    outside = any(parts.pop(None).values())     # a picture at the top has no names
+    parts = {split: part for split, part in parts.items() if part}
+    if not outside or "train" in parts and len(parts) > 1:
+        return parts
+    for split in parts:
+        print(f"note: `{split}` by itself is taken for a class or a text", file=sys.stderr)
+    return dict(train=places)
 
 
-def by_split(places, depth):
-    """{split: {path: its folders below the split}}, given paths from the top of the folder. Names
-    of what lies in fewer folders than `depth` do not tell a split."""
-    splits = {place.parts[0]: split_of(place.parts[0])
-              for place in places if len(place.parts) > depth}
-    found = set(splits.values())
-    if None not in found or "train" in found and found & {"val", "test"}:
-        return {split: {place: place.parts[1:-1] for place in places
-                        if splits.get(place.parts[0]) == split}
-                for split in ("train", "val", "test") if split in found}
-    refuse_mixed({name for place in places for name in place.parts[:len(place.parts) - depth]})
-    for split in sorted(found - {None}):
-        print(f"note: `{split}` is taken for the name of a class or a text: a split has train and "
-              "val or test", file=sys.stderr)
-    return dict(train={place: place.parts[:-1] for place in places})
-
-
-def data_in(source, *kinds, depth=0):
-    """{split: {file: its folders below the split}}, of the files of the first kind that is there: a
-    list of suffixes. One that lies in fewer folders than `depth` is left out. Folders around all of
-    them do not count, down to a split's."""
+def data_in(source, suffixes, classes=False):
+    """{split: {file: the names below its split}}, of the files with these suffixes. With classes,
+    only folders have names, and a file that has none below its split is left out."""
     every = list(files_in(source))
-    for suffixes in kinds:
-        files = [path for path in every                 # a link may be broken
-                 if path.suffix.lower() in suffixes and path.is_file()]
-        if files:
-            break
-    else:
+    places = {path: path.relative_to(source).parts for path in every        # a link may be broken
+              if path.suffix.lower() in suffixes and path.is_file()}
+    if not places:
         raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text "
                         "(it needs --tokenizer) in .parquet, .jsonl or .txt files")
-    refuse_missing_shards(files)
-    around = Path(os.path.commonpath([path.parent for path in files])).relative_to(source).parts
-    top = source.joinpath(*takewhile(lambda name: not split_of(name), around))
-    parts = {split: {top / place: folders for place, folders in part.items()
-                     if len(folders) >= depth}
-             for split, part in by_split([path.relative_to(top) for path in files], depth).items()}
+    if classes:
+        places = {path: names[:-1] for path, names in places.items()}
+    parts = {split: {path: below for path, below in part.items() if below or not classes}
+             for split, part in by_split(places).items()}
     used = set().union(*parts.values())
     tell_left_out("files", [path.relative_to(source) for path in every if path not in used])
     return parts
 
 
+# ---- Pictures -----------------------------------------------------------------------------------
 def pictures(source):
     """{split: {file: its class}}; test validates if there is no val. Raises UserError unless there
     are two classes to train on, and one of them in val."""
-    suffixes = {suffix for suffix, kind in Image.registered_extensions().items()
-                if kind in Image.OPEN}
-    parts = {split: {path: shown(folders[0]) for path, folders in files.items()}
-             for split, files in data_in(source, suffixes, depth=1).items()}
+    parts = data_in(source, Image.registered_extensions(), classes=True)
+    parts = {split: {file: shown(folders[0]) for file, folders in part.items()}
+             for split, part in parts.items()}
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
     classes, where = set(parts.get("train", {}).values()), "pictures lie in DIR/[SPLIT/]CLASS/FILE"
@@ -119,7 +102,58 @@ def pictures(source):
     return parts
 
 
-def texts(source):
-    """{split: files}, of Parquet, or else .jsonl, or else .txt."""
-    parts = data_in(source, [".parquet"], [".jsonl"], [".txt"])
-    return {split: list(files) for split, files in parts.items()}
+def read_picture(file, size):
+    """(RGB array (size, size, 3), None), or (None, what is wrong with the file). A picture is
+    turned as its tag says, its shorter side resized (bicubic), the longer one rounded down; sides
+    and crop are torchvision's."""
+    try:
+        image = Image.open(file)
+        image.load()
+        with contextlib.suppress(Exception):    # a malformed tag costs the turn alone
+            image = ImageOps.exif_transpose(image)
+        if image.mode[0] in "IF":               # convert() would clip them at 255
+            return None, "16 or 32 bits a pixel"
+        width, height = (side * size // min(image.size) for side in image.size)
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        image = image.convert("RGB").resize((width, height), Image.BICUBIC)
+        return np.asarray(image.crop((left, top, left + size, top + size))), None
+    except Exception as error:      # a damaged file can make a decoder raise anything
+        return None, " ".join(str(error).split()) or type(error).__name__
+
+
+# ---- Texts --------------------------------------------------------------------------------------
+TEXTS = (".parquet", ".jsonl", ".txt")
+
+
+def rows_of(path):
+    """Yields the `text` of each row of a Parquet or .jsonl file, or the whole of a .txt."""
+    if path.suffix.lower() == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        for batch in ParquetFile(path).iter_batches(64, columns=["text"]):      # may be books
+            yield from batch["text"].to_pylist()
+    elif path.suffix.lower() == ".jsonl":
+        for line in filter(bytes.strip, path.open("rb")):
+            yield json.loads(line).get("text")
+    else:
+        yield path.read_text("utf-8")
+
+
+def documents(paths):
+    """Yields dict(text=...) of each document; a row without sound text is left out. Raises
+    UserError if all are, or with the row that cannot be read."""
+    left_out, found = [], 0
+    for path in paths:
+        row = 0
+        try:
+            for row, text in enumerate(rows_of(path), 1):
+                if isinstance(text, str) and not re.search("[\0\ud800-\udfff]", text):
+                    found += 1
+                    yield dict(text=text.removeprefix("\ufeff"))        # a byte order mark
+                else:
+                    left_out.append(f"row {row} of {path}")
+        except Exception as error:
+            raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
+    tell_left_out("rows without `text`, or with NUL (as in UTF-16) or half a character", left_out)
+    if not found:
+        raise UserError(f"{shown(paths[0])}: no row has a `text` in UTF-8")

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from data import augment, prepare
-from data.files import read_picture
+from data.folders import read_picture
 from flags import CACHE, UserError
 from processes import to_device
 

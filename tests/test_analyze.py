@@ -12,7 +12,7 @@ import analyze
 import figures
 import model as models
 from data import augment, images
-from data.files import read_picture
+from data.folders import read_picture
 from model import TASKS
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
