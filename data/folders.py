@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,15 @@ def files_in(folder):
             yield path
         elif path.resolve() not in [parent.resolve() for parent in path.parents]:
             yield from files_in(path)
+
+
+def refuse_missing_shards(files):
+    """Raises UserError unless files such as train-00000-of-00002.parquet are all there."""
+    shards = [re.match(r"(.+-)\d+(-of-(\d+).*)", shown(path)) for path in files]
+    counts = Counter(shard.groups() for shard in shards if shard)
+    for (start, end, whole), n in counts.items():
+        if n != int(whole):
+            raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
 
 
 def split_of(name):
@@ -76,6 +86,7 @@ def data_in(source, suffixes, classes=False):
     if not places:
         raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text "
                         "(it needs --tokenizer) in .parquet, .jsonl or .txt files")
+    refuse_missing_shards(places)
     if classes:
         places = {path: names[:-1] for path, names in places.items()}
     parts = {split: {path: below for path, below in part.items() if below or not classes}
@@ -113,6 +124,9 @@ def read_picture(file, size):
             image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":               # convert() would clip them at 255
             return None, "16 or 32 bits a pixel"
+        if image.has_transparency_data:         # on white, else hidden colours would be seen
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
         width, height = (side * size // min(image.size) for side in image.size)
         left, top = round((width - size) / 2), round((height - size) / 2)
         image = image.convert("RGB").resize((width, height), Image.BICUBIC)

@@ -66,6 +66,8 @@ class ImageSet(NamedTuple):
         from datasets import ClassLabel, Dataset, Image, load_dataset
 
         if self.hub:
+            if source:
+                folders.refuse_missing_shards(folders.files_in(source))
             sets = load_dataset(str(source or self.hub), cache_dir=str(draft / "scratch"),
                                 streaming=self.streamed)
             return sets.cast_column(self.image, Image(decode=False))

@@ -74,15 +74,19 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert_fails("is there already", prepare.main, command)
     assert_fails("has a plain name", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
     assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
+    (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
+    assert_fails("incomplete: there are 1 of 00003 .*", prepare.main,
+                 [*command[:2], f"--data_dir={tmp_path / 'other'}"])
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     """Pillow's resizing; the longer side (343.04, 349.87 px) rounded down, half a pixel to even."""
     train = [noise(300, 402, 0), noise(410, 300, 1, "L"), noise(100, 120, 2, "RGBA")]
+    on_white = Image.alpha_composite(Image.new("RGBA", (100, 120), "white"), train[2])
     by_hand = [  # the shorter side at 256, and the corners of the middle 256 x 256
         train[0].resize((256, 343), Image.BICUBIC).crop((0, 44, 256, 300)),
         train[1].convert("RGB").resize((349, 256), Image.BICUBIC).crop((46, 0, 302, 256)),
-        train[2].convert("RGB").resize((256, 307), Image.BICUBIC).crop((0, 26, 256, 282))]
+        on_white.convert("RGB").resize((256, 307), Image.BICUBIC).crop((0, 26, 256, 282))]
     for part, rows in enumerate((slice(0, 2), slice(2, 3))):
         parquet(tmp_path / f"data/train-0000{part}-of-00002.parquet", image=train[rows],
                 label=[0, 999, 3][rows])
@@ -128,7 +132,8 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", dict(train="a_train.txt", val="a_val.txt")),
     ("texts", "a.csv", "has no such data"),
-    ("texts", "web[en]-00000-of-00001.parquet", dict(train="web[en]-00000-of-00001.parquet"))])
+    ("texts", "web[en]-00000-of-00001.parquet", dict(train="web[en]-00000-of-00001.parquet")),
+    ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
 def test_splits_and_classes_by_names(read, names, expected, tmp_path):
     for name in names.split():
         path = tmp_path / name
