@@ -680,6 +680,7 @@ ARCHS = {
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
     "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
     "mhsa-ista": Arch(MHSA, ISTA, CRATE),
+    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),     # mssa-mlp with CRATE's patch embedding
 }
 
 
