@@ -151,8 +151,8 @@ class Run:
             os.replace(tmp, path)
 
     def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step. A Ctrl-C after that ends it at once,
-        but not with several processes, to which torchrun may send every signal again."""
+        """The first signal ends the run after the current step. A Ctrl-C after that ends it at
+        once, but not with several processes: torchrun may send them every signal again."""
         if not self.received:
             self.received = number
             self.say("ending after this step, with a checkpoint")

@@ -168,7 +168,9 @@ class TextSet(NamedTuple):
 
 
 def hold_out(sets, share):
-    """The sets; of two rows for training or more, this share validates if no others do."""
+    """The sets, named train, val and test. Of two rows for training or more, this share validates
+    if no others do."""
+    sets = {folders.split_of(name) or name: rows for name, rows in sets.items()}
     if "val" in sets or len(sets.get("train", [])) < 2:
         return sets
     halves = sets["train"].train_test_split(share, seed=SEED)

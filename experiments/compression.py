@@ -50,6 +50,7 @@ class Compression(SampleFlags):
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")
+    seen: bool = option(False, "scale to the norm that U sees, not to that of the tokens")
     batch_size: int = option(20, "samples at once", low=1)
     figure: str | None = option(None, "a .png of what all layers add to R^c; none: no figure")
 
@@ -57,6 +58,11 @@ class Compression(SampleFlags):
 def tangent(T, Z):
     """T (B, n, d) without its part along each sample of Z, which changes the norm alone."""
     return T - (T * Z).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
+
+
+def seen_by(U, Z):
+    """(sum_k ||U_k^* z_i||^2 over all tokens)^1/2 of each sample of Z (B, n, d): (B, 1, 1)."""
+    return (Z[:, None] @ U).square().sum((1, 2, 3)).sqrt().view(-1, 1, 1)
 
 
 def steps(layer, Z, generator):
@@ -77,22 +83,27 @@ def steps(layer, Z, generator):
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
 
 
-def changes(layer, Z, generator, eps=0.1, uncentered=False):
+def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
     """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d)."""
-    def seen(T):
+    def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
+
+    def moved(step):
+        """Z after a step of attention's length, at the scale of Z."""
+        after = Z + at_norm(step, added["attention"])
+        return after * seen_by(U, Z) / seen_by(U, after) if seen else at_norm(after, Z)
 
     U = unit_size(layer.attention.bases())
     V = random_subspaces(*U.shape[1::-1], generator)
-    added = {name: seen(step) for name, step in steps(layer, Z, generator).items()}
-    Z = seen(Z)
-    added["gradient"] = seen(-subspace_coding_rate_grad(Z, U, eps))
+    added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
+    Z = centered(Z)
+    added["gradient"] = centered(-subspace_coding_rate_grad(Z, U, eps))
     if uncentered:
         added["common"] = torch.ones_like(Z)
     before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
     change, cosine = dict(before=before), {}
     for name, step in added.items():
-        after = at_norm(Z + at_norm(step, added["attention"]), Z)
+        after = moved(step)
         change[name] = subspace_coding_rate(after, U, eps) - before
         cosine[name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
         if name == "attention":
@@ -110,7 +121,7 @@ def measured(loaded, c):
     generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):
         traces = backbone.trace(x.double() if x.is_floating_point() else x)
-        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered)
+        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered, c.seen)
                       for layer, trace in zip(backbone.layers, traces)])
     return tuple({name: torch.stack([torch.cat([batch[l][table][name] for batch in found])
                                      for l in range(len(backbone.layers))])
@@ -149,7 +160,7 @@ def measure(c):
 def show(run, c):
     """Prints the tables of checkpoints of one config."""
     print(f"{', '.join(run['names'])}{', untrained' * run['untrained']}: {c.samples} samples of "
-          f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}")
+          f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}{', seen' * c.seen}")
     print("change of R^c")
     print_table(run["changes"])
     print("cosine with -grad R^c")

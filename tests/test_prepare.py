@@ -216,6 +216,15 @@ def test_own_pictures(tmp_path, capsys):
                  prepare.ImageSet(24), tmp_path / "split", tmp_path / "cache")
 
 
+def test_a_validation_split_of_the_hub_is_val(tmp_path, monkeypatch):
+    rows = dict(train=["ab", "ba"], validation=["bb"])
+    sets = {split: datasets.Dataset.from_dict(dict(text=part)) for split, part in rows.items()}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: sets)
+    prepare.prepare("hubs", CHARACTERS._replace(hub="a/set"), None, tmp_path)
+    data = text.load("hubs", tmp_path)
+    assert data.tokenizer.decode(data.train) == "abba" and data.tokenizer.decode(data.val) == "bb"
+
+
 def documents(tokens, tokenizer):
     """What lies before each end-of-text, which is also the last token."""
     *found, last = np.split(tokens, np.flatnonzero(tokens == tokenizer.eot) + 1)
