@@ -10,7 +10,7 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
 
 Attention comes from a gradient step on R^c: Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z).
 The layer, Eq. (45), keeps all of Z. So the term that goes downhill on R^c is gone, and the one that
-stays points uphill by itself; the learned W may turn it. `look` measures what it does.
+stays points uphill by itself; the learned W may turn it. `look` measures the step at equal norm.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
@@ -165,10 +165,10 @@ def at_norm(Z, other):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x: R^c of Z^l less its mean token; what
-    attention adds to it at the norm before, as longer tokens alone cost more, and what as long a
-    step adds if each token attends to itself alone; the objective and the nonzeros of Z^{l+1}. U is
-    scaled to the norm of orthonormal bases. eps is that of arXiv 2306.01129, Figure 3."""
+    """A dict for each layer, of means over the pictures x. Of Z^l less its mean token: R^c, what
+    attention adds to it, and what a step as long adds if each token attends to itself alone, both
+    at the norm before, since longer tokens cost more. Of Z^{l+1}: objective and nonzeros. U has the
+    norm of orthonormal bases; eps is the released code's for arXiv 2306.01129, Figure 3."""
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)

@@ -3,7 +3,9 @@
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 R^c falls with the length of tokens alone, and as they draw together on one vector. So it is that of
 tokens less their mean (--uncentered: as they are), and after a step they are scaled to the norm
-before it. U is at unit size. Every step has attention's length, without what moves the mean:
+before it. It also falls as tokens leave what U sees: --seen scales them to the norm before of their
+projections, (sum_k ||U_k^* Z||^2)^1/2, in place of ||Z||. With U_k that fill the space orthogonally
+the two are one. U is at unit size. Every step has attention's length, without what moves the mean:
 
     attention    MSSA(LN(Z)); before is R^c before it
     swapped      attention with the map of another sample
@@ -12,6 +14,7 @@ before it. U is at unit size. Every step has attention's length, without what mo
     rotated      attention, turned by a random rotation, as if its output were not learned
     reversed     attention with the opposite sign
     derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34), beta kappa = 1, no beta in (36)
+    derived_swapped    derived with the map of another sample
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
     common       one vector for all tokens, with equal entries (--uncentered alone)
@@ -25,9 +28,10 @@ standard error over samples, or over checkpoints of a config.
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
-Verdict (2026-11-27): in four of five models attention lowers R^c, but that says little about what
-it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. On
-pictures R^c of random subspaces falls nearly as far. Cosines of attention with -grad R^c are -0.05
+Verdict (2026-11-28): in four of five models attention lowers R^c, but that says little about what
+it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. With
+--seen attention lowers it on pictures, as its reverse does, and raises it on text; derived lowers
+it in all five, but nearly as far with another map. Cosines of attention with -grad R^c are -0.05
 to 0.09 in all 32 layers.
 """
 from dataclasses import dataclass, MISSING
@@ -79,7 +83,8 @@ def steps(layer, Z, generator):
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(attention=attention) | by_maps | dict(
         rotated=attention @ rotation, reversed=-attention,
-        derived=(A @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
+        derived=(A @ w @ U.mT).sum(1) - X,
+        derived_swapped=(maps["swapped"] @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
 
 

@@ -72,7 +72,7 @@ def images(c):
     """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
     ends = {}
-    for arch in ("crate", "crate-t", "crate-n", "crate-c", "transformer"):
+    for arch in ("crate", "crate-t", "crate-n", "crate-c", "mssa-mlp", "transformer"):
         for seed in range(3 if arch == "crate" else 1):
             steps, y = zip(*scores(f"cifar10-cpu-30-{arch}-{seed}", "acc"))
             y = [100 * value for value in y]
@@ -124,7 +124,7 @@ def recall(c):
         for line in path.read_text().splitlines():
             arch, _, learned, steps, *_ = line.split()
             if "/" in learned:
-                found[path.stem.removesuffix("-three"), arch] = learned[0], steps
+                found[path.stem.removesuffix("-three"), arch] = learned.split("/")[0], steps
     for ax, (title, archs) in zip(axes, panels.items()):
         rows = [(file, arch) for arch in archs for file in settings if (file, arch) in found]
         for place, row in enumerate(reversed(rows)):

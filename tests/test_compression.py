@@ -93,13 +93,15 @@ def test_controls(text):
     assert_near(found["shrinking"], -first / beta)
     if not text:
         back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
+        swapped = ((A[[2, 0, 1]] @ (X[:, None] @ U)) @ U.mT).sum(1)
+        assert_near(found["derived_swapped"], swapped - X)
         assert_near(found["derived"], back * (U / attention.bases()).square().mean() - X)
 
 
-@pytest.mark.parametrize("uncentered", [True, False])
-def test_changes(uncentered, eps=0.3):
-    """Of tokens less their mean or as they are, at attention's length and the norm before; cosines
-    with the gradient that autograd finds, across Z."""
+@pytest.mark.parametrize("uncentered, by_U", [(True, False), (False, False), (False, True)])
+def test_changes(uncentered, by_U, eps=0.3):
+    """Of tokens less their mean or as they are, at attention's length, and at the norm before of
+    the tokens or of their projections; cosines with the gradient that autograd finds, across Z."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
@@ -107,17 +109,21 @@ def test_changes(uncentered, eps=0.3):
     def seen(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
     U = unit_size(layer.attention.bases()).detach()
+
+    def scale(T):
+        parts = torch.cat([T @ basis for basis in U], 2) if by_U else T
+        return parts.norm(dim=(1, 2), keepdim=True)
     Z.requires_grad_()
     uphill, = torch.autograd.grad(models.subspace_coding_rate(seen(Z), U, eps).sum(), Z)
     Z = Z.detach()
     before, norm = seen(Z), (1, 2)
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator())
-        change, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
+        change, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered, by_U)
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
-        after = after * before.norm(dim=norm, keepdim=True) / after.norm(dim=norm, keepdim=True)
+        after = after * scale(before) / scale(after)
         rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
         across = []
         for T, along in ((seen(step), before), (-uphill, before)):
