@@ -1,11 +1,11 @@
-"""What the training loops share: micro-batches, schedules, optimizers, and their speed."""
+"""What the training loops share: micro-batches, schedules, optimizers, and what a step costs."""
 import contextlib
 import math
 
 import torch
 
 from model import MHSA, SoftmaxAttention
-from processes import device_name, is_fast_in_bfloat16
+from processes import is_fast_in_bfloat16
 
 
 def micro_batches(model, size, *batch):
@@ -150,7 +150,7 @@ def take_step(optimizers, lr, weight_decay=None):
         optimizer.zero_grad()
 
 
-# ---- Speed --------------------------------------------------------------------------------------
+# ---- What a step costs --------------------------------------------------------------------------
 def count(model, without=()):
     """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
     return sum(p.numel() for name, p in model.named_parameters() if name not in without)
@@ -168,22 +168,3 @@ def train_flops(model):
         if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
             multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
-
-
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
-
-
-def speed_of(processes, samples, flops, tokens):
-    """({for metrics.jsonl}, words) of `samples` a second, each of `flops`, 0 if nobody counted, and
-    of `tokens` if it is text. MFU is the share of the GPUs' bfloat16 peak, where that is known."""
-    key, unit = ("tokens_per_s", "tokens") if tokens else ("examples_per_s", "images")
-    speed = {key: samples * (tokens or 1)}
-    words = f", {speed[key]:,.0f} {unit}/s"
-    gpu = device_name(processes.device).replace("-", " ").split()
-    peaks = [PEAK[word] for word in gpu if word in PEAK and processes.bfloat16]
-    if flops and peaks:
-        speed["mfu"] = samples * flops / (processes.world * peaks[0])
-        words += f", mfu {speed['mfu']:.1%}"
-    return speed, words

@@ -16,8 +16,11 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, ROOT, UserError
-from optim import speed_of
-from processes import PrecisionFlags, SharedError
+from processes import device_name, PrecisionFlags, SharedError
+
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+        "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
 @dataclass(kw_only=True)
@@ -185,13 +188,22 @@ class Run:
 
     def _pace(self, steps):
         """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
-        which may compile; (0, {}, "") if there is no other."""
+        which may compile; (0, {}, "") if there is no other. MFU is the share of the GPUs' bfloat16
+        peak, where that and the operations of a sample are known."""
         seconds = self.seconds[1:][-steps:]
         if not seconds:
             return 0, {}, ""
         mean = sum(seconds) / len(seconds)
-        return mean, *speed_of(self.processes, self.config.batch_size / mean, self.flops,
-                               self.tokens)
+        samples = self.config.batch_size / mean
+        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
+        speed = {key: samples * (self.tokens or 1)}
+        words = f", {speed[key]:,.0f} {unit}/s"
+        gpu = device_name(self.processes.device).replace("-", " ").split()
+        peaks = [PEAK[word] for word in gpu if word in PEAK and self.processes.bfloat16]
+        if self.flops and peaks:
+            speed["mfu"] = samples * self.flops / (self.processes.world * peaks[0])
+            words += f", mfu {speed['mfu']:.1%}"
+        return mean, speed, words
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
