@@ -44,7 +44,7 @@ class Config(RunFlags, ModelFlags):
     eval_windows: int = option(400, "sequences of an evaluation; 0, and at the end: all", low=0)
 
 
-_OWT = dict(data="openwebtext", size="base", micro_batch=12, eval_every=1000)
+_OWT = dict(data="openwebtext", size="base", micro_batch=12)
 PRESETS = {
     "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 have logits of 3.3 GB in float32
     "crate-alpha": dict(_OWT, arch="crate-alpha"),
@@ -71,11 +71,10 @@ PRESETS = {
 # ---- Model --------------------------------------------------------------------------------------
 def build_model(c, tokenizer):
     """The language model that the flags describe."""
-    causal = c.objective == "causal"
-    vocab = tokenizer.n_vocab if causal else tokenizer.n_vocab + 1          # [MASK] is one id more
-    if tokenizer.n_vocab == 50257:
-        vocab = 50304       # GPT-2's, padded to a multiple of 64: [MASK] is in the padding
-    fields = model_fields(TextConfig, c, vocab_size=vocab, causal=causal)
+    causal, n_vocab = c.objective == "causal", tokenizer.n_vocab
+    # [MASK] is one id more; GPT-2's are padded to a multiple of 64, and it is in the padding
+    vocab_size = 50304 if n_vocab == 50257 else n_vocab + (not causal)
+    fields = model_fields(TextConfig, c, vocab_size=vocab_size, causal=causal)
     return LanguageModel(text_config(c.size, **fields))
 
 

@@ -78,26 +78,23 @@ PRESETS = {
         optimizer="muon", lr=5e-3, weight_decay=0.5),
     "cifar10-cpu": dict(    # 83.9 %, eight hours of one CPU core; RESULTS.md continues to 86.8 %
         data="cifar10", width=256, heads=8, layers=8, patch_size=4, epochs=150, warmup_epochs=2,
-        batch_size=128, micro_batch=32,     # 32 fit into a core's cache: 304 images/s, 128 have 229
+        micro_batch=32,     # 32 fit into a core's cache: 304 images/s, all 128 have 229
         # lr x decay = 1.5e-4: weights shrink e-fold in 17 epochs, about as in [N] (1.2e-4)
         optimizer="muon", lr=1.5e-3, weight_decay=0.1, randaugment=2, compile=True,
         eval_every=780),    # two epochs
     "shapes": dict(         # the README's first command
         data="shapes", width=64, heads=4, layers=4, patch_size=4, batch_size=50, epochs=12,
-        warmup_epochs=0.5, log_every=50,
         # a class token is 1.3 points behind; decay 0.05 is 0.8 ahead, but two layers become denser
-        optimizer="muon", lr=5e-3, weight_decay=0.5, pool="mean",
+        optimizer="muon", lr=5e-3, weight_decay=0.5, pool="mean", log_every=50,
         padding=2, label_smoothing=0.0),        # objects reach close to the border
     "finetune-cifar10": dict(   # [N] B.1.2 and the released finetune.py: any checkpoint, at 224 px
-        data="cifar10", init_from=MISSING, image_size=224, optimizer="adamw", lr=5e-5,
-        weight_decay=0.01, beta2=0.999, batch_size=512, epochs=200, warmup_epochs=0,
-        label_smoothing=0.0,
+        data="cifar10", init_from=MISSING, image_size=224, lr=5e-5, weight_decay=0.01,
+        beta2=0.999, batch_size=512, epochs=200, warmup_epochs=0, label_smoothing=0.0,
         crop="resized",     # bicubic, as all resampling here; the released code's is bilinear
         randaugment=2, magnitude=14, eval_every=388),       # four epochs
     # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
     "finetune-cifar10-small": dict(
-        data="cifar10", init_from=MISSING, batch_size=128, epochs=5, warmup_epochs=0.5,
-        optimizer="muon", lr=2e-2, layer_decay=0.5),
+        data="cifar10", init_from=MISSING, optimizer="muon", lr=2e-2, layer_decay=0.5),
     "finetune-shapes": dict(
         data="shapes", init_from=MISSING, batch_size=50, epochs=12, warmup_epochs=1, log_every=50,
         optimizer="muon", lr=2e-2, layer_decay=0.5, padding=2, label_smoothing=0.0),
