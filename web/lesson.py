@@ -1,16 +1,16 @@
 """The lesson, "From R(Z) to a layer": python -m web.lesson writes docs/index.html.
 
-It puts base.css, lesson.css, crate.js, rates.js and lesson.js into lesson.html. Formulas ($...$)
-become MathML; {code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH
-STEP VALUE WORDS} for an input, {miss} for what was measured on shapes-crate. The page gets this
-model, trained and untrained, and numbers of PyTorch's, with which it compares its own."""
+In lesson.html formulas ($...$) become MathML; {code crate.ISTA.forward} stands for these lines of
+crate.py, {slider NAME LOW HIGH STEP VALUE WORDS} for an input, {crate.js} for this file, {miss} for
+what was measured on shapes-crate. The page gets this model, trained and untrained, and numbers of
+PyTorch's, with which it compares its own."""
 import csv
 import html
 import inspect
-import json
 import pkgutil
 import re
 import textwrap
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -43,46 +43,44 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-STEPS = "attention", "reversed", "alone", "derived", "shrinking"
-
-
 def best_multiple(gram):
     """The distance of the best multiple of a matrix from the identity, in % of its length."""
     return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
 
 
-def changes(layer, trace):
-    """What STEPS add to R^c of tokens less their mean, at equal norm, and their cosines with
-    -grad R^c, without what changes this norm."""
-    rates, cosines = compression.changes(layer, trace.tokens, torch.Generator())
-    return {name: rates[name] for name in STEPS} | {
-        f"downhill_{name}": cosines[name] for name in STEPS}
+STEPS = "attention", "reversed", "alone", "derived", "shrinking"
 
 
 def of_attention(layer, trace):
-    """{name in the text: what a layer's attention has, or makes of the traced tokens}."""
+    """{name in the text: what a layer's attention has, or makes of the traced tokens}. What STEPS
+    add to R^c is of tokens less their mean, at equal norm; with -grad R^c, without what changes
+    this norm, they have the cosines `downhill`."""
+    changes, downhill = compression.changes(layer, trace.tokens, torch.Generator())
+    rates = layer_numbers(layer, trace, lambd=0)
     attention, X = layer.attention, layer.norm1(trace.tokens)
     U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
     energy, (K, n, p) = w.square().sum(-1), w.shape[1:]                 # w (B, K, n, p)
     Q = torch.linalg.qr(bases)[0]
     cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
-    rates = layer_numbers(layer, trace, lambd=0)
-    return changes(layer, trace) | dict(
+    numbers = dict(
         rise=rates["rise"], gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
         cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
+    for step in STEPS:
+        numbers |= {step: changes[step], f"downhill_{step}": downhill[step]}
+    return numbers
 
 
-def of_ista(layer, trace):
-    """{name in the text: what a layer's dictionary has, or makes of the traced tokens}."""
+def of_layer(layer, trace):
+    """The same of its dictionary, and what of_attention has."""
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
     X, A, gram = layer.norm2(trace.half), trace.code, D.T @ D
 
     def lasso(A):
         return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
-    return dict(
+    return of_attention(layer, trace) | dict(
         lasso=100 * lasso(A) / lasso(0 * X), relu=100 * lasso(X.relu()) / lasso(0 * X),
         kept=100 * crate.coding_rate(A) / crate.coding_rate(X),
         relu_kept=100 * crate.coding_rate(X.relu()) / crate.coding_rate(X),
@@ -96,17 +94,11 @@ def listed(values):
     return ", ".join(f"{value:z.{decimals}f}" for value in values).replace("-", "−")
 
 
-def by_layer(net, x):
-    """{name in the text: its mean in each layer, on the pictures x}."""
-    rows = [of_attention(layer, trace) | of_ista(layer, trace)
+def by_layer(net, x, numbers):
+    """{name: its mean in each layer} of numbers(layer, trace), on the pictures x."""
+    rows = [numbers(layer, trace)
             for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
     return {name: [float(row[name].mean()) for row in rows] for name in rows[0]}
-
-
-def gains(net, x):
-    """What each layer adds to R - R^c at the norm of Z, with eight pictures coded together."""
-    return [float(layer_numbers(layer, trace, together=8)["gain"].mean())
-            for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
 
 
 def points():
@@ -136,33 +128,36 @@ def recorded():
 
 # ---- The page -----------------------------------------------------------------------------------
 @torch.no_grad()
-def content():
+def measured():
     """(what the page has for its scripts, {name in the text: what stands for it})."""
     loaded = load_model("pretrained:shapes-crate")
     untrained = load_model("pretrained:shapes-crate", untrained_seed=0)
     loaded.model.half().float()                         # as the page keeps it
     images, labels, _ = draw_shapes(100, seed=1)
-    data = page.content("shapes-crate", loaded, untrained, ImageData(
-        **loaded.meta, val=Split(images, labels)))
+    data = page.content("shapes-crate", loaded, untrained,
+                        ImageData(**loaded.meta, val=Split(images, labels)))
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
-    numbers, chances = by_layer(trained, first), trained(first).softmax(1)
+    numbers, chances = by_layer(trained, first, of_layer), trained(first).softmax(1)
     known |= {name: numbers[name][-1] for name in (
         "attention", "alone", "derived", "shrinking", "rise", "lasso", "miss")}
     data |= dict(points={name: rows.tolist() for name, rows in plane.items()},
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
                  many=page.base64_of(torch.from_numpy(images[:40])))
-    numbers = by_layer(trained, x) | dict(gain_of_eight=gains(trained, x[:96]))
-    numbers |= {f"random_{name}": values for name, values in by_layer(drawn, x).items()}
-    numbers["random_gain_of_eight"] = gains(drawn, x[:96])
-    text = {name: listed(values) for name, values in numbers.items()}
-    return data, text | recorded()
+    text = recorded()
+    for prefix, net in (("", trained), ("random_", drawn)):
+        numbers = by_layer(net, x, of_layer)
+        # what a layer adds to R - R^c at the norm of Z, with eight pictures coded together
+        numbers["gain_of_eight"] = by_layer(net, x[:96], partial(layer_numbers, together=8))["gain"]
+        text |= {prefix + name: listed(values) for name, values in numbers.items()}
+    return data, text
 
 
 def written():
     """The page's text."""
-    (data, text), out = content(), (ROOT / "web" / "lesson.html").read_text("utf-8")
+    data, text = measured()
+    out = (ROOT / "web" / "lesson.html").read_text("utf-8")
     out = re.sub(r"\$\$([^$]*)\$\$(\(.*\))", lambda found: (
         f'<p class="equation"><math display="block">{mathml(found[1])}</math>'
         f"<span>{found[2]}</span></p>"), out)
@@ -172,9 +167,7 @@ def written():
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
         "</label>"), out)
     out = re.sub(r"\{(\w+)\}", lambda found: text.get(found[1], found[0]), out)
-    for part in ("base.css", "lesson.css", "crate.js", "rates.js", "lesson.js"):
-        out = out.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
-    return out.replace("{data}", json.dumps(data, default=float).replace("<", "\\u003c"))
+    return page.filled(out, data)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ it, the model's weights, and examples with PyTorch's outputs for them."""
 import base64
 import copy
 import json
+import re
 from dataclasses import asdict
 
 import numpy as np
@@ -62,13 +63,18 @@ def content(name, loaded, untrained, data, tokens=None):
            for kind, each in (("trained", model), ("untrained", untrained.model))})
 
 
+def filled(page, data):
+    """The text of a page with the files of web/ that it names, such as {base.css}, and {data}."""
+    page = re.sub(r"\{(\w+\.(?:css|js))\}",
+                  lambda found: (ROOT / "web" / found[1]).read_text("utf-8"), page)
+    inside = json.dumps(data, default=float).replace("<", "\\u003c")    # nothing ends the script
+    return page.replace("{data}", inside)
+
+
 def html(name, loaded, untrained, data, tokens=None):
     """The file's text. Raises UserError for a model that the page cannot run, or is too large."""
-    page = (ROOT / "web" / "page.html").read_text("utf-8")
-    for part in ("base.css", "page.css", "crate.js", "page.js"):
-        page = page.replace(f"{{{part}}}", (ROOT / "web" / part).read_text("utf-8"))
-    inside = json.dumps(content(name, loaded, untrained, data, tokens))
-    page = page.replace("{data}", inside.replace("<", "\\u003c"))   # nothing in it ends the script
+    page = filled((ROOT / "web" / "page.html").read_text("utf-8"),
+                  content(name, loaded, untrained, data, tokens))
     if len(page) > 1e7:
         raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 10 is the most")
     return page
