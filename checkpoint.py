@@ -178,14 +178,6 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     return Loaded(task, model, encoder, meta, content)
 
 
-def load_resized(encoder, loaded, path):
-    """Fills `encoder` from a loaded one, the positions interpolated to its own image size."""
-    state, side = loaded.encoder.state_dict(), encoder.config.side
-    state["positions"] = loaded.encoder.position_table(side, side).detach()
-    with reading(path):
-        encoder.load_state_dict(state)
-
-
 # ---- The authors' published files ---------------------------------------------------------------
 # CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and crate-lm (gpt), tried only with files made up
 # from their names and shapes. Their tensors match ours, only the names differ.

@@ -95,8 +95,7 @@ def converter(f, kind, optional):
 
 def add_flag(parser, f, default):
     """One flag of `parser` for the dataclass field f; a tuple takes the words that are no flags."""
-    kinds = typing.get_args(f.type) or (f.type,)                # (int, NoneType) of int | None
-    kind, optional = kinds[0], len(kinds) > 1
+    kind, *optional = typing.get_args(f.type) or [f.type]       # (int, NoneType) of int | None
     if kind is tuple:
         parser.add_argument(f.name, nargs="+" if default is MISSING else "*",
                             help=f.metadata["help"])

@@ -132,7 +132,11 @@ def build_model(c, classes, loaded=None):
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
-    checkpoint.load_resized(model.encoder, loaded, c.init_from)
+    # positions are interpolated to the image size
+    state, side = loaded.encoder.state_dict(), model.config.side
+    state["positions"] = loaded.encoder.position_table(side, side).detach()
+    with checkpoint.reading(c.init_from):
+        model.encoder.load_state_dict(state)
     return model
 
 

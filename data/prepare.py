@@ -152,13 +152,13 @@ class TextSet(NamedTuple):
             tokenizer = CharTokenizer("".join(characters))
         else:
             tokenizer = GPT2Tokenizer()
-        end = [] if single or tokenizer.eot is None else [tokenizer.eot]
+        end = np.array([] if single or tokenizer.eot is None else [tokenizer.eot], np.uint16)
         tokens, checksum = {}, 0
         for split, part in texts.items():
-            with open(draft / f"{split}.bin", "wb") as out:
+            with open(draft / f"{split}.bin", "wb") as out, ThreadPoolExecutor() as threads:
                 for start in tqdm(range(0, len(part), 64), split, disable=None):
-                    for ids in tokenizer.encode_batch(part[start:start + 64]):
-                        ids = np.concatenate([ids, end], dtype=np.uint16, casting="unsafe")
+                    for ids in threads.map(tokenizer.encode, part[start:start + 64]):
+                        ids = np.concatenate([ids, end])
                         checksum = zlib.crc32(ids, checksum)
                         out.write(ids)
                 tokens[split] = out.tell() // 2

@@ -1,6 +1,4 @@
 """Characters or GPT-2's byte pairs as token ids."""
-import os
-
 import numpy as np
 
 from flags import UserError
@@ -25,9 +23,6 @@ class CharTokenizer:
     def encode(self, text):
         """str -> uint16 (number of characters,)."""
         return self.table[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)]
-
-    def encode_batch(self, texts):
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids):
         """ids -> str, the last id as U+FFFD; without the ids that only pad a model's vocabulary."""
@@ -54,9 +49,6 @@ class GPT2Tokenizer:
     def encode(self, text):
         """str -> uint16 (n,); text that looks like a special token is encoded as text."""
         return np.array(self.encoding.encode_ordinary(text), dtype=np.uint16)
-
-    def encode_batch(self, texts):
-        return self.encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count())
 
     def decode(self, ids):
         """ids -> str, bytes that are not UTF-8 as U+FFFD; without the ids that only pad."""
