@@ -66,17 +66,6 @@ def reading(path):
         raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
 
 
-def file_of(path):
-    """Where a checkpoint is: the path itself, or of pretrained:NAME a file of ours."""
-    kind, _, name = str(path).partition(":")
-    if kind != "pretrained":
-        return path
-    names = sorted(file.stem for file in PRETRAINED.glob("*.pt"))
-    if name not in names:
-        raise UserError(f"pretrained model {not_one_of(name, names)}")
-    return PRETRAINED / f"{name}.pt"
-
-
 def read_file(path):
     """What torch.save wrote: tensors, plain values, and the argparse.Namespace of official files.
     testzip checks each part's CRC, torch.load does not."""
@@ -95,10 +84,12 @@ def read_file(path):
 
 def read_checkpoint(path, *tasks, heads=None):
     """The content of a checkpoint, ours or a published one, which is translated; of one of `tasks`
-    if any are given. UserError otherwise."""
-    file = file_of(path)
+    if any are given. UserError otherwise. pretrained:NAME is a file of this project."""
+    ours = {f"pretrained:{file.stem}": file for file in sorted(PRETRAINED.glob("*.pt"))}
+    if str(path).startswith("pretrained:") and path not in ours:
+        raise UserError(not_one_of(path, ours))
     with reading(path):
-        content = read_file(file)
+        content = read_file(ours.get(path, path))
         if "format" not in content:
             content = translated(content, heads)
         if content["format"] != FORMAT:
