@@ -166,11 +166,9 @@ def test_javascript_is_pytorch(kind, computed):
     torch.testing.assert_close(out[-wanted.numel():], wanted.flatten(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("task, fields, words", [
-    ("gpt", dict(causal=False), "causal"), ("vit", dict(width=640, layers=4), "MB")])
-def test_what_it_cannot_run(task, fields, words, cache, text_cache):
-    with pytest.raises(UserError, match=words) as error:
-        a_page(task, a_model(task, **fields), cache, text_cache)
+def test_what_it_cannot_run(cache, text_cache):
+    with pytest.raises(UserError, match="causal") as error:
+        a_page("gpt", a_model("gpt", causal=False), cache, text_cache)
     assert "\n" not in str(error.value)
 
 

@@ -52,9 +52,9 @@ STEPS = "attention", "reversed", "alone", "derived", "shrinking"
 
 
 def of_attention(layer, trace):
-    """{name in the text: what a layer's attention has, or makes of the traced tokens}. What STEPS
-    add to R^c is of tokens less their mean, at equal norm; with -grad R^c, without what changes
-    this norm, they have the cosines `downhill`."""
+    """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
+    is how much they add to R^c of tokens less their mean, at equal norm, and their cosines with
+    -grad R^c, without what changes this norm."""
     changes, downhill = compression.changes(layer, trace.tokens, torch.Generator())
     rates = layer_numbers(layer, trace, lambd=0)
     attention, X = layer.attention, layer.norm1(trace.tokens)
@@ -74,7 +74,7 @@ def of_attention(layer, trace):
 
 
 def of_layer(layer, trace):
-    """The same of its dictionary, and what of_attention has."""
+    """{name in the text: what a layer has, or makes of the traced tokens}."""
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
     X, A, gram = layer.norm2(trace.half), trace.code, D.T @ D
 
@@ -96,8 +96,7 @@ def listed(values):
 
 def by_layer(net, x, numbers):
     """{name: its mean in each layer} of numbers(layer, trace), on the pictures x."""
-    rows = [numbers(layer, trace)
-            for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
+    rows = [numbers(layer, trace) for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
     return {name: [float(row[name].mean()) for row in rows] for name in rows[0]}
 
 

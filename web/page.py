@@ -72,9 +72,6 @@ def filled(page, data):
 
 
 def html(name, loaded, untrained, data, tokens=None):
-    """The file's text. Raises UserError for a model that the page cannot run, or is too large."""
-    page = filled((ROOT / "web" / "page.html").read_text("utf-8"),
-                  content(name, loaded, untrained, data, tokens))
-    if len(page) > 1e7:
-        raise UserError(f"{name} makes a page of {len(page) / 1e6:.1f} MB: 10 is the most")
-    return page
+    """The file's text. Raises UserError for a model that the page cannot run."""
+    page = (ROOT / "web" / "page.html").read_text("utf-8")
+    return filled(page, content(name, loaded, untrained, data, tokens))
