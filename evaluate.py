@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
-from flags import CacheFlags, ImageFlags, option, parse_command, UserError
+from flags import CacheFlags, option, parse_command, UserError
 from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
 
 
@@ -35,11 +35,11 @@ def pooling(loaded):
     return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
 
 
-def batches_of(split, batch_size, processes, workers=0):
+def batches_of(split, batch_size, processes):
     """This process's share of the images and labels, in batches."""
     mine = torch.arange(len(split))[processes.rank::processes.world].split(batch_size)
     index = [part.numpy() for part in mine]
-    return with_bar(split.batches(index, workers), "images", len(index))
+    return with_bar(split.batches(index), "images", len(index))
 
 
 def zero_sums(n, device):
@@ -49,11 +49,11 @@ def zero_sums(n, device):
 
 
 @torch.no_grad()
-def classify(model, split, data, processes, batch_size=500, workers=0):
+def classify(model, split, data, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
     total = zero_sums(2, processes.device)
-    for batch, labels in batches_of(split, batch_size, processes, workers):
+    for batch, labels in batches_of(split, batch_size, processes):
         with processes.autocast():
             logits = model(images.model_input(batch, data, model.config.image_size))
         loss = F.cross_entropy(logits.float(), labels, reduction="sum")
@@ -64,11 +64,11 @@ def classify(model, split, data, processes, batch_size=500, workers=0):
 
 
 @torch.no_grad()
-def features(encoder, split, data, processes, kind="class", batch_size=500, workers=0):
+def features(encoder, split, data, processes, kind="class", batch_size=500):
     """Features (N, D) float32 and labels (N,) of a split, on the device of every process: the class
     token, the mean of the patch tokens (kind="mean"), or the images themselves ("pixels")."""
     parts = []
-    for batch, _ in batches_of(split, batch_size, processes, workers):
+    for batch, _ in batches_of(split, batch_size, processes):
         if kind == "pixels":
             x = augment.to_float(batch).flatten(1)
         else:
@@ -235,7 +235,7 @@ def batches(loaded, c):
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class ScoreFlags(OpenFlags, PrecisionFlags, ImageFlags):
+class ScoreFlags(OpenFlags, PrecisionFlags):
     batch_size: int = option(500, "images at once", low=1)
 
 
@@ -250,7 +250,7 @@ def accuracy(c):
     data, split = split_for(loaded, c)
     check_classes(loaded, data)
     return dict(data=data.name, split=c.split) | classify(
-        loaded.model, split, data, processes, c.batch_size, c.workers)
+        loaded.model, split, data, processes, c.batch_size)
 
 
 @dataclass(kw_only=True)
@@ -268,7 +268,7 @@ def probe(c):
     samples = []
     for split in (data.train, data.val):
         split = images.Images(split, processes.device)
-        samples += features(loaded.encoder, split, data, processes, kind, c.batch_size, c.workers)
+        samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
     return what, samples, processes, data

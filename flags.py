@@ -34,11 +34,6 @@ class CacheFlags:
 
 
 @dataclass(kw_only=True)
-class ImageFlags(CacheFlags):
-    workers: int = option(8, "processes that read an image set of 4 GiB or more", low=0)
-
-
-@dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both."""
     arch: str | None = option(None, "crate, crate-alpha, tost, aot, mssa-mlp, transformer or "

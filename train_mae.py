@@ -12,7 +12,7 @@ import torch
 
 from data import augment, images
 from evaluate import batches_of, validation_noise
-from flags import ImageFlags, model_fields, ModelFlags, option, parse_run
+from flags import model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, Processes, to_device, wants_compile
@@ -20,7 +20,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ImageFlags, ModelFlags):
+class Config(RunFlags, ModelFlags):
     """--layers are those of the encoder."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side that the model sees", low=1)
@@ -83,7 +83,7 @@ def validate(model, val, data, c, processes, batch_size=250):
     model.eval()
     noise = validation_noise(model, len(val))[processes.rank::processes.world].split(batch_size)
     total = torch.zeros((), device=processes.device)
-    for (pixels, _), part in zip(batches_of(val, batch_size, processes, c.workers), noise):
+    for (pixels, _), part in zip(batches_of(val, batch_size, processes), noise):
         x = images.model_input(pixels, data, c.image_size)
         with processes.autocast():
             total += len(part) * model(x, part.to(processes.device))
@@ -118,8 +118,7 @@ def main(argv):
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()
-    index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
-    batches = train.batches(index, c.workers)
+    batches = train.batches(images.index_batches(len(train), c.batch_size, c.seed, run.step, rows))
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
             f"patches masked, batches of {c.batch_size}")

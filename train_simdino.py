@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from data import augment, images
 from evaluate import features, nearest_neighbours
-from flags import ImageFlags, model_fields, ModelFlags, option, parse_run, UserError
+from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
 from optim import count, make_optimizers, take_step, warmup_cosine
 from processes import cli, derive_seed, Processes, wants_compile
@@ -27,7 +27,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ImageFlags, ModelFlags):
+class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("imagenet", "which images: a prepared set")
     image_size: int = option(32, "pixels per side of a global view", low=1)
@@ -232,8 +232,7 @@ def main(argv):
         for module in (student, teacher, teacher.encoder):      # the last is what is evaluated
             module.compile()
 
-    index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
-    batches = train.batches(index, c.workers)
+    batches = train.batches(images.index_batches(len(train), c.batch_size, c.seed, run.step, rows))
     what = (f"{c.method}, {student.config.arch}, {count(student.encoder):,} of {count(student):,} "
             f"parameters in the encoder, {c.data} of {data.image_size} px, 2 views of "
             f"{c.image_size} px and {c.local_views} of {c.local_size}, batches of {c.batch_size}")
@@ -275,7 +274,7 @@ def main(argv):
         numbers = partial(feature_statistics, s[0].detach(), c.eps, processes)
         run.log(loss, lr[step], numbers)
         if run.evaluation_due:              # by neighbours of the teacher's class token
-            first, second = (features(teacher.encoder, split, data, processes, workers=c.workers)
+            first, second = (features(teacher.encoder, split, data, processes)
                              for split in (train, val))
             run.record(nearest_neighbours(*first, *second, len(data.classes), processes))
     return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import checkpoint
 from data import augment, images
 from evaluate import classify, pooling
-from flags import ImageFlags, model_fields, ModelFlags, option, parse_run, UserError
+from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, note, Processes, wants_compile
@@ -23,7 +23,7 @@ from run import Run, RunFlags
 
 
 @dataclass(kw_only=True)
-class Config(RunFlags, ImageFlags, ModelFlags):
+class Config(RunFlags, ModelFlags):
     """With --init_from, auto takes what the checkpoint has; --image_size is 32 unless given."""
     data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
@@ -202,14 +202,11 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.attach(model, optimizers, data.meta())
-    if total < 100:
-        note(f"{c.epochs:g} epochs are {total} steps: hardly enough to learn; --epochs makes more")
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()
-    index = images.index_batches(len(train), c.batch_size, c.seed, start_step=run.step, rows=rows)
-    batches = train.batches(index, c.workers)
+    batches = train.batches(images.index_batches(len(train), c.batch_size, c.seed, run.step, rows))
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, batches of {c.batch_size}")
     for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
@@ -241,7 +238,7 @@ def main(argv):
         # log, and evaluate if that is due
         run.log(loss, schedule[step])
         if run.evaluation_due:
-            run.record(classify(model, val, data, processes, workers=c.workers))
+            run.record(classify(model, val, data, processes))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt")
 

@@ -148,19 +148,19 @@ class Images:
         images, labels = self[index]
         return to_device(images, self.device), to_device(labels, self.device)
 
-    def batches(self, index_batches, workers=0):
-        """Yields `batch(index)` for each index array of an iterable, which may be endless.
-        A split that is not resident is read ahead by `workers` processes, each fetching whole
-        batches: they consume `index_batches` a few steps before they are yielded."""
-        if self.resident or workers == 0:
+    def batches(self, index_batches):
+        """Yields `batch(index)` for each index array of an iterable, which may be endless. A split
+        that is not resident is read ahead by up to eight processes, each fetching whole batches:
+        they consume `index_batches` a few steps before they are yielded."""
+        if self.resident:
             yield from map(self.batch, index_batches)
             return
         loader = torch.utils.data.DataLoader(
-            self, batch_size=None, sampler=index_batches, num_workers=workers, prefetch_factor=4,
-            pin_memory=self.device.type == "cuda",
+            self, batch_size=None, sampler=index_batches, prefetch_factor=4,
+            num_workers=min(8, os.cpu_count()), pin_memory=self.device.type == "cuda",
             multiprocessing_context="fork",     # a spawned worker would get a copy of the images
             # out of the process group, which signals reach: the parent has a step to finish
             worker_init_fn=lambda worker: os.setsid(),
-            generator=torch.Generator())    # else the global one's state would depend on `workers`
+            generator=torch.Generator())    # else the global one's state would depend on it
         for images, labels in loader:
             yield to_device(images, self.device), to_device(labels, self.device)

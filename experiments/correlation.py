@@ -29,7 +29,7 @@ from checkpoint import load_model
 from data import images
 from evaluate import classify, spread
 from figures import print_table
-from flags import ImageFlags, option, parse, ROOT, UserError
+from flags import CacheFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, PrecisionFlags, Processes
 
@@ -43,7 +43,7 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 
 @dataclass(kw_only=True)
-class Correlation(PrecisionFlags, ImageFlags):
+class Correlation(PrecisionFlags, CacheFlags):
     out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)

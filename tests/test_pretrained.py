@@ -12,7 +12,7 @@ from processes import Processes
 from train_mae import validate
 
 PROCESSES = Processes("cpu")
-CONFIG = SimpleNamespace(workers=0, image_size=32)
+CONFIG = SimpleNamespace(image_size=32)
 # With the tolerance: Python's manual and the drawing of shapes differ a little by versions
 SCORES = {"shapes-crate": (96.8, 0.3), "shapes-class": (95.4, 0.3), "shapes-mae": (0.232, 0.002),
           "shapes-simdino": (15.6, 0.5), "pydoc-crate": (1.341, 0.1),
