@@ -85,11 +85,12 @@ def read_file(path):
 def read_checkpoint(path, *tasks, heads=None):
     """The content of a checkpoint, ours or a published one, which is translated; of one of `tasks`
     if any are given. UserError otherwise. pretrained:NAME is a file of this project."""
-    ours = {f"pretrained:{file.stem}": file for file in sorted(PRETRAINED.glob("*.pt"))}
-    if str(path).startswith("pretrained:") and path not in ours:
-        raise UserError(not_one_of(path, ours))
+    ours = {file.stem: file for file in sorted(PRETRAINED.glob("*.pt"))}
+    kind, _, name = str(path).partition(":")
+    if kind == "pretrained" and name not in ours:
+        raise UserError(f"pretrained model {not_one_of(name, ours)}")
     with reading(path):
-        content = read_file(ours.get(path, path))
+        content = read_file(ours[name] if kind == "pretrained" else path)
         if "format" not in content:
             content = translated(content, heads)
         if content["format"] != FORMAT:

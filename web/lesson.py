@@ -109,7 +109,7 @@ def points():
     head = torch.randn(24, 2) * torch.tensor([1, 0.3])
     axes, plane = torch.eye(3)[:2, :, None], torch.eye(2)[None]
     return dict(cloud=cloud, near=near, lines=lines, head=head), dict(
-        R=crate.coding_rate(cloud), Rc=crate.subspace_coding_rate(near[None], axes),
+        R=crate.coding_rate(cloud), Rc=crate.subspace_coding_rate(near[None], axes)[0],
         exact=crate.subspace_coding_rate_grad(head[None], plane, 2).norm(),
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
@@ -141,8 +141,7 @@ def measured():
     numbers, chances = by_layer(trained, first, of_layer), trained(first).softmax(1)
     known |= {name: numbers[name][-1] for name in (
         "attention", "alone", "derived", "shrinking", "rise", "lasso", "miss")}
-    data |= dict(points={name: rows.tolist() for name, rows in plane.items()},
-                 known=known | dict(chance=chances[0, 0]), many_labels=labels[:40].tolist(),
+    data |= dict(points=plane, known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
                  many=page.base64_of(torch.from_numpy(images[:40])))
     text = recorded()
     for prefix, net in (("", trained), ("random_", drawn)):

@@ -67,8 +67,8 @@ def filled(page, data):
     """The text of a page with the files of web/ that it names, such as {base.css}, and {data}."""
     page = re.sub(r"\{(\w+\.(?:css|js))\}",
                   lambda found: (ROOT / "web" / found[1]).read_text("utf-8"), page)
-    inside = json.dumps(data, default=float).replace("<", "\\u003c")    # nothing ends the script
-    return page.replace("{data}", inside)
+    inside = json.dumps(data, default=lambda tensor: tensor.tolist())
+    return page.replace("{data}", inside.replace("<", "\\u003c"))      # nothing ends the script
 
 
 def html(name, loaded, untrained, data, tokens=None):
