@@ -202,6 +202,8 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.attach(model, optimizers, data.meta())
+    if total < 100:
+        note(f"{c.epochs:g} epochs are {total} steps: hardly enough to learn; --epochs makes more")
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
