@@ -21,9 +21,10 @@ the two are one. U is at unit size. Every step has attention's length, without w
     noise        Gaussian
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-The first table has what each step adds to R^c, in nats, by layer and in all. The second has its
-cosine with -grad R^c, of both without the part along Z, which changes length alone. +- is the
-standard error over samples, or over checkpoints of a config.
+The first table has what each step adds to R^c, in nats, by layer and in all. The second has the
+length of attention in units of the tokens' norm, and the cosine of each step with -grad R^c, of
+both without the part along Z, which changes length alone. +- is the standard error over samples,
+or over checkpoints of a config.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
@@ -89,7 +90,8 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
-    """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d)."""
+    """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d); in the
+    second `length` is attention's, in units of the tokens' norm."""
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
@@ -106,7 +108,8 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
     if uncentered:
         added["common"] = torch.ones_like(Z)
     before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
-    change, cosine = dict(before=before), {}
+    length = added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))
+    change, cosine = dict(before=before), dict(length=length)
     for name, step in added.items():
         after = moved(step)
         change[name] = subspace_coding_rate(after, U, eps) - before
@@ -168,7 +171,7 @@ def show(run, c):
           f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}{', seen' * c.seen}")
     print("change of R^c")
     print_table(run["changes"])
-    print("cosine with -grad R^c")
+    print("length of attention in units of the tokens' norm; cosine of steps with -grad R^c")
     print_table(run["cosines"])
 
 
