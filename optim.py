@@ -39,6 +39,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             grads = [p.grad for p in params]
@@ -86,6 +87,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self):
+        """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape, device = {}, group["params"][0].device
             dtype = torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32
