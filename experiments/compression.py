@@ -90,8 +90,8 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
-    """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d); in the
-    second `length` is attention's, in units of the tokens' norm."""
+    """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d);
+    in the second `length` is attention's, in units of the tokens' norm."""
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
