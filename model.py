@@ -680,7 +680,9 @@ ARCHS = {
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
     "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
     "mhsa-ista": Arch(MHSA, ISTA, CRATE),
-    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),     # mssa-mlp with CRATE's patch embedding
+    # what is around the layers exchanged: an MLP in CRATE's, ISTA in the transformer's
+    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),
+    "mssa-ista": Arch(MSSA, ISTA, VIT),
 }
 
 
