@@ -5,7 +5,11 @@ import math
 import torch
 
 from model import MHSA, SoftmaxAttention
-from processes import is_fast_in_bfloat16
+from processes import device_name, is_fast_in_bfloat16
+
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
+        "A10": 125e12, "4090": 165e12, "3090": 71e12}
 
 
 def micro_batches(model, size, *batch):
@@ -168,3 +172,11 @@ def train_flops(model):
         if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
             multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
+
+
+def share_of_peak(flops, processes):
+    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+    that peak is not known or the run is in float32."""
+    words = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
+    return flops / (processes.world * peaks[0]) if peaks else None

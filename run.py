@@ -16,11 +16,8 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, ROOT, UserError
-from processes import device_name, PrecisionFlags, SharedError
-
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
+from optim import share_of_peak
+from processes import PrecisionFlags, SharedError
 
 
 @dataclass(kw_only=True)
@@ -176,34 +173,29 @@ class Run:
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
         self.seconds.append(time.perf_counter() - self.step_began)
         if line_due:
-            seconds, speed, words = self._pace(len(self.losses))
+            speed, words = self._pace(len(self.losses))
             self.losses = []
             more = numbers() if numbers else {}
             self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
             words = f"loss {mean:.4f}{words}"
             self.bar.set_postfix_str(words)
             if self.bar.disable:
-                left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
-                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
+                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
 
     def _pace(self, steps):
-        """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
-        which may compile; (0, {}, "") if there is no other. MFU is the share of the GPUs' bfloat16
-        peak, where that and the operations of a sample are known."""
+        """({for metrics.jsonl}, words): the mean speed of the last steps, without the first of all,
+        which may compile; ({}, "") if there is no other."""
         seconds = self.seconds[1:][-steps:]
         if not seconds:
-            return 0, {}, ""
-        mean = sum(seconds) / len(seconds)
-        samples = self.config.batch_size / mean
+            return {}, ""
+        samples = self.config.batch_size * len(seconds) / sum(seconds)
         key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
         speed = {key: samples * (self.tokens or 1)}
         words = f", {speed[key]:,.0f} {unit}/s"
-        gpu = device_name(self.processes.device).replace("-", " ").split()
-        peaks = [PEAK[word] for word in gpu if word in PEAK and self.processes.bfloat16]
-        if self.flops and peaks:
-            speed["mfu"] = samples * self.flops / (self.processes.world * peaks[0])
-            words += f", mfu {speed['mfu']:.1%}"
-        return mean, speed, words
+        if mfu := share_of_peak(samples * self.flops, self.processes):
+            speed["mfu"] = mfu
+            words += f", mfu {mfu:.1%}"
+        return speed, words
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -262,7 +254,7 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
         seconds = round(time.perf_counter() - self.began, 3)
-        _, speed, words = self._pace(self.total)
+        speed, words = self._pace(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
         if self.seconds:
             self.write(line)

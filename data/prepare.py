@@ -115,7 +115,8 @@ class TextSet(NamedTuple):
     """Texts, stored as the tokens of each split."""
     tokenizer: str = "gpt2"         # or "char"
     hub: str | None = None
-    revision: str | None = None     # of the Hub's set
+    config: str | None = None       # of the Hub's set, if it has several
+    revision: str | None = None
     one_text: bool = False          # the rows are parts of one text
     held_out: float = 0.01          # of the rows, where none are for validation
     make: Callable | None = None    # returns the one text, where nothing is read
@@ -128,7 +129,8 @@ class TextSet(NamedTuple):
         from datasets import Dataset, Features, load_dataset, Value
 
         if source is None:
-            sets = load_dataset(self.hub, revision=self.revision, num_proc=os.cpu_count())
+            sets = load_dataset(self.hub, self.config, revision=self.revision,
+                                num_proc=os.cpu_count())
         else:
             strings = Features(text=Value("large_string"))
             sets = {split: Dataset.from_generator(      # a list of paths would be a call for each
@@ -222,8 +224,8 @@ TEXTS = {
     # the share is nanoGPT's, so that losses compare
     "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005),
     # its own files are a script, which the Hub has converted
-    "shakespeare_char": TextSet("char", "karpathy/tiny_shakespeare", "refs/convert/parquet",
-                                one_text=True),
+    "shakespeare_char": TextSet("char", "karpathy/tiny_shakespeare",
+                                revision="refs/convert/parquet", one_text=True),
     "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}
