@@ -211,7 +211,6 @@ function leftOut(box) {
     "each token alone": changeBy(stepOf("each token alone")),
     "(34) without β": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
     "first term of (33)": changeBy(times(-1, back(w))),
-    "− ∇R<sup>c</sup>": changeBy(times(-1, subspaceRateGrad(start, U, L.p, .1))),
   };
   bars(box, firstHot(changes));
   const [attention, alone, derived, shrinking] = Object.values(changes);

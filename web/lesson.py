@@ -149,7 +149,7 @@ def measured():
         # what a layer adds to R - R^c at the norm of Z, with eight pictures coded together
         numbers["gain_of_eight"] = by_layer(net, x[:96], partial(layer_numbers, together=8))["gain"]
         text |= {prefix + name: listed(values) for name, values in numbers.items()}
-    return data, text
+    return data, text | dict(data="{data}")         # which page.filled fills
 
 
 def written():
@@ -164,7 +164,7 @@ def written():
     out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
         "</label>"), out)
-    out = re.sub(r"\{(\w+)\}", lambda found: text.get(found[1], found[0]), out)
+    out = re.sub(r"\{(\w+)\}", lambda found: text[found[1]], out)
     return page.filled(out, data)
 
 
