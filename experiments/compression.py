@@ -3,9 +3,9 @@
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 R^c falls with the length of tokens alone, and as they draw together on one vector. So it is that of
 tokens less their mean (--uncentered: as they are), and after a step they are scaled to the norm
-before it. It also falls as tokens leave what U sees: --seen scales them to the norm before of their
-projections, (sum_k ||U_k^* Z||^2)^1/2, in place of ||Z||. With U_k that fill the space orthogonally
-the two are one. U is at unit size. Every step has attention's length, without what moves the mean:
+before it. Norm 1 is theirs, ||Z||. R^c also falls as tokens leave what U sees: norm 2 is that of
+their projections, (sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are
+one. U is at unit size. Every step has attention's length, without what moves the mean:
 
     attention    MSSA(LN(Z)); before is R^c before it
     swapped      attention with the map of another sample
@@ -21,17 +21,17 @@ the two are one. U is at unit size. Every step has attention's length, without w
     noise        Gaussian
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
-The first table has what each step adds to R^c, in nats, by layer and in all. The second has the
-length of attention in units of the tokens' norm, and the cosine of each step with -grad R^c, of
-both without the part along Z, which changes length alone. +- is the standard error over samples,
-or over checkpoints of a config.
+The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
+by norm 2. The third has the length of attention in units of the tokens' norm, and the cosine of
+each step with -grad R^c, of both without the part along Z, which changes length alone. +- is the
+standard error over samples, or over checkpoints of a config.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
 
 Verdict (2026-11-28): in four of five models attention lowers R^c, but that says little about what
-it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. With
---seen attention lowers it on pictures, as its reverse does, and raises it on text; derived lowers
+it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. By
+norm 2 attention lowers it on pictures, as its reverse does, and raises it on text; derived lowers
 it in all five, but nearly as far with another map. Cosines of attention with -grad R^c are -0.05
 to 0.09 in all 32 layers.
 """
@@ -43,7 +43,7 @@ from torch.nn import functional as F
 from analyze import at_norm, step_with, unit_size
 from evaluate import batches, each_model, SampleFlags
 from experiments.shared import random_subspaces, title_of
-from figures import legend_below, new_figure, print_table
+from figures import new_figure, print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
@@ -55,9 +55,8 @@ class Compression(SampleFlags):
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")
-    seen: bool = option(False, "scale to the norm that U sees, not to that of the tokens")
     batch_size: int = option(20, "samples at once", low=1)
-    figure: str | None = option(None, "a .png of what all layers add to R^c; none: no figure")
+    figure: str | None = option(None, "a .png of the changes of trained models; none: no figure")
 
 
 def tangent(T, Z):
@@ -89,16 +88,11 @@ def steps(layer, Z, generator):
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
 
 
-def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
-    """({step: what it adds to R^c, (B,)}, {step: its cosine with -grad R^c}) for Z (B, n, d);
-    in the second `length` is attention's, in units of the tokens' norm."""
+def changes(layer, Z, generator, eps=0.1, uncentered=False):
+    """({step: what it adds to R^c by norm 1, (B,)}, the same by norm 2, {step: its cosine with
+    -grad R^c}) for Z (B, n, d); in the third `length` is attention's, in units of the tokens'."""
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
-
-    def moved(step):
-        """Z after a step of attention's length, at the scale of Z."""
-        after = Z + at_norm(step, added["attention"])
-        return after * seen_by(U, Z) / seen_by(U, after) if seen else at_norm(after, Z)
 
     U = unit_size(layer.attention.bases())
     V = random_subspaces(*U.shape[1::-1], generator)
@@ -109,31 +103,33 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False, seen=False):
         added["common"] = torch.ones_like(Z)
     before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
     length = added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))
-    change, cosine = dict(before=before), dict(length=length)
+    by_norm, cosine = (dict(before=before), dict(before=before)), dict(length=length)
     for name, step in added.items():
-        after = moved(step)
-        change[name] = subspace_coding_rate(after, U, eps) - before
         cosine[name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
-        if name == "attention":
-            change["elsewhere"] = (subspace_coding_rate(after, V, eps)
-                                   - subspace_coding_rate(Z, V, eps))
-    return change, cosine
+        moved = Z + at_norm(step, added["attention"])
+        scaled = at_norm(moved, Z), moved * seen_by(U, Z) / seen_by(U, moved)
+        for change, after in zip(by_norm, scaled):
+            change[name] = subspace_coding_rate(after, U, eps) - before
+            if name == "attention":
+                change["elsewhere"] = (subspace_coding_rate(after, V, eps)
+                                       - subspace_coding_rate(Z, V, eps))
+    return *by_norm, cosine
 
 
 @torch.no_grad()
 def measured(loaded, c):
-    """({step: changes}, {step: cosines}), each (L, N) of N samples in L layers. In float64."""
+    """What `changes` returns, but (L, N) of N samples in L layers. In float64."""
     backbone = loaded.backbone.cpu().double()
     if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
         raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
     generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):
         traces = backbone.trace(x.double() if x.is_floating_point() else x)
-        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered, c.seen)
+        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered)
                       for layer, trace in zip(backbone.layers, traces)])
     return tuple({name: torch.stack([torch.cat([batch[l][table][name] for batch in found])
                                      for l in range(len(backbone.layers))])
-                  for name in found[0][0][table]} for table in (0, 1))
+                  for name in found[0][0][table]} for table in (0, 1, 2))
 
 
 def summary(values):
@@ -143,8 +139,8 @@ def summary(values):
 
 
 def measure(c):
-    """[{"names", "untrained", "changes", "cosines"}, ...], one for the checkpoints of one config;
-    the tables have a row for each layer, and changes one for all, the last."""
+    """[{"names", "untrained", "norm 1", "norm 2", "cosines"}, ...], one for the checkpoints of one
+    config; the tables have a row for each layer, and those by norm one for all, the last."""
     runs = {}
     for path, untrained, loaded in each_model(c):
         key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
@@ -153,49 +149,58 @@ def measure(c):
         run["each"].append(measured(loaded, c))
     for run in runs.values():
         several = len(run["names"]) > 1         # then a checkpoint's mean is one of N values
-        run["changes"], run["cosines"] = (
-            {name: torch.stack([values[name].mean(1) for values in tables], 1) if several
-             else tables[0][name] for name in tables[0]} for tables in zip(*run.pop("each")))
-        rows = [("all", {name: values.sum(0) for name, values in run["changes"].items()})]
-        for table in ("changes", "cosines"):
-            by_layer = [(l + 1, {name: values[l] for name, values in run[table].items()})
-                        for l in range(len(run[table]["attention"]))]
-            run[table] = [dict(layer=l) | summary(values)
-                          for l, values in by_layer + rows * (table == "changes")]
+        for name, tables in zip(("norm 1", "norm 2", "cosines"), zip(*run.pop("each"))):
+            found = {step: torch.stack([table[step].mean(1) for table in tables], 1) if several
+                     else values for step, values in tables[0].items()}
+            rows = [(l + 1, {step: values[l] for step, values in found.items()})
+                    for l in range(len(found["attention"]))]
+            if name != "cosines":
+                rows.append(("all", {step: values.sum(0) for step, values in found.items()}))
+            run[name] = [dict(layer=l) | summary(values) for l, values in rows]
     return [*runs.values()]
 
 
 def show(run, c):
     """Prints the tables of checkpoints of one config."""
     print(f"{', '.join(run['names'])}{', untrained' * run['untrained']}: {c.samples} samples of "
-          f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}{', seen' * c.seen}")
-    print("change of R^c")
-    print_table(run["changes"])
+          f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}")
+    for name in ("norm 1", "norm 2"):
+        print(f"change of R^c by {name}")
+        print_table(run[name])
     print("length of attention in units of the tokens' norm; cosine of steps with -grad R^c")
     print_table(run["cosines"])
 
 
 def draw(runs, path):
-    """How far each step lowers R^c in all layers, in units of attention: a mark for each trained
-    model in which attention lowers it."""
-    steps = dict(elsewhere="elsewhere: on random subspaces", derived="derived: Eq. (34)",
-                 reversed="reversed", rotated="rotated at random",
-                 alone="alone: each token by itself", others="others: no weight on itself",
-                 swapped="swapped: map of another sample")
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.9)
-    ax.margins(y=0.12)
-    ax.axvline(1, color="C0")
-    ax.axvline(0, color="black", lw=0.8)
-    ax.annotate("attention", (1, 1), xycoords=("data", "axes fraction"), color="C0", ha="center",
-                va="bottom")
-    lowered = [run for run in runs if not run["untrained"] and run["changes"][-1]["attention"] < 0]
-    for run, mark in zip(lowered, "os^D"):
-        last = run["changes"][-1]
-        ax.plot([last[name] / last["attention"] for name in steps], list(steps.values()), mark,
-                color="0.3", mfc="none", label=title_of(run["names"][0]).replace("\n", " "))
-    ax.set_xlabel("how far $R^c$ falls, in units of attention's")
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    legend_below(figure, ax)
+    """What each step adds to R^c in all layers, in % of R^c before it: a panel for each norm, both
+    at one scale, a mark for each trained model, filled for the fourth and fifth."""
+    steps = dict(attention="attention", swapped="swapped: another sample's map",
+                 others="others: no weight on itself", alone="alone: each token by itself",
+                 rotated="rotated at random", reversed="reversed", derived="derived: Eq. (34)",
+                 derived_swapped="derived and swapped", elsewhere="elsewhere: random subspaces")
+    figure, (axes,) = new_figure(1, 2, 4, 4.3)
+    trained = [run for run in runs if not run["untrained"]]
+    for ax, norm, of in zip(axes, ("norm 1", "norm 2"), ("the tokens", "their projections")):
+        ax.axvline(0, color="black", lw=0.8)
+        for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
+            last, fill = run[norm][-1], {} if place > 2 else dict(mfc="white")
+            x = [100 * last[step] / last["before"] for step in steps]
+            y = [row + 0.19 * (place - 2) for row in range(len(steps))]
+            ax.plot(x, y, mark, color="0.3", ms=4.5, **fill,
+                    label=title_of(run["names"][0]).replace("\n", " "))
+            ax.plot(x[0], y[0], mark, color="C0", ms=4.5, **fill)
+        for row in range(len(steps) + 1):
+            ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
+        ax.set_title(f"{norm}: of {of}", fontsize="medium")
+        ax.set(xlabel="change of $R^c$, %", ylim=(len(steps) - 0.5, -0.5))
+        ax.set_yticks(range(len(steps)), steps.values())
+        ax.tick_params(left=False, labelleft=ax is axes[0])
+        ax.locator_params(axis="x", nbins=7, steps=(5, 10))
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    limits = [ax.get_xlim() for ax in axes]
+    axes[0].get_gridspec().set_width_ratios([high - low for low, high in limits])
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
+                  frameon=False, columnspacing=1, handletextpad=0)
     figure.savefig(path, dpi=200)
 
 

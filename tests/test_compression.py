@@ -2,6 +2,7 @@
 import pytest
 import torch
 from helpers import scrambled, write_model
+from matplotlib.figure import Figure
 from test_model import assert_near
 from torch.nn import functional as F
 
@@ -98,7 +99,8 @@ def test_controls(text):
         assert_near(found["derived"], back * (U / attention.bases()).square().mean() - X)
 
 
-@pytest.mark.parametrize("uncentered, by_U", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("uncentered", [True, False])
+@pytest.mark.parametrize("by_U", [False, True])
 def test_changes(uncentered, by_U, eps=0.3):
     """Of tokens less their mean or as they are, at attention's length, and at the norm before of
     the tokens or of their projections; cosines with the gradient that autograd finds, across Z."""
@@ -119,7 +121,8 @@ def test_changes(uncentered, by_U, eps=0.3):
     before, norm = seen(Z), (1, 2)
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator())
-        change, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered, by_U)
+        *by_norm, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
+    change = by_norm[by_U]
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
@@ -136,9 +139,9 @@ def test_changes(uncentered, by_U, eps=0.3):
 
 
 @torch.no_grad()
-def test_tables_and_figure(tmp_path, cache):
+def test_tables_and_figure(tmp_path, cache, monkeypatch):
     """One checkpoint: errors are over samples. Two of one config: over checkpoints. The last row is
-    of all layers."""
+    of all layers, and what the figure has, in % of R^c before."""
     meta, paths = images.load("shapes", cache).meta(), []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -147,14 +150,21 @@ def test_tables_and_figure(tmp_path, cache):
         paths.append(str(tmp_path / f"{seed}.pt"))
         write_model(paths[-1], model, "vit", meta)
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4"]
-    each = [compression.main([f"--ckpt={path}", *flags])[0]["changes"] for path in paths]
-    run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--figure={tmp_path / 'a.png'}"])
-    assert (tmp_path / "a.png").exists() and run["names"] == paths
-    for row, first, second in zip(run["changes"], *each, strict=True):
-        assert row.keys() == first.keys() and first["attention_error"] > 0
-        assert row["attention"] == pytest.approx((first["attention"] + second["attention"]) / 2)
-        assert row["attention_error"] == pytest.approx(
-            abs(first["attention"] - second["attention"]) / 2)
-    *layers, last = each[0]
-    assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
-    assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
+    each = [compression.main([f"--ckpt={path}", *flags])[0] for path in paths]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    run, = compression.main([f"--ckpt={','.join(paths)}", *flags, "--figure=a.png"])
+    assert run["names"] == paths
+    for norm, ax in zip(("norm 1", "norm 2"), drawn[0].axes, strict=True):
+        for row, first, second in zip(run[norm], *(one[norm] for one in each), strict=True):
+            assert row.keys() == first.keys() and first["attention_error"] > 0
+            assert row["attention"] == pytest.approx((first["attention"] + second["attention"]) / 2)
+            assert row["attention_error"] == pytest.approx(
+                abs(first["attention"] - second["attention"]) / 2)
+        *layers, last = each[0][norm]
+        assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
+        assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
+        marks = next(line for line in ax.lines if len(line.get_xdata()) == 9)
+        percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]
+                   for step in ("attention", "swapped")]
+        assert marks.get_xdata()[:2] == pytest.approx(percent)

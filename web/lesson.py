@@ -55,7 +55,7 @@ def of_attention(layer, trace):
     """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
     is how much they add to R^c of tokens less their mean, at equal norm, and their cosines with
     -grad R^c, without what changes this norm."""
-    changes, downhill = compression.changes(layer, trace.tokens, torch.Generator())
+    changes, _, downhill = compression.changes(layer, trace.tokens, torch.Generator())
     rates = layer_numbers(layer, trace, lambd=0)
     attention, X = layer.attention, layer.norm1(trace.tokens)
     U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
