@@ -49,7 +49,6 @@ class ModelFlags:
     expansion: int | None = option(None, "C, width of MLP and ODL in units of d; auto: 4", low=1)
     ista_steps: int | None = option(None, "of ODL's code; auto: 2", low=1)
     step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
-    mm_eps: float | None = option(None, "distortion of crate-mm's operator; auto: 0.5", above=0)
 
 
 def model_fields(cls, config, **given):

@@ -680,9 +680,8 @@ ARCHS = {
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
     "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
     "mhsa-ista": Arch(MHSA, ISTA, CRATE),
-    # what is around the layers exchanged: an MLP in CRATE's, ISTA in the transformer's
-    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),
-    "mssa-ista": Arch(MSSA, ISTA, VIT),
+    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),     # an MLP in CRATE's surroundings
+    "mssa-ista": Arch(MSSA, ISTA, VIT),                     # ISTA in a transformer's
 }
 
 

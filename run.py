@@ -134,8 +134,9 @@ class Run:
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and (number := self.processes.largest(self.received)):
                     self.save("ckpt.pt")
-                    self.end(128 + number, f"stopped by {signal.Signals(number).name}: "
-                             f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
+                    self.close()
+                    raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "
+                                   f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
         finally:
             self.bar.close()
             for number, handler in handlers.items():
@@ -173,29 +174,31 @@ class Run:
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
         self.seconds.append(time.perf_counter() - self.step_began)
         if line_due:
-            speed, words = self._pace(len(self.losses))
+            seconds, speed, words = self._pace(len(self.losses))
             self.losses = []
             more = numbers() if numbers else {}
             self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
             words = f"loss {mean:.4f}{words}"
             self.bar.set_postfix_str(words)
             if self.bar.disable:
-                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
+                left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
+                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
 
     def _pace(self, steps):
-        """({for metrics.jsonl}, words): the mean speed of the last steps, without the first of all,
-        which may compile; ({}, "") if there is no other."""
+        """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
+        which may compile; (0, {}, "") if there is no other."""
         seconds = self.seconds[1:][-steps:]
         if not seconds:
-            return {}, ""
-        samples = self.config.batch_size * len(seconds) / sum(seconds)
+            return 0, {}, ""
+        mean = sum(seconds) / len(seconds)
+        samples = self.config.batch_size / mean
         key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
         speed = {key: samples * (self.tokens or 1)}
         words = f", {speed[key]:,.0f} {unit}/s"
         if mfu := share_of_peak(samples * self.flops, self.processes):
             speed["mfu"] = mfu
             words += f", mfu {mfu:.1%}"
-        return speed, words
+        return mean, speed, words
 
     def _mean_loss(self):
         """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
@@ -206,8 +209,10 @@ class Run:
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
-            self.end(3, f"the loss or a weight is not finite at step {step}: try a lower --lr; "
-                        f"any checkpoint in {self.dir} is of a step before")
+            self.bar.close()
+            self.close()
+            raise RunEnded(3, f"the loss or a weight is not finite at step {step}: try a lower "
+                           f"--lr; any checkpoint in {self.dir} is of a step before")
 
     def record(self, scores, chosen_by=None):
         """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
@@ -254,23 +259,15 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
         seconds = round(time.perf_counter() - self.began, 3)
-        speed, words = self._pace(self.total)
+        _, speed, words = self._pace(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
-        if self.seconds:
+        if self.seconds:                # else nothing was left to do
             self.write(line)
-        else:
-            words = ": there was nothing left to do"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
         for command in ("python analyze.py curves {dir}", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()
         return line
-
-    def end(self, exit_status, why):
-        """Ends the run early."""
-        self.bar.close()
-        self.close()
-        raise RunEnded(exit_status, why)
 
     def close(self):
         """Lets another run have the folder."""

@@ -41,7 +41,7 @@ class DrawnSet(NamedTuple):
     """Pictures of shapes.py, with the exact mask of each object."""
     options: dict                   # split -> options of draw_shapes
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub = None
+    hub: None = None
 
     def write(self, source, draft):
         """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
@@ -106,9 +106,10 @@ class ImageSet(NamedTuple):
     def write(self, source, draft):
         """Writes the pictures and labels of both splits; returns what meta.json says of them."""
         sets = self.read(source, draft)
-        for split, rows in (("train", sets["train"]), ("val", sets[self.val])):
-            self.write_split(split, rows if self.streamed else rows.shuffle(seed=SEED), draft)
-        return image_meta(getattr(rows.features[self.label], "names", None), draft)
+        for split, name in (("train", "train"), ("val", self.val)):
+            rows = sets[name] if self.streamed else sets[name].shuffle(seed=SEED)
+            self.write_split(split, rows, draft)
+        return image_meta(getattr(sets["train"].features[self.label], "names", None), draft)
 
 
 class TextSet(NamedTuple):
@@ -144,8 +145,8 @@ class TextSet(NamedTuple):
     def write(self, source, draft):
         """Writes the tokens of all splits; returns what meta.json says of them."""
         texts = self.read(source, draft)
-        single = "train" in texts and "val" not in texts
-        if single:                      # its last tenth validates; no document ends in it
+        cut = "train" in texts and "val" not in texts
+        if cut:                         # a single text: its last tenth validates
             text = texts["train"][0]
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
@@ -154,7 +155,7 @@ class TextSet(NamedTuple):
             tokenizer = CharTokenizer("".join(characters))
         else:
             tokenizer = GPT2Tokenizer()
-        end = np.array([] if single or tokenizer.eot is None else [tokenizer.eot], np.uint16)
+        end = np.array([] if cut or tokenizer.eot is None else [tokenizer.eot], np.uint16)
         tokens, checksum = {}, 0
         for split, part in texts.items():
             with open(draft / f"{split}.bin", "wb") as out, ThreadPoolExecutor() as threads:
@@ -214,7 +215,6 @@ IMAGES = {
     "camouflage": DrawnSet(shapes.CAMOUFLAGE),
     "cifar10": ImageSet(32, "uoft-cs/cifar10", "test", image="img", streamed=True),
     "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", streamed=True),
-    "flowers102": ImageSet(256, "dpdl-benchmark/oxford_flowers102", "test"),
     "pets": ImageSet(256, "timm/oxford-iiit-pet", "test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
     "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", streamed=True),

@@ -114,8 +114,8 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
     assert rates == pytest.approx([4, 4, 4]) and done == lines[-1]
     assert (done["event"], done["seconds"], done["best"]) == ("done", 852.25, None)
     out = capsys.readouterr().out
-    assert "step 1/10: loss 1.0000, lr 1.00e-01\n" in out      # which has no speed
-    assert "step 5/10: loss 1.0000, 4 images/s, lr 1.00e-01\n" in out
+    assert "step 1/10: loss 1.0000, lr 1.00e-01\n" in out      # with no time left
+    assert "step 5/10: loss 1.0000, 4 images/s, lr 1.00e-01, 1 s left\n" in out
     assert "done: 10 steps in 852 s, 4 images/s; written" in out
 
 
@@ -145,7 +145,7 @@ def test_a_line_is_the_mean_of_all_steps_since_the_last(tmp_path, monkeypatch, c
         assert found == {1: 0, 6: 3, 12: at_12, 18: 14.5, 20: 18.5}, name
     before = files()
     train(tmp_path / "cut", resume=True)
-    assert "nothing left to do" in capsys.readouterr().out and files() == before
+    assert "done: 20 steps in 0 s; written" in capsys.readouterr().out and files() == before
 
 
 def test_resuming_drops_the_lines_it_will_write_again(tmp_path):
