@@ -22,9 +22,9 @@ one. U is at unit size. Every step has attention's length, without what moves th
     elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
 
 The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
-by norm 2. The third has the length of attention in units of the tokens' norm, and the cosine of
-each step with -grad R^c, of both without the part along Z, which changes length alone. +- is the
-standard error over samples, or over checkpoints of a config.
+by norm 2. The third has the length of attention in units of the tokens' norm, the cosine of W with
+U, and that of each step with -grad R^c, of both without the part along Z, which changes length
+alone. +- is the standard error over samples, or over checkpoints of a config.
 
     python -m experiments.compression --figure=docs/figures/compression.png \\
         --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
@@ -45,8 +45,12 @@ from evaluate import batches, each_model, SampleFlags
 from experiments.shared import random_subspaces, title_of
 from figures import new_figure, print_table
 from flags import option, parse, UserError
-from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
+from model import MSSA, SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
+
+TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 2",
+          "cosines": "attention's length in units of the tokens' norm; cosines of W with U, and of "
+                     "steps with -grad R^c"}
 
 
 @dataclass(kw_only=True)
@@ -89,12 +93,13 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps=0.1, uncentered=False):
-    """({step: what it adds to R^c by norm 1, (B,)}, the same by norm 2, {step: its cosine with
-    -grad R^c}) for Z (B, n, d); in the third `length` is attention's, in units of the tokens'."""
+    """{(table, step): a number for each sample of Z (B, n, d)}. The tables norm 1 and norm 2 have
+    what a step adds to R^c, cosines its cosine with -grad R^c; there `length` is attention's, in
+    units of the tokens', and W_U the cosine of a learned W with U."""
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
-    U = unit_size(layer.attention.bases())
+    attention, U = layer.attention, unit_size(layer.attention.bases())
     V = random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
     Z = centered(Z)
@@ -102,18 +107,21 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False):
     if uncentered:
         added["common"] = torch.ones_like(Z)
     before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
-    length = added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))
-    by_norm, cosine = (dict(before=before), dict(before=before)), dict(length=length)
+    numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
+    if isinstance(attention, MSSA) and attention.output == "learned":
+        W_U = F.cosine_similarity(attention.W.weight.flatten(), attention.U.weight.mT.flatten(), 0)
+        numbers["cosines", "W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
-        cosine[name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
+        numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
         moved = Z + at_norm(step, added["attention"])
-        scaled = at_norm(moved, Z), moved * seen_by(U, Z) / seen_by(U, moved)
-        for change, after in zip(by_norm, scaled):
-            change[name] = subspace_coding_rate(after, U, eps) - before
+        scaled = {"norm 1": at_norm(moved, Z), "norm 2": moved * seen_by(U, Z) / seen_by(U, moved)}
+        for norm, after in scaled.items():
+            numbers[norm, "before"] = before
+            numbers[norm, name] = subspace_coding_rate(after, U, eps) - before
             if name == "attention":
-                change["elsewhere"] = (subspace_coding_rate(after, V, eps)
-                                       - subspace_coding_rate(Z, V, eps))
-    return *by_norm, cosine
+                numbers[norm, "elsewhere"] = (subspace_coding_rate(after, V, eps)
+                                              - subspace_coding_rate(Z, V, eps))
+    return numbers
 
 
 @torch.no_grad()
@@ -127,20 +135,27 @@ def measured(loaded, c):
         traces = backbone.trace(x.double() if x.is_floating_point() else x)
         found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered)
                       for layer, trace in zip(backbone.layers, traces)])
-    return tuple({name: torch.stack([torch.cat([batch[l][table][name] for batch in found])
-                                     for l in range(len(backbone.layers))])
-                  for name in found[0][0][table]} for table in (0, 1, 2))
+    layers = range(len(backbone.layers))
+    return {key: torch.stack([torch.cat([batch[l][key] for batch in found]) for l in layers])
+            for key in found[0][0]}
 
 
-def summary(values):
-    """{name: mean, name_error: standard error} of values {name: (N,)}."""
-    return {key: number for name, each in values.items() for key, number in (
-        (name, each.mean().item()), (f"{name}_error", (each.std() / len(each) ** 0.5).item()))}
+def rows_of(found, table):
+    """The rows of one table of numbers (L, N): a mean and its standard error for each layer and,
+    of what steps add, for the sum over all layers."""
+    values = {step: each for (name, step), each in found.items() if name == table}
+    L = len(values["attention"])
+    rows = [dict(layer=l) for l in range(1, L + 1)] + [dict(layer="all")] * (table != "cosines")
+    for step, each in values.items():
+        for row, numbers in zip(rows, [*each, each.sum(0)]):
+            row[step] = numbers.mean().item()
+            row[f"{step}_error"] = (numbers.std() / len(numbers) ** 0.5).item()
+    return rows
 
 
 def measure(c):
-    """[{"names", "untrained", "norm 1", "norm 2", "cosines"}, ...], one for the checkpoints of one
-    config; the tables have a row for each layer, and those by norm one for all, the last."""
+    """[{"names", "untrained", and the rows of each of TABLES}, ...], one for the checkpoints of one
+    config; of several checkpoints each one's mean is one of the N numbers."""
     runs = {}
     for path, untrained, loaded in each_model(c):
         key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
@@ -148,15 +163,10 @@ def measure(c):
         run["names"].append(path)
         run["each"].append(measured(loaded, c))
     for run in runs.values():
-        several = len(run["names"]) > 1         # then a checkpoint's mean is one of N values
-        for name, tables in zip(("norm 1", "norm 2", "cosines"), zip(*run.pop("each"))):
-            found = {step: torch.stack([table[step].mean(1) for table in tables], 1) if several
-                     else values for step, values in tables[0].items()}
-            rows = [(l + 1, {step: values[l] for step, values in found.items()})
-                    for l in range(len(found["attention"]))]
-            if name != "cosines":
-                rows.append(("all", {step: values.sum(0) for step, values in found.items()}))
-            run[name] = [dict(layer=l) | summary(values) for l, values in rows]
+        first, *others = run.pop("each")
+        found = {key: torch.stack([one[key].mean(1) for one in (first, *others)], 1)
+                 for key in first} if others else first
+        run |= {table: rows_of(found, table) for table in TABLES}
     return [*runs.values()]
 
 
@@ -164,11 +174,9 @@ def show(run, c):
     """Prints the tables of checkpoints of one config."""
     print(f"{', '.join(run['names'])}{', untrained' * run['untrained']}: {c.samples} samples of "
           f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}")
-    for name in ("norm 1", "norm 2"):
-        print(f"change of R^c by {name}")
-        print_table(run[name])
-    print("length of attention in units of the tokens' norm; cosine of steps with -grad R^c")
-    print_table(run["cosines"])
+    for table, words in TABLES.items():
+        print(words)
+        print_table(run[table])
 
 
 def draw(runs, path):

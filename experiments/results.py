@@ -114,34 +114,31 @@ def text(c):
 
 
 def recall(c):
-    """Mean steps until a model has learned, of the runs of records/recall that do; a cross stands
-    for none."""
+    """Mean steps until a model has learned, of the runs of records/recall.csv that do; a cross
+    stands for none."""
     figure, (axes,) = new_figure(1, 3, 2.6, 2)
-    settings = {"plain": "", "negated": ", keys negated", "shift": ", --shift"}
+    settings = {"none": "", "negated": ", keys negated", "shift": ", --shift"}
     panels = {"attention alone": ("aot-mhsa", "aot"),
               "attention and an MLP": ("transformer", "mssa-mlp"), "CRATE": ("mhsa-ista", "crate")}
-    found = {}                          # (file, arch) -> (runs that learn, their mean steps)
-    for path in (ROOT / "records" / "recall").glob("*.txt"):
-        for line in path.read_text().splitlines():
-            arch, _, learned, steps, *_ = line.split()
-            if "/" in learned:
-                found[path.stem.removesuffix("-three"), arch] = learned.split("/")[0], steps
+    with open(ROOT / "records" / "recall.csv") as file:
+        found = {(row["arch"], row["change"]): row for row in csv.DictReader(file)
+                 if row["width"] == "64"}
     for ax, (title, archs) in zip(axes, panels.items()):
-        rows = [(file, arch) for arch in archs for file in settings if (file, arch) in found]
-        for place, row in enumerate(reversed(rows)):
-            learned, steps = found[row]
-            color = COLORS["transformer" if row[1] == archs[0] else "crate"]
-            if learned == "0":
+        keys = [(arch, change) for arch in archs for change in settings if (arch, change) in found]
+        for place, (arch, change) in enumerate(reversed(keys)):
+            runs, steps = found[arch, change]["runs"], found[arch, change]["steps"]
+            color = COLORS["transformer" if arch == archs[0] else "crate"]
+            if not steps:
                 ax.plot(3000, place, "x", color=color)
                 ax.text(2850, place, "none of 5", va="center", ha="right", fontsize="small")
             else:
                 ax.plot(float(steps), place, "o", color=color)
-                if learned != "5":
-                    ax.text(float(steps) + 120, place, f"{learned} of 5", va="center",
+                if runs != "5":
+                    ax.text(float(steps) + 120, place, f"{runs} of 5", va="center",
                             fontsize="small")
         names = {archs[0]: "three matrices", archs[1]: "one matrix"}
-        ax.set_yticks(range(len(rows)), [names[arch] + settings[file]
-                                         for file, arch in reversed(rows)])
+        ax.set_yticks(range(len(keys)), [names[arch] + settings[change]
+                                         for arch, change in reversed(keys)])
         ax.set(xlim=(0, 3100), title=title)
         ax.title.set_fontsize("medium")
         ax.tick_params(labelleft=ax is axes[0])

@@ -121,8 +121,8 @@ def test_changes(uncentered, by_U, eps=0.3):
     before, norm = seen(Z), (1, 2)
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator())
-        *by_norm, cosine = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
-    change = by_norm[by_U]
+        found = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
+    norm_held = ("norm 1", "norm 2")[by_U]
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
@@ -133,9 +133,12 @@ def test_changes(uncentered, by_U, eps=0.3):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
         if name not in ("noise", "rotated"):        # which are drawn behind the random subspaces
-            assert_near(change[name], rates[1] - rates[0])
-            assert_near(cosine[name], F.cosine_similarity(*across))
-    assert ("common" in change) == uncentered
+            assert_near(found[norm_held, name], rates[1] - rates[0])
+            assert_near(found["cosines", name], F.cosine_similarity(*across))
+    assert ((norm_held, "common") in found) == uncentered
+    W, bases = layer.attention.W.weight, layer.attention.bases()
+    products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
+    assert_near(found["cosines", "W_U"], products.expand(3))
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ import textwrap
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 import crate
 from analyze import layer_numbers
@@ -55,7 +54,7 @@ def of_attention(layer, trace):
     """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
     is how much they add to R^c of tokens less their mean, at equal norm, and their cosines with
     -grad R^c, without what changes this norm."""
-    changes, _, downhill = compression.changes(layer, trace.tokens, torch.Generator())
+    changes = compression.changes(layer, trace.tokens, torch.Generator())
     rates = layer_numbers(layer, trace, lambd=0)
     attention, X = layer.attention, layer.norm1(trace.tokens)
     U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
@@ -67,9 +66,9 @@ def of_attention(layer, trace):
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
-        cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
+        cos=changes["cosines", "W_U"])
     for step in STEPS:
-        numbers |= {step: changes[step], f"downhill_{step}": downhill[step]}
+        numbers |= {step: changes["norm 1", step], f"downhill_{step}": changes["cosines", step]}
     return numbers
 
 
