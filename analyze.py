@@ -144,7 +144,8 @@ def layers(c):
         print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("what the columns are: python analyze.py layers --help")
+    print("Rc_change is what attention adds to R^c, Rc_alone a step as long in which each token "
+          "attends to itself alone; --help has all columns")
     draw_layers(runs, c)
     return runs
 

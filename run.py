@@ -264,7 +264,7 @@ class Run:
         if self.seconds:                # else nothing was left to do
             self.write(line)
         self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
-        for command in ("python analyze.py curves {dir}", *then):
+        for command in ("python analyze.py curves {dir}    # the loss, drawn", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()
         return line

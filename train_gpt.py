@@ -161,7 +161,8 @@ def main(argv):
                 scores = validate(model, data.val)
             run.record(scores, chosen_by)
     sample = [] if masked else ["python sample.py --ckpt={dir}/best.pt --prompt='The '"]
-    return run.done("python evaluate.py lm --ckpt={dir}/best.pt", *sample)
+    return run.done("python evaluate.py lm --ckpt={dir}/best.pt    # loss of the whole split",
+                    *sample)
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ def main(argv):
         run.log(loss, schedule[step])
         if run.evaluation_due:
             run.record(validate(model, val, data, c, processes))
-    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt")
+    return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt    # a linear probe",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # reconstructions")
 
 
 if __name__ == "__main__":

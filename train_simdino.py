@@ -277,8 +277,8 @@ def main(argv):
             first, second = (features(teacher.encoder, split, data, processes)
                              for split in (train, val))
             run.record(nearest_neighbours(*first, *second, len(data.classes), processes))
-    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt",
-                    "python analyze.py saliency --ckpt={dir}/ckpt.pt")
+    return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt    # nearest neighbours",
+                    "python analyze.py saliency --ckpt={dir}/ckpt.pt    # where attention looks")
 
 
 if __name__ == "__main__":

@@ -241,8 +241,8 @@ def main(argv):
         run.log(loss, schedule[step])
         if run.evaluation_due:
             run.record(classify(model, val, data, processes))
-    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt")
+    return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained    # rates by layer",
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # classes of pictures")
 
 
 if __name__ == "__main__":

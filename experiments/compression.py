@@ -45,7 +45,7 @@ from evaluate import batches, each_model, SampleFlags
 from experiments.shared import random_subspaces, title_of
 from figures import new_figure, print_table
 from flags import option, parse, UserError
-from model import MSSA, SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
+from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 2",
@@ -95,7 +95,7 @@ def steps(layer, Z, generator):
 def changes(layer, Z, generator, eps=0.1, uncentered=False):
     """{(table, step): a number for each sample of Z (B, n, d)}. The tables norm 1 and norm 2 have
     what a step adds to R^c, cosines its cosine with -grad R^c; there `length` is attention's, in
-    units of the tokens', and W_U the cosine of a learned W with U."""
+    units of the tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
@@ -108,8 +108,8 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False):
         added["common"] = torch.ones_like(Z)
     before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
     numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
-    if isinstance(attention, MSSA) and attention.output == "learned":
-        W_U = F.cosine_similarity(attention.W.weight.flatten(), attention.U.weight.mT.flatten(), 0)
+    if hasattr(attention, "W"):
+        W_U = F.cosine_similarity(attention.W.weight.flatten(), torch.cat([*U], 1).flatten(), 0)
         numbers["cosines", "W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
         numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
