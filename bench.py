@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
+from figures import print_table
 from flags import option, parse_command
 from model import attention_map, ISTA, ista, MSSA, TASKS, TextConfig
 from optim import train_flops
@@ -53,7 +54,7 @@ def literal(model, *parts):
     return model
 
 
-# ---- Clock and rows -----------------------------------------------------------------------------
+# ---- The clock ----------------------------------------------------------------------------------
 def alternate(calls, device, repeats):
     """{name: median seconds} of functions called in turn, after one turn that is not measured."""
     wait = getattr(torch, device.type).synchronize
@@ -66,13 +67,6 @@ def alternate(calls, device, repeats):
             wait()
             seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
-
-
-def row(title, variant, values):
-    """Prints a row of values, {unit: number}."""
-    cells = [(f"{value:>9,.0f} " if value >= 100 else f"{value:>9.3g} ") + unit
-             for unit, value in values.items()]
-    print(f"{title:32} {variant:18}", *cells, flush=True)
 
 
 def forward_backward(processes, forward, leaves):
@@ -127,12 +121,13 @@ def bench_steps(table, c, processes):
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))
         times = alternate(steps, device, c.repeats)
         machine = 2 * 2048 ** 3 / times["machine"]
-        print(f"a product of 2,048 x 2,048 matrices: {machine / 1e9:,.0f} GFLOP/s", flush=True)
-        for name, model in models.items():
-            row(f"{title}, batch {batch}", name, {
-                "ms": 1e3 * times[name], "of literal": times[name] / times["literal"],
-                f"{unit}/s": batch * fields.get("context", 1) / times[name],
-                "of the machine": batch * train_flops(model) / times[name] / machine})
+        print(f"{title}, batch {batch}; a product of 2,048 x 2,048 matrices: {machine / 1e9:,.0f} "
+              "GFLOP/s")
+        print_table([{
+            "variant": name, "ms": 1e3 * times[name], "of literal": times[name] / times["literal"],
+            f"{unit}/s": batch * fields.get("context", 1) / times[name],
+            "of the machine": batch * train_flops(model) / times[name] / machine}
+            for name, model in models.items()])
 
 
 COMMANDS = {table: (Flags, partial(bench_steps, table)) for table in MODELS}

@@ -13,7 +13,9 @@ def print_table(rows):
     """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
     def cell(row, key):
         value, extra = row[key], row.get(key + "_std", row.get(key + "_error"))
-        shown = f"{value:.4g}" if isinstance(value, float) else "-" if value is None else str(value)
+        shown = "-" if value is None else str(value)
+        if isinstance(value, float):
+            shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
         return f"{shown} +- {extra:.2g}" if extra else shown
 
     keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]

@@ -42,8 +42,7 @@ def test_tables(monkeypatch, table):
     tables = dict(vit=[("a", 2, IMAGE)], gpt=[("a", 2, TEXT)])
     rows = []
     monkeypatch.setattr(bench, "MODELS", tables)
-    monkeypatch.setattr(bench, "row", lambda title, variant, values: rows.append(
-        dict(variant=variant) | values))
+    monkeypatch.setattr(bench, "print_table", rows.extend)
     bench.main([table, "--device=cpu", "--repeats=1"])
     assert [row["variant"] for row in rows] == STEPS and min(row["ms"] for row in rows) > 0
     literal = rows[STEPS.index("literal")]
