@@ -1,5 +1,5 @@
-"""The authors' checkpoint files in our names: CRATE and CRATE-alpha (vit), CRATE-MAE (mae), crate-lm
-(gpt). Their tensors match ours. Tried only with files made up from their names and shapes."""
+"""The authors' checkpoint files in our names: CRATE and CRATE-alpha (vit), CRATE-MAE (mae) and
+crate-lm (gpt). Their tensors match ours. Tried only with files made up from their names."""
 import math
 import re
 
