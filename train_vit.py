@@ -95,6 +95,9 @@ PRESETS = {
     # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
     "finetune-cifar10-small": dict(
         data="cifar10", init_from=MISSING, optimizer="muon", lr=2e-2, layer_decay=0.5),
+    "finetune-mine": dict(      # your own pictures, as the README prepares them
+        data="mine", init_from="pretrained:cifar10-crate", image_size=48, batch_size=32, epochs=30,
+        optimizer="muon", lr=2e-2, layer_decay=0.5),
     "finetune-shapes": dict(
         data="shapes", init_from=MISSING, batch_size=50, epochs=12, warmup_epochs=1, log_every=50,
         optimizer="muon", lr=2e-2, layer_decay=0.5, padding=2, label_smoothing=0.0),
