@@ -26,8 +26,7 @@ by norm 2. The third has the length of attention in units of the tokens' norm, t
 U, and that of each step with -grad R^c, of both without the part along Z, which changes length
 alone. +- is the standard error over samples, or over checkpoints of a config.
 
-    python -m experiments.compression --figure=docs/figures/compression.png \\
-        --ckpt=pretrained:shapes-crate,pretrained:cifar10-crate,pretrained:pydoc-crate
+    python -m experiments.compression --samples=40 --figure=docs/figures/compression.png
 
 Verdict (2026-11-28): in four of five models attention lowers R^c, but that says little about what
 it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. By
@@ -35,14 +34,14 @@ norm 2 attention lowers it on pictures, as its reverse does, and raises it on te
 it in all five, but nearly as far with another map. Cosines of attention with -grad R^c are -0.05
 to 0.09 in all 32 layers.
 """
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from analyze import at_norm, step_with, unit_size
 from evaluate import batches, each_model, SampleFlags
-from experiments.shared import random_subspaces, title_of
+from experiments.shared import FIVE, random_subspaces, title_of
 from figures import new_figure, print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
@@ -55,7 +54,7 @@ TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 
 
 @dataclass(kw_only=True)
 class Compression(SampleFlags):
-    ckpt: str = option(MISSING, "checkpoints, separated by commas")
+    ckpt: str = option(FIVE, "checkpoints, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")

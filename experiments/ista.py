@@ -4,7 +4,7 @@ It is derived as one proximal gradient step, from A = X, on the LASSO of [J] Eq.
 lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). The LASSO stands for
 lambda ||A||_0 - R(A), Eq. (38), if R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
 
-    python -m experiments.ista --ckpt=pretrained:shapes-crate,pretrained:pydoc-crate --untrained
+    python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png
 
 First table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
     step      what the layer computes         relu       ReLU(X)
@@ -21,13 +21,13 @@ trained model uses D: without it scores fall by 2 to 4 points. RESULTS has the c
 without D; numbers by layer: records/TABLES.md.
 """
 import copy
-from dataclasses import dataclass, MISSING, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
 
 from evaluate import batches, each_model, SampleFlags, split_for
-from experiments.shared import averages, each_sample, title_of
+from experiments.shared import averages, each_sample, FIVE, title_of
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
 from model import ISTA, ODL
@@ -36,7 +36,7 @@ from processes import cli
 
 @dataclass(kw_only=True)
 class Sparsify(SampleFlags):
-    ckpt: str = option(MISSING, "checkpoints with a dictionary, separated by commas")
+    ckpt: str = option(FIVE, "checkpoints with a dictionary, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
     batch_size: int = option(20, "samples at once", low=1)

@@ -19,15 +19,13 @@ import evaluate
 from analyze import at_norm, layer_table, Layers, unit_size
 from checkpoint import load_model
 from data import text as text_sets
-from experiments.shared import COLORS, random_subspaces, title_of
+from experiments.shared import COLORS, random_subspaces, title_of, TITLES
 from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 from run import read_metrics
 
-MODELS = ("shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain",
-          "pydoc-crate")
 TOGETHER = 1, 4, 16, 64      # samples coded together
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "mssa-mlp", "transformer": "transformer",
@@ -199,8 +197,8 @@ def added(c, ckpt, untrained, together, eps=0.1):
 
 def objective(c):
     """What layers add to R - R^c, by the number of samples whose tokens are coded together."""
-    figure, (axes,) = new_figure(1, len(MODELS), 1.6, 2.4)
-    for ax, name in zip(axes, MODELS):
+    figure, (axes,) = new_figure(1, len(TITLES), 1.6, 2.4)
+    for ax, name in zip(axes, TITLES):
         later, rows = {}, []        # later: line -> sums over the layers after the first
         for together in TOGETHER:
             for untrained, words in ((False, "trained"), (True, "at random weights")):

@@ -10,6 +10,7 @@ COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "cra
 TITLES = {"shapes-crate": "drawn shapes", "cifar10-crate": "CIFAR-10",
           "cifar10-crate-large": "CIFAR-10,\nlarger model", "pydoc-crate-plain": "text",
           "pydoc-crate": "text, rotary\nand shift"}
+FIVE = ",".join(f"pretrained:{name}" for name in TITLES)
 
 
 def title_of(ckpt):
