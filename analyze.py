@@ -10,20 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
-import evaluate
 import figures
+import measure
 from checkpoint import load_model
 from data import augment, images, text
+from evaluate import check_classes, pooling, validation_noise
 from flags import option, parse_command, ROOT, UserError
-from model import (
-    coding_rate,
-    saliency,
-    SoftmaxAttention,
-    sparse_rate_reduction,
-    subspace_coding_rate,
-)
+from model import saliency
 from processes import cli
 from run import read_metrics
 from web import page
@@ -34,30 +28,9 @@ class OutFlags:
     out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
 
 
-# ---- Tokens and steps at one scale --------------------------------------------------------------
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def step_with(layer, Z, attend):
-    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
-    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
-    layer.attention.attend = lambda q, k, v: attend(v)
-    try:
-        return layer.compress(Z) - Z
-    finally:
-        del layer.attention.attend          # the class's own is back
-
-
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
-class Layers(evaluate.SampleFlags, OutFlags):
+class Layers(measure.SampleFlags, OutFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
     samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
     orthonormal bases have it; MHSA has value maps for U. --shift and --rotary are left out.
@@ -78,53 +51,14 @@ class Layers(evaluate.SampleFlags, OutFlags):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
-    """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
-    are says `analyze.py layers --help`. Float64, as float32 may give NaN; on the CPU for mps."""
-    if len(trace.tokens) % together:
-        raise UserError(f"--together={together} does not divide a batch of {len(trace.tokens)}")
-    U = unit_size(layer.attention.bases().cpu().double())
-
-    def coded(T):
-        """The tokens of `together` samples as one set: (B / together, together n, d)."""
-        return T.cpu().double().unflatten(0, (-1, together)).flatten(1, 2)
-    X, Z = coded(layer.norm1(trace.tokens)), coded(trace.tokens)
-    half, out = coded(trace.half), coded(trace.out)
-
-    def gain(T):
-        """R - R^c, at the norm of Z."""
-        return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
-
-    def centered(T):
-        return T - T.mean(1, keepdim=True)
-
-    def change_by(step):
-        """Of the R^c of Z less its mean, by a step that is added to it."""
-        after = at_norm(centered(Z) + step, centered(Z))
-        return subspace_coding_rate(after, U, eps) - subspace_coding_rate(centered(Z), U, eps)
-    attended = centered(half - Z)
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    objective = sparse_rate_reduction(out, U, eps, lambd)
-    numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=change_by(attended),
-        R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
-        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
-        nonzeros=(out != 0).double().mean((-2, -1)),
-        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
-    if isinstance(layer.attention, SoftmaxAttention):
-        alone = coded(step_with(layer, trace.tokens, lambda values: values))
-        numbers["Rc_alone"] = change_by(at_norm(centered(alone), attended))
-    return numbers
-
-
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = loaded.backbone
     by_layer = [[] for _ in backbone.layers]
-    for _, x in evaluate.batches(loaded, c):
+    for _, x in measure.batches(loaded, c):
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
+            parts.append(measure.layer_numbers(layer, trace, c.eps, c.lambd, c.together))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
     for row, parts in zip(table, by_layer):
@@ -137,7 +71,7 @@ def layer_table(loaded, c):
 def layers(c):
     """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
-    for path, untrained, loaded in evaluate.each_model(c):
+    for path, untrained, loaded in measure.each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -171,7 +105,7 @@ def draw_layers(runs, c):
 
 # ---- saliency, predict --------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Pictures(evaluate.SampleFlags, OutFlags):
+class Pictures(measure.SampleFlags, OutFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
     pictures: int = option(8, "how many images of the data set, spread over the split", low=1)
 
@@ -179,12 +113,12 @@ class Pictures(evaluate.SampleFlags, OutFlags):
 def open_pictures(c, *tasks):
     """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split, the images
     (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded, _ = evaluate.open_model(c, *tasks)
+    loaded, _ = measure.open_model(c, *tasks)
     if c.files:
         pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
-    data, split = evaluate.split_for(loaded, c)
-    index = evaluate.spread(len(split), c.pictures)
+    data, split = measure.split_for(loaded, c)
+    index = measure.spread(len(split), c.pictures)
     batch, labels = split.batch(index)
     names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     pixels = augment.at_size(augment.to_float(batch), loaded.encoder.config.image_size)
@@ -206,7 +140,7 @@ def saliency_maps(c):
     traces = loaded.encoder.trace(x)
     if c.layer and c.layer > len(traces):
         raise UserError(f"--layer={c.layer}: {c.ckpt} has {len(traces)}")
-    maps = saliency(traces[(c.layer or 0) - 1].attention, evaluate.pooling(loaded))
+    maps = saliency(traces[(c.layer or 0) - 1].attention, pooling(loaded))
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
@@ -225,7 +159,7 @@ def predict(c):
     loaded, names, pixels, x = open_pictures(c, "vit", "mae")
     model = loaded.model
     if loaded.task == "mae":
-        noise = evaluate.validation_noise(model, len(x)).to(x.device)
+        noise = validation_noise(model, len(x)).to(x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
         sheet = figures.reconstructions(model, x, noise, *images.statistics_of(loaded.meta))
     else:
@@ -233,7 +167,7 @@ def predict(c):
         best = model(x).softmax(-1).topk(min(3, len(classes)))
         answers = [{classes[i]: y for i, y in zip(*row)}
                    for row in zip(best.indices.tolist(), best.values.tolist())]
-        maps = saliency(loaded.encoder.trace(x)[-1].attention, evaluate.pooling(loaded))
+        maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
         sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), ["image", "saliency"]
     titles = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in answer.items())])
               for name, answer in zip(names, answers)]
@@ -268,7 +202,7 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(evaluate.DataFlags, OutFlags):
+class Page(measure.DataFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
 
 
@@ -283,7 +217,7 @@ def write_page(c):
     else:
         data, ids = images.load_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":
-            evaluate.check_classes(loaded, data)
+            check_classes(loaded, data)
     name = Path(c.ckpt).name.removeprefix("pretrained:")
     Path(c.out).write_text(page.html(name, loaded, untrained, data, ids), encoding="utf-8")
 

@@ -10,16 +10,15 @@ The last line of each is one JSON object. Losses are in nats. COMMAND --help lis
 Baselines of linear and knn: --untrained, and --features=pixels."""
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-from checkpoint import CheckpointFlags, load_model
 from data import augment, images, text
-from flags import CacheFlags, option, parse_command, UserError
-from processes import cli, derive_seed, is_main, PrecisionFlags, Processes, with_bar
+from flags import option, parse_command, UserError
+from measure import open_model, OpenFlags, SampleFlags, split_for
+from processes import cli, derive_seed, is_main, PrecisionFlags, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -42,17 +41,11 @@ def batches_of(split, batch_size, processes):
     return with_bar(split.batches(index), "images", len(index))
 
 
-def zero_sums(n, device):
-    """n zeros to accumulate sums in, float64 if the device has it."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
-    return torch.zeros(n, dtype=dtype, device=device)
-
-
 @torch.no_grad()
 def classify(model, split, data, processes, batch_size=500):
     """Cross-entropy and top-1 accuracy of a classifier over a split: dict(loss, acc, n)."""
     model.eval()
-    total = zero_sums(2, processes.device)
+    total = torch.zeros(2, dtype=torch.float64, device=processes.device)
     for batch, labels in batches_of(split, batch_size, processes):
         with processes.autocast():
             logits = model(images.model_input(batch, data, model.config.image_size))
@@ -146,7 +139,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
                                 causal=not masked)
-    total = zero_sums(3, processes.device)
+    total = torch.zeros(3, dtype=torch.float64, device=processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:
             for row in range(batch_size):
@@ -167,70 +160,6 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     loss, right, n = processes.sum(total).tolist()
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
-
-
-# ---- Checkpoints and samples, for the commands here, of analyze.py and of the experiments -------
-@dataclass(kw_only=True)
-class DataFlags(CheckpointFlags, CacheFlags):
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
-
-
-@dataclass(kw_only=True)
-class OpenFlags(DataFlags):
-    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
-
-
-def open_model(c, *tasks):
-    """(c.ckpt as `Loaded`, on its device, with --untrained at random initialization; Processes).
-    A command without --dtype computes in float32."""
-    loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
-    processes = Processes(c.device, getattr(c, "dtype", "float32"))
-    loaded.model.to(processes.device)
-    return loaded, processes
-
-
-@dataclass(kw_only=True)
-class SampleFlags(OpenFlags):
-    split: str = option("val", "which part of it", choices=("train", "val"))
-
-
-def each_model(c):
-    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
-    separate; with c.untrained each of them a second time, with random weights of its own."""
-    for i, path in enumerate(c.ckpt.split(",")):
-        for untrained in (False, True) if c.untrained else (False,):
-            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
-            yield path, untrained, open_model(one)[0]
-
-
-def spread(total, n):
-    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
-    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
-
-
-def split_for(loaded, c):
-    """(image set, its split on the model's device), to be normalized as in the model's training."""
-    data = images.load_for(c.data, loaded.meta, c.data_dir)
-    return data, images.Images(getattr(data, c.split), next(loaded.model.parameters()).device)
-
-
-def batches(loaded, c):
-    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
-    c.samples images or windows of text, spread over the split. Nothing is masked."""
-    config, device = loaded.model.config, next(loaded.model.parameters()).device
-    if loaded.task == "gpt":
-        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
-        n = min(config.context, len(tokens))
-        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
-    else:
-        data, samples = split_for(loaded, c)
-    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
-        if loaded.task == "gpt":
-            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
-            yield ids, ids
-        else:
-            yield index, images.model_input(samples.batch(index)[0], data, config.image_size)
 
 
 # ---- Commands -----------------------------------------------------------------------------------

@@ -667,8 +667,7 @@ ARCHS = {
     "crate-t": Arch(MSSA, ISTA, CRATE, output="transpose"),         # [S]
     "crate-mm": Arch(MSSA, MMProx, CRATE),                          # [N] Eq. (92), Table 3
     "crate-relu": Arch(MSSA, Threshold, CRATE),                     # an ablation: no dictionary
-    # an ablation: one of CRATE-alpha's changes, the residual around step 2
-    "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),
+    "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),       # an ablation: the residual
     "crate-alpha": Arch(MSSA, ODL, ALPHA, residual=True),           # [B] Eq. (7.5.3)-(7.5.5)
     "crate-lm": Arch(MSSA, TiedODL, ALPHA, text_family=CRATE_LM),   # Bai and Ma 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last

@@ -18,7 +18,7 @@ from flags import option, UserError
 # ---- Devices ------------------------------------------------------------------------------------
 @dataclass(kw_only=True)
 class DeviceFlags:
-    device: str = option("auto", "auto: the first found", choices=("auto", "cuda", "mps", "cpu"))
+    device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
 
 
 @dataclass(kw_only=True)
@@ -53,9 +53,8 @@ def wants_compile(wanted, device):
     """The value of --compile; auto, None: on cuda. On a CPU compiling takes 15 to 55 s once; then a
     step in bfloat16 takes 0.7 of its time, but one in float32 as long as before."""
     wanted = device.type == "cuda" if wanted is None else wanted
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if wanted and device.type == "cpu" and shutil.which(compiler) is None:
-        note(f"not compiled, since there is no C++ compiler ({compiler})")
+    if wanted and device.type == "cpu" and shutil.which("g++") is None:
+        note("not compiled, since there is no C++ compiler, g++")
         return False
     return wanted
 
@@ -94,9 +93,8 @@ class Processes:
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        found = [kind for kind in ("cuda", "mps", "cpu") if getattr(torch, kind).is_available()]
-        device = found[0] if device == "auto" else device
-        if device not in found:
+        device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if device == "cuda" and not torch.cuda.is_available():
             raise UserError(f"--device={device}: this machine has none")
         self.device = torch.device(device)
         if device == "cuda":

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, ROOT, UserError
 from optim import share_of_peak
-from processes import PrecisionFlags, SharedError
+from processes import is_main, PrecisionFlags, SharedError
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,6 @@ class Run:
         self.config, self.task, self.processes = config, task, processes
         self.flags = dict(task=task, name=name) | vars(config)
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
-        self.is_main = processes.rank == 0
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.received = 0               # the first signal
@@ -69,6 +68,7 @@ class Run:
         self.seconds = []               # of each step, without evaluations and checkpoints
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
+        self.keep = {int(step) for step in config.keep.split(",") if step}
         self.resuming = processes.main_only(self._take_folder)
 
     def _take_folder(self):
@@ -123,14 +123,14 @@ class Run:
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
-                        disable=None if self.is_main and self.step < total else True)
+                        disable=None if is_main() and self.step < total else True)
         handlers = {number: signal.signal(number, self._on_signal)
                     for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < total:
                 self.step_began = time.perf_counter()
                 yield self.step
-                if str(self.step) in self.config.keep.split(","):
+                if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and (number := self.processes.largest(self.received)):
                     self.save("ckpt.pt")
@@ -187,7 +187,7 @@ class Run:
     def _pace(self, steps):
         """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
         which may compile; (0, {}, "") if there is no other."""
-        seconds = self.seconds[1:][-steps:]
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
         if not seconds:
             return 0, {}, ""
         mean = sum(seconds) / len(seconds)
@@ -244,14 +244,14 @@ class Run:
 
     def say(self, text):
         """Prints a line above the bar. A closed output or a full disk does not end the run."""
-        if self.is_main:
+        if is_main():
             with contextlib.suppress(OSError, RuntimeError):    # of a signal while it is writing
                 tqdm.write(text)
                 sys.stdout.flush()
 
     def write(self, line):
         """One JSON object to metrics.jsonl."""
-        if self.is_main:
+        if is_main():
             with open(self.dir / "metrics.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
 
@@ -271,5 +271,5 @@ class Run:
 
     def close(self):
         """Lets another run have the folder."""
-        if self.is_main:
+        if is_main():
             self._lock.close()

@@ -21,6 +21,8 @@ from optim import count, make_optimizers, micro_batches, take_step, train_flops,
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
+SHAPES = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"  # of tensors
+
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
@@ -35,7 +37,7 @@ class Config(RunFlags, ModelFlags):
     drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        displaces=("arch", "size", "width", "heads", "head_dim", "layers", "patch_size"))
+        displaces=("size", *SHAPES))
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
@@ -131,7 +133,7 @@ def build_model(c, classes, loaded=None):
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=pooling(loaded))
-    for name in ("arch", "width", "heads", "head_dim", "layers", "patch_size"):
+    for name in SHAPES:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
@@ -205,8 +207,6 @@ def main(argv):
     # ---- run
     run = Run(c, "vit", name, processes)
     run.attach(model, optimizers, data.meta())
-    if total < 100:
-        note(f"{c.epochs:g} epochs are {total} steps: hardly enough to learn; --epochs makes more")
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

@@ -56,6 +56,7 @@ class ImageSet(NamedTuple):
     """Square pictures by class, of the Hub or of a person's own folder."""
     size: int                       # pixels per side, as stored
     hub: str | None = None
+    config: str | None = None       # of the Hub's set, if it has several
     val: str = "val"                # the split that validates
     image: str = "image"            # the column of the pictures
     label: str = "label"
@@ -68,8 +69,8 @@ class ImageSet(NamedTuple):
         if self.hub:
             if source:
                 folders.refuse_missing_shards(folders.files_in(source))
-            sets = load_dataset(str(source or self.hub), cache_dir=str(draft / "scratch"),
-                                streaming=self.streamed)
+            sets = load_dataset(str(source or self.hub), None if source else self.config,
+                                cache_dir=str(draft / "scratch"), streaming=self.streamed)
             return sets.cast_column(self.image, Image(decode=False))
         sets, parts = {}, folders.pictures(source)
         classes = ClassLabel(names=sorted(set().union(*(part.values() for part in parts.values()))))
@@ -213,11 +214,11 @@ def pydoc():
 IMAGES = {
     "shapes": DrawnSet({}),
     "camouflage": DrawnSet(shapes.CAMOUFLAGE),
-    "cifar10": ImageSet(32, "uoft-cs/cifar10", "test", image="img", streamed=True),
-    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", streamed=True),
-    "pets": ImageSet(256, "timm/oxford-iiit-pet", "test"),
+    "cifar10": ImageSet(32, "uoft-cs/cifar10", val="test", image="img", streamed=True),
+    "cifar100": ImageSet(32, "uoft-cs/cifar100", None, "test", "img", "fine_label", True),
+    "pets": ImageSet(256, "timm/oxford-iiit-pet", val="test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
-    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", "validation", streamed=True),
+    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", val="validation", streamed=True),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 TEXTS = {

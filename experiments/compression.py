@@ -39,11 +39,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm, step_with, unit_size
-from evaluate import batches, each_model, SampleFlags
 from experiments.shared import FIVE, random_subspaces, title_of
 from figures import new_figure, print_table
 from flags import option, parse, UserError
+from measure import at_norm, batches, each_model, SampleFlags, step_with, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 

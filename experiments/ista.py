@@ -26,10 +26,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from evaluate import batches, each_model, SampleFlags, split_for
 from experiments.shared import averages, each_sample, FIVE, title_of
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
+from measure import batches, each_model, SampleFlags, split_for
 from model import ISTA, ODL
 from processes import cli
 
@@ -122,10 +122,10 @@ def tables(loaded, c):
 def scores(loaded, c):
     """The score of each sample, (N,): 1 if its class is right, or its loss in nats per token."""
     model, found = loaded.model, []
+    split = split_for(loaded, c)[1] if loaded.task == "vit" else None
     for index, x in batches(loaded, replace(c, samples=c.scored)):
-        if loaded.task == "vit":
-            labels = split_for(loaded, c)[1].batch(index)[1]
-            found.append((model(x).argmax(-1) == labels).double())
+        if split is not None:
+            found.append((model(x).argmax(-1) == split.labels[index]).double())
         else:
             logits = model(x)[:, :-1]
             found.append(F.cross_entropy(logits.mT, x[:, 1:], reduction="none").mean(1))

@@ -24,12 +24,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from evaluate import batches, each_model, logistic_regression, pooling, SampleFlags, split_for
+from evaluate import logistic_regression, pooling
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
+from measure import batches, each_model, SampleFlags, split_for
 from processes import cli
 
 
@@ -143,9 +143,9 @@ def measure(codes, width, seed):
 def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c = parse(Neurons, argv, __doc__)
-    width = min(load_model(path, c.heads).model.config.width for path in c.ckpt.split(","))
-    runs = {}
-    for _, untrained, loaded in each_model(c):
+    models, runs = [*each_model(c)], {}
+    width = min(loaded.model.config.width for _, _, loaded in models)
+    for _, untrained, loaded in models:
         name = loaded.model.config.arch + (", untrained" if untrained else "")
         each = runs.setdefault(name, [])
         each.append(measure(read_codes(loaded, c), width, c.seed + len(each)))

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch.nn import functional as F
 
-import evaluate
-from analyze import at_norm, layer_table, Layers, unit_size
+from analyze import layer_table, Layers
 from checkpoint import load_model
 from data import text as text_sets
 from experiments.shared import COLORS, random_subspaces, title_of, TITLES
 from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
+from measure import at_norm, batches, one_set, open_model, unit_size
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 from run import read_metrics
@@ -181,13 +181,12 @@ def added(c, ckpt, untrained, together, eps=0.1):
     """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
     random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
     flags, generator = layer_flags(c, ckpt, untrained), torch.Generator()
-    loaded = evaluate.open_model(flags)[0]
-    (_, x), = evaluate.batches(loaded, flags)
+    loaded = open_model(flags)[0]
+    (_, x), = batches(loaded, flags)
     rows = []
     for layer, trace in zip(loaded.backbone.layers, loaded.backbone.trace(x)):
-        Z, out = (T.cpu().double().unflatten(0, (-1, together)).flatten(1, 2)
-                  for T in (trace.tokens, trace.out))
-        out, U = at_norm(out, Z), unit_size(layer.attention.bases().cpu().double())
+        Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
+        out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
         V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed))
         rates = [torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
                               subspace_coding_rate(T, V, eps)]) for T in (Z, out)]
@@ -241,7 +240,7 @@ def training(c):
         ends = {}
         for step, color in ((0, "0.6"), (min(kept), "C9"), (max(kept), "C0")):
             flags = layer_flags(c, kept[step or min(kept)], untrained=step == 0)
-            table = layer_table(evaluate.open_model(flags)[0], flags)
+            table = layer_table(open_model(flags)[0], flags)
             layers = [line["layer"] for line in table]
             for ax, key in zip(row, panels):
                 y = [line[key] for line in table]

@@ -19,9 +19,10 @@ import torch
 from torch.nn import functional as F
 
 from data import augment, images
-from evaluate import open_model, pooling, ScoreFlags
+from evaluate import pooling, ScoreFlags
 from figures import stretched
 from flags import option, parse
+from measure import open_model
 from model import saliency
 from processes import cli, with_bar
 

@@ -13,6 +13,7 @@ import figures
 import model as models
 from data import augment, images
 from data.folders import read_picture
+from measure import layer_numbers
 from model import TASKS
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
@@ -59,7 +60,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None, Z, None)
-        return analyze.layer_numbers(layer, trace, **flags)
+        return layer_numbers(layer, trace, **flags)
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 import crate
 import model as models
-from analyze import unit_size
 from data import images
 from experiments import compression
 from experiments.compression import random_subspaces
 from experiments.random_tokens import directions, random_tokens
+from measure import unit_size
 
 
 def start(seed, norm):

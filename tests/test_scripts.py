@@ -129,7 +129,7 @@ MISTAKES = {        # one of each kind, and what the line says
                 "--batch_size=500": "batch_size=500 is more than the 400",
                 "--data=cifar10": "--source DIR",
                 "--data=cifar10 --init_from=nowhere.pt": "nowhere.pt",
-                "--device=mps": "this machine has none",
+                "--device=mps": "mps is not one of",
                 "--srr_weight=0.1 --srr_layer=3": "layers are 1 to 2"},
     train_mae: {"--mask_ratio=0.95": "mask_ratio=0.95 masks 16 of 16"},
     train_simdino: {"--local_size=12": "patch_size=8 does not divide local_size=12"},
