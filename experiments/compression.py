@@ -177,14 +177,16 @@ def show(run, c):
         print_table(run[table])
 
 
-def draw(runs, path):
-    """What each step adds to R^c in all layers, in % of R^c before it: a panel for each norm, both
+WORDS = dict(attention="attention", swapped="swapped: another sample's map",
+             others="others: no weight on itself", alone="alone: each token by itself",
+             rotated="rotated at random", reversed="reversed", derived="derived: Eq. (34)",
+             derived_swapped="derived and swapped", elsewhere="elsewhere: random subspaces")
+
+
+def draw(runs, path, steps):
+    """What `steps` add to R^c in all layers, in % of R^c before them: a panel for each norm, both
     at one scale, a mark for each trained model, filled for the fourth and fifth."""
-    steps = dict(attention="attention", swapped="swapped: another sample's map",
-                 others="others: no weight on itself", alone="alone: each token by itself",
-                 rotated="rotated at random", reversed="reversed", derived="derived: Eq. (34)",
-                 derived_swapped="derived and swapped", elsewhere="elsewhere: random subspaces")
-    figure, (axes,) = new_figure(1, 2, 4, 4.3)
+    figure, (axes,) = new_figure(1, 2, 4, 1 + 0.37 * len(steps))
     trained = [run for run in runs if not run["untrained"]]
     for ax, norm, of in zip(axes, ("norm 1", "norm 2"), ("the tokens", "their projections")):
         ax.axvline(0, color="black", lw=0.8)
@@ -199,7 +201,7 @@ def draw(runs, path):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
         ax.set_title(f"{norm}: of {of}", fontsize="medium")
         ax.set(xlabel="change of $R^c$, %", ylim=(len(steps) - 0.5, -0.5))
-        ax.set_yticks(range(len(steps)), steps.values())
+        ax.set_yticks(range(len(steps)), [WORDS[step] for step in steps])
         ax.tick_params(left=False, labelleft=ax is axes[0])
         ax.locator_params(axis="x", nbins=7, steps=(5, 10))
         ax.spines[["top", "right", "left"]].set_visible(False)
@@ -217,8 +219,9 @@ def main(argv):
     for run in runs:
         show(run, c)
     if c.figure:
-        draw(runs, c.figure)
-        print(f"wrote {c.figure}")
+        draw(runs, c.figure, [*WORDS])
+        draw(runs, c.figure.replace(".png", "-short.png"), ["attention", "reversed", "alone"])
+        print(f"wrote {c.figure}, and -short.png with three steps")
     return runs
 
 
