@@ -1,32 +1,23 @@
-"""Figures of RESULTS.md, drawn from records/, from pretrained models and from two new runs.
+"""Figures of RESULTS.md that are drawn from records/, and from three pretrained models.
 
-    python -m experiments.results               to docs/figures, all but the last
+    python -m experiments.results               to docs/figures
     python -m experiments.results text          one of them
-
-training draws two runs:
-              python train_vit.py shapes --keep=48,2400
-              python train_gpt.py pydoc --weight_decay=1 --keep=30,600
 """
 import csv
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
-from analyze import layer_table, Layers
 from checkpoint import load_model
 from data import text as text_sets
-from experiments.shared import COLORS, random_subspaces, title_of, TITLES
-from figures import legend_below, new_figure, print_table
+from experiments.shared import COLORS
+from figures import new_figure
 from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
-from measure import at_norm, batches, one_set, open_model, unit_size
-from model import coding_rate, subspace_coding_rate
 from processes import cli
 from run import read_metrics
 
-TOGETHER = 1, 4, 16, 64      # samples coded together
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "mssa-mlp", "transformer": "transformer",
          "crate-t": "CRATE-T", "crate-n": "CRATE-N", "crate-c": "CRATE-C"}
@@ -35,9 +26,6 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 @dataclass(kw_only=True)
 class Figures(CacheFlags):
     names: tuple = option((), "which figures; none: all")
-    samples: int = option(64, "samples of `objective` and `training`", low=64)
-    seed: int = option(0, "seed of the random weights and subspaces")
-    runs: str = option(str(ROOT / "out"), "the folder of the runs of `training`")
 
 
 def scores(folder, key):
@@ -60,11 +48,6 @@ def name_ends(ax, ends, line=0.06):
     for text, y in places.items():
         ax.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), color=ends[text][1],
                     va="center", fontsize="small")
-
-
-def layer_flags(c, ckpt, untrained):
-    return Layers(ckpt=str(ckpt), untrained=untrained, samples=c.samples, data_dir=c.data_dir,
-                  batch_size=c.samples, seed=c.seed)
 
 
 def images(c):
@@ -176,89 +159,8 @@ def length(c):
     return figure
 
 
-@torch.no_grad()
-def added(c, ckpt, untrained, together, eps=0.1):
-    """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
-    random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
-    flags, generator = layer_flags(c, ckpt, untrained), torch.Generator()
-    loaded = open_model(flags)[0]
-    (_, x), = batches(loaded, flags)
-    rows = []
-    for layer, trace in zip(loaded.backbone.layers, loaded.backbone.trace(x)):
-        Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
-        out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
-        V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed))
-        rates = [torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
-                              subspace_coding_rate(T, V, eps)]) for T in (Z, out)]
-        rows.append((rates[1] - rates[0]).mean(1))
-    return torch.stack(rows, 1)
-
-
-def objective(c):
-    """What layers add to R - R^c, by the number of samples whose tokens are coded together."""
-    figure, (axes,) = new_figure(1, len(TITLES), 1.6, 2.4)
-    for ax, name in zip(axes, TITLES):
-        later, rows = {}, []        # later: line -> sums over the layers after the first
-        for together in TOGETHER:
-            for untrained, words in ((False, "trained"), (True, "at random weights")):
-                R, Rc, elsewhere = added(c, f"pretrained:{name}", untrained, together)
-                sums = [float(change[1:].sum()) for change in (R - Rc, R - elsewhere, R, Rc)]
-                later.setdefault(words, []).append(sums[0])
-                later.setdefault(words + ", on random subspaces", []).append(sums[1])
-                rows.append(dict(
-                    together=together, weights=words, layers=len(R), gain_rises=int((R > Rc).sum()),
-                    R_rises=int((R > 0).sum()), first=float(R[0] - Rc[0]), later=sums[0],
-                    later_elsewhere=sums[1], later_R=sums[2], later_Rc=sums[3]))
-        print(f"{name}: what layers add, nats; gain is of R - R^c, later of all but the first")
-        print_table(rows)
-        lines = {"trained": dict(color=COLORS["crate"]),
-                 "trained, on random subspaces": dict(color=COLORS["crate"], ls=":", mfc="white"),
-                 "at random weights": dict(color="0.6", ls="--")}
-        for words, style in lines.items():
-            ax.plot(TOGETHER, later[words], marker="o", label=words, **style)
-        ax.axhline(0, color="black", lw=0.8)
-        ax.set_xscale("log", base=4)
-        ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
-        ax.set_title(title_of(name), fontsize="medium")
-    axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
-    axes[2].set_xlabel("pictures, or texts of 128 characters, coded together")
-    legend_below(figure, axes[0])
-    return figure
-
-
-def training(c):
-    """Three numbers by layer: untrained, early and last, of checkpoints that --keep wrote."""
-    figure, axes = new_figure(2, 3, 2.3, 2.3)
-    panels = {"Rc_tokens": "$R^c$ of the projections,\nnats", "objective": "objective,\nnats",
-              "nonzeros": "entries that are\nnot zero, share"}
-    runs = {"vit-shapes": "shapes", "gpt-pydoc": "Python's manual"}
-    for row, (folder, name) in zip(axes, runs.items()):
-        kept = {int(path.stem.removeprefix("ckpt-")): path
-                for path in Path(c.runs, folder).glob("ckpt-*.pt")}
-        if not kept:
-            raise UserError(f"{Path(c.runs, folder)} has no ckpt-STEP.pt: train with --keep")
-        ends = {}
-        for step, color in ((0, "0.6"), (min(kept), "C9"), (max(kept), "C0")):
-            flags = layer_flags(c, kept[step or min(kept)], untrained=step == 0)
-            table = layer_table(open_model(flags)[0], flags)
-            layers = [line["layer"] for line in table]
-            for ax, key in zip(row, panels):
-                y = [line[key] for line in table]
-                ax.plot(layers, y, "o-" if step else "o--", ms=3, color=color)
-                ax.set_xticks(layers)
-            ends[f"step {step:,}"] = y[-1], color
-        name_ends(row[-1], ends, 0.09)
-        row[0].set_ylabel(name)
-    for ax, title in zip(axes[0], panels.values()):
-        ax.set_title(title, fontsize="medium")
-    for ax in axes[-1]:
-        ax.set_xlabel("layer")
-    return figure
-
-
 def codes(c):
-    """Accuracy of probes by the neurons they read, of what CRATE and a transformer pass on, from
-    records/codes.csv."""
+    """Accuracy of probes of what CRATE and a transformer pass on, from records/codes.csv."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
     ends = {}
     with open(ROOT / "records" / "codes.csv") as file:
@@ -278,15 +180,14 @@ def codes(c):
     return figure
 
 
-FIGURES = dict(images=images, text=text, recall=recall, length=length, objective=objective,
-               codes=codes, training=training)
+FIGURES = dict(images=images, text=text, recall=recall, length=length, codes=codes)
 
 
 def main(argv):
     """The files' paths."""
     c = parse(Figures, argv, __doc__)
     paths = []
-    for name in c.names or list(FIGURES)[:-1]:
+    for name in c.names or FIGURES:
         if name not in FIGURES:
             raise UserError(f"figure {not_one_of(name, FIGURES)}")
         figure = FIGURES[name](c)
