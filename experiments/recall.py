@@ -15,9 +15,9 @@ are alike. --change takes one of these away.
 
 Verdict (2026-11-28; 5 seeds): one matrix costs steps. Attention with an MLP needs 1,440 in place of
 550, CRATE learns in 2,100 with three matrices, not in 3,000 with one. Symmetry is not what costs:
-with keys negated they need 400 and 2,600 (four of five runs). Why is open. --shift repairs it (200), but its
-heads start out near what the task needs. At a rate of 3e-3 none with one matrix, unchanged, learns
-in 1,500 steps.
+with keys negated they need 400 and 2,600 (four of five runs). What does is open. --shift repairs
+it (200), but its heads start out near what the task needs. At a rate of 3e-3 none with one matrix,
+unchanged, learns in 1,500 steps.
 """
 from dataclasses import dataclass
 

@@ -1,0 +1,33 @@
+"""What layers add to the rates, against each layer's own numbers."""
+import copy
+from types import SimpleNamespace
+
+import torch
+from helpers import scrambled
+
+import crate
+import model as models
+from checkpoint import Loaded
+from experiments import objective
+from experiments.shared import random_subspaces
+
+
+def test_added(monkeypatch):
+    """At the norm of a layer's input, of two samples' tokens as one set, mean over the sets."""
+    net = scrambled(models.ImageEncoder(models.ImageConfig(
+        width=16, heads=2, layers=2, image_size=16, patch_size=8)))
+    parts = torch.randn(2, 4, 3, 16, 16)
+    monkeypatch.setattr(objective, "batches", lambda loaded, c: enumerate(parts))
+    found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, eps=0.3)
+    Zs = [net.tokens(parts.flatten(0, 1)).detach().double()]
+    for layer in copy.deepcopy(net.layers).double():
+        Zs.append(layer(Zs[-1]).detach())
+    for l, (Z, out) in enumerate(zip(Zs, Zs[1:])):
+        before, after = (T.reshape(4, 2 * 5, 16) for T in (Z, out))
+        after = after * (before.norm(dim=(1, 2)) / after.norm(dim=(1, 2)))[:, None, None]
+        U = net.layers[l].attention.bases().detach().double()
+        U = U * 4 / U.norm()                                    # ||U||^2 = K p = 16
+        V = random_subspaces(16, 2, torch.Generator().manual_seed(3))
+        rates = [torch.stack([crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
+                              crate.subspace_coding_rate(T, V, 0.3)]) for T in (before, after)]
+        torch.testing.assert_close(found[:, l], (rates[1] - rates[0]).mean(1), rtol=1e-4, atol=1e-4)
