@@ -41,7 +41,7 @@ def added(loaded, c, together, eps=0.1):
         for layer, trace in zip(loaded.backbone.layers, loaded.backbone.trace(x)):
             Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
             out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
-            V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed))
+            V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed)).to(U)
             before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
                                           subspace_coding_rate(T, V, eps)]) for T in (Z, out))
             rows.append((after - before).mean(1))
