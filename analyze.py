@@ -33,7 +33,7 @@ class OutFlags:
 class Layers(measure.SampleFlags, OutFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
     samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
-    orthonormal bases have it; MHSA has value maps for U. --shift and --rotary are left out.
+    orthonormal bases have it; MHSA has value maps for U. Rc_tokens leaves out --shift and --rotary.
 
     Rc_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
     caption has R^c(Z^{l+1/2} | U). Rc_change is what attention, derived to lower R^c, adds to it.

@@ -10,16 +10,16 @@ one. U is at unit size. Every step has attention's length, without what moves th
     attention    MSSA(LN(Z)); before is R^c before it
     swapped      attention with the map of another sample
     others       each token gives itself no weight (a first token of text, which has none: all)
-    alone        the map is I: each token attends to itself alone
+    alone        the map is I: each token alone (--shift: values keep part of the one before)
     rotated      attention, turned by a random rotation, as if its output were not learned
     reversed     attention with the opposite sign
-    derived      -X + sum_k U_k SSA(X | U_k), X = LN(Z): Eq. (34), beta kappa = 1, no beta in (36)
+    derived      -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34), no beta in (36)
     derived_swapped    derived with the map of another sample
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
     common       one vector for all tokens, with equal entries (--uncentered alone)
     noise        Gaussian
-    elsewhere    what attention does to the R^c of random orthogonal subspaces that fill the space
+    elsewhere    what attention, scaled as for U, does to R^c of random subspaces that fill R^d
 
 The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
 by norm 2. The third has the length of attention in units of the tokens' norm, the cosine of W with
