@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 import figures
-import measure
-from checkpoint import load_model
+from checkpoint import DataFlags, each_model, load_model, open_model, SampleFlags
 from data import augment, images, text
+from data.samples import batches, split_for, spread
 from evaluate import check_classes, pooling, validation_noise
 from flags import option, parse_command, ROOT, UserError
-from model import saliency
+from model import layer_numbers, saliency
 from processes import cli
 from run import read_metrics
 from web import page
@@ -30,7 +30,7 @@ class OutFlags:
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
-class Layers(measure.SampleFlags, OutFlags):
+class Layers(SampleFlags, OutFlags):
     """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
     samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
     orthonormal bases have it; MHSA has value maps for U. Rc_tokens leaves out --shift and --rotary.
@@ -56,9 +56,9 @@ def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
     backbone = loaded.backbone
     by_layer = [[] for _ in backbone.layers]
-    for _, x in measure.batches(loaded, c):
+    for _, x in batches(loaded, c):
         for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
-            parts.append(measure.layer_numbers(layer, trace, c.eps, c.lambd, c.together))
+            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
     for row, parts in zip(table, by_layer):
@@ -71,7 +71,7 @@ def layer_table(loaded, c):
 def layers(c):
     """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
-    for path, untrained, loaded in measure.each_model(c):
+    for path, untrained, loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
@@ -105,7 +105,7 @@ def draw_layers(runs, c):
 
 # ---- saliency, predict --------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Pictures(measure.SampleFlags, OutFlags):
+class Pictures(SampleFlags, OutFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
     pictures: int = option(8, "how many images of the data set, spread over the split", low=1)
 
@@ -113,12 +113,12 @@ class Pictures(measure.SampleFlags, OutFlags):
 def open_pictures(c, *tasks):
     """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split, the images
     (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded, _ = measure.open_model(c, *tasks)
+    loaded, _ = open_model(c, *tasks)
     if c.files:
         pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
-    data, split = measure.split_for(loaded, c)
-    index = measure.spread(len(split), c.pictures)
+    data, split = split_for(loaded, c)
+    index = spread(len(split), c.pictures)
     batch, labels = split.batch(index)
     names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     pixels = augment.at_size(augment.to_float(batch), loaded.encoder.config.image_size)
@@ -202,7 +202,7 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(measure.DataFlags, OutFlags):
+class Page(DataFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
 
 

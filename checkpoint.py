@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import zipfile
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass, MISSING, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from data.published import translated
-from flags import not_one_of, option, ROOT, UserError
+from flags import CacheFlags, not_one_of, option, ROOT, UserError
 from model import TASKS
-from processes import DeviceFlags
+from processes import DeviceFlags, Processes
 
 FORMAT = "crate-3"
 # Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
@@ -167,3 +167,38 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
     return Loaded(task, model, encoder, meta, content)
+
+
+# ---- Opened checkpoints -------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class DataFlags(CheckpointFlags, CacheFlags):
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
+
+
+@dataclass(kw_only=True)
+class OpenFlags(DataFlags):
+    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
+
+
+def open_model(c, *tasks):
+    """(c.ckpt as `Loaded`, on its device, with --untrained at random initialization; Processes).
+    A command without --dtype computes in float32."""
+    loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
+    processes = Processes(c.device, getattr(c, "dtype", "float32"))
+    loaded.model.to(processes.device)
+    return loaded, processes
+
+
+@dataclass(kw_only=True)
+class SampleFlags(OpenFlags):
+    split: str = option("val", "which part of it", choices=("train", "val"))
+
+
+def each_model(c):
+    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
+    separate; with c.untrained each of them a second time, with random weights of its own."""
+    for i, path in enumerate(c.ckpt.split(",")):
+        for untrained in (False, True) if c.untrained else (False,):
+            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
+            yield path, untrained, open_model(one)[0]

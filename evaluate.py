@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from checkpoint import open_model, OpenFlags, SampleFlags
 from data import augment, images, text
+from data.samples import split_for
 from flags import option, parse_command, UserError
-from measure import open_model, OpenFlags, SampleFlags, split_for
 from processes import cli, derive_seed, is_main, PrecisionFlags, with_bar
 
 

@@ -842,6 +842,73 @@ image_config = partial(make_config, ImageConfig)        # (size, arch="crate", *
 text_config = partial(make_config, TextConfig)
 
 
+# ---- What a layer does to the rates, at one scale -----------------------------------------------
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def random_subspaces(d, K, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
+
+
+def step_with(layer, Z, attend):
+    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
+    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
+    layer.attention.attend = lambda q, k, v: attend(v)
+    try:
+        return layer.compress(Z) - Z
+    finally:
+        del layer.attention.attend          # the class's own is back
+
+
+def one_set(T, together):
+    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
+    if len(T) % together:
+        raise ConfigError(f"--together={together} does not divide a batch of {len(T)}")
+    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
+
+
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
+    """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
+    are says `analyze.py layers --help`. In float64, as float32 may give NaN."""
+    U = unit_size(layer.attention.bases().double())
+    X, Z, half, out = (one_set(T, together) for T in (
+        layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
+
+    def gain(T):
+        """R - R^c, at the norm of Z."""
+        return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
+
+    def centered(T):
+        return T - T.mean(1, keepdim=True)
+
+    def change_by(step):
+        """Of the R^c of Z less its mean, by a step that is added to it."""
+        after = at_norm(centered(Z) + step, centered(Z))
+        return subspace_coding_rate(after, U, eps) - subspace_coding_rate(centered(Z), U, eps)
+    attended = centered(half - Z)
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    objective = sparse_rate_reduction(out, U, eps, lambd)
+    numbers = dict(
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=change_by(attended),
+        R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
+        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
+        nonzeros=(out != 0).double().mean((-2, -1)),
+        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
+    if isinstance(layer.attention, SoftmaxAttention):
+        alone = one_set(step_with(layer, trace.tokens, lambda values: values), together)
+        numbers["Rc_alone"] = change_by(at_norm(centered(alone), attended))
+    return numbers
+
+
 # ---- Image models -------------------------------------------------------------------------------
 def patchify(x, P):
     """P x P patches, pixels by row, column, channel: (B, C, H, W) -> (B, n, P^2 C)."""

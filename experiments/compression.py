@@ -39,11 +39,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from experiments.shared import FIVE, random_subspaces, title_of
+import model as models
+from checkpoint import each_model, SampleFlags
+from data.samples import batches
+from experiments.shared import FIVE, title_of
 from figures import new_figure, print_table
 from flags import option, parse, UserError
-from measure import at_norm, batches, each_model, SampleFlags, step_with, unit_size
-from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 2",
@@ -74,13 +75,14 @@ def seen_by(U, Z):
 def steps(layer, Z, generator):
     """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
     the gradient."""
-    X, U, (n, d) = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[1:]
+    X, U, (n, d) = layer.norm1(Z), models.unit_size(layer.attention.bases()), Z.shape[1:]
     A, identity = layer.attention.map(X), torch.eye(n).to(Z)
     others = A * (1 - identity)
     sums = others.sum(-1, keepdim=True)
     maps = dict(swapped=A.roll(1, 0), others=torch.where(sums > 0, others / sums, identity),
                 alone=identity)
-    by_maps = {name: step_with(layer, Z, lambda values: M @ values) for name, M in maps.items()}
+    by_maps = {name: models.step_with(layer, Z, lambda values: M @ values)
+               for name, M in maps.items()}
     attention, w = layer.compress(Z) - Z, X[:, None] @ U            # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(attention=attention) | by_maps | dict(
@@ -97,28 +99,30 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False):
     def centered(T):
         return T if uncentered else T - T.mean(1, keepdim=True)
 
-    attention, U = layer.attention, unit_size(layer.attention.bases())
-    V = random_subspaces(*U.shape[1::-1], generator)
+    attention, U = layer.attention, models.unit_size(layer.attention.bases())
+    V = models.random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
     Z = centered(Z)
-    added["gradient"] = centered(-subspace_coding_rate_grad(Z, U, eps))
+    added["gradient"] = centered(-models.subspace_coding_rate_grad(Z, U, eps))
     if uncentered:
         added["common"] = torch.ones_like(Z)
-    before, downhill = subspace_coding_rate(Z, U, eps), tangent(added["gradient"], Z).flatten(1)
+    before = models.subspace_coding_rate(Z, U, eps)
+    downhill = tangent(added["gradient"], Z).flatten(1)
     numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
     if hasattr(attention, "W"):
         W_U = F.cosine_similarity(attention.W.weight.flatten(), torch.cat([*U], 1).flatten(), 0)
         numbers["cosines", "W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
         numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
-        moved = Z + at_norm(step, added["attention"])
-        scaled = {"norm 1": at_norm(moved, Z), "norm 2": moved * seen_by(U, Z) / seen_by(U, moved)}
+        moved = Z + models.at_norm(step, added["attention"])
+        scaled = {"norm 1": models.at_norm(moved, Z),
+                  "norm 2": moved * seen_by(U, Z) / seen_by(U, moved)}
         for norm, after in scaled.items():
             numbers[norm, "before"] = before
-            numbers[norm, name] = subspace_coding_rate(after, U, eps) - before
+            numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
             if name == "attention":
-                numbers[norm, "elsewhere"] = (subspace_coding_rate(after, V, eps)
-                                              - subspace_coding_rate(Z, V, eps))
+                numbers[norm, "elsewhere"] = (models.subspace_coding_rate(after, V, eps)
+                                              - models.subspace_coding_rate(Z, V, eps))
     return numbers
 
 
@@ -126,7 +130,7 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False):
 def measured(loaded, c):
     """What `changes` returns, but (L, N) of N samples in L layers. In float64."""
     backbone = loaded.backbone.cpu().double()
-    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
+    if not isinstance(backbone.layers[0].attention, models.SoftmaxAttention):
         raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
     generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):

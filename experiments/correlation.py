@@ -27,10 +27,10 @@ import torch
 import train_vit
 from checkpoint import load_model
 from data import images
+from data.samples import spread
 from evaluate import classify
 from figures import print_table
 from flags import CacheFlags, option, parse, ROOT, UserError
-from measure import spread
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, PrecisionFlags, Processes
 

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from checkpoint import each_model, SampleFlags
+from data.samples import batches, split_for
 from experiments.shared import averages, each_sample, FIVE, title_of
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, UserError
-from measure import batches, each_model, SampleFlags, split_for
 from model import ISTA, ODL
 from processes import cli
 

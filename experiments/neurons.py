@@ -24,12 +24,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from checkpoint import each_model, SampleFlags
+from data.samples import batches, split_for
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from measure import batches, each_model, SampleFlags, split_for
 from processes import cli
 
 

@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from experiments.shared import FIVE, random_subspaces, title_of
+from checkpoint import open_model, SampleFlags
+from data.samples import batches
+from experiments.shared import FIVE, title_of
 from figures import legend_below, new_figure, print_table
 from flags import option, parse
-from measure import at_norm, batches, one_set, open_model, SampleFlags, unit_size
-from model import coding_rate, subspace_coding_rate
+from model import at_norm, coding_rate, one_set, random_subspaces, subspace_coding_rate, unit_size
 from processes import cli
 
 TOGETHER = 1, 4, 16, 64      # samples coded together

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from checkpoint import open_model
 from data import augment, images
 from evaluate import pooling, ScoreFlags
 from figures import stretched
 from flags import option, parse
-from measure import open_model
 from model import saliency
 from processes import cli, with_bar
 

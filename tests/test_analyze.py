@@ -13,8 +13,7 @@ import figures
 import model as models
 from data import augment, images
 from data.folders import read_picture
-from measure import layer_numbers
-from model import TASKS
+from model import layer_numbers, TASKS
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

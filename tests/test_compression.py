@@ -10,9 +10,8 @@ import crate
 import model as models
 from data import images
 from experiments import compression
-from experiments.compression import random_subspaces
 from experiments.random_tokens import directions, random_tokens
-from measure import unit_size
+from model import random_subspaces, unit_size
 
 
 def start(seed, norm):

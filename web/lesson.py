@@ -21,7 +21,7 @@ from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from experiments import compression
 from flags import ROOT
-from measure import layer_numbers
+from model import layer_numbers
 from web import page
 from web.mathml import mathml
 
