@@ -41,9 +41,10 @@ def over_layers(ax, title):
 
 
 def legend_below(figure, ax):
-    """The labels of `ax` below all panels, four a line."""
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=4,
-                  frameon=False)
+    """The labels of `ax` below all panels, four a line, or two if they are long."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False,
+                  ncols=4 if sum(map(len, labels)) < 90 else 2)
 
 
 def write_sheet(path, pictures, columns, rows):
