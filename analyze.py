@@ -12,11 +12,11 @@ import numpy as np
 import torch
 
 import figures
-from checkpoint import DataFlags, each_model, load_model, open_model, SampleFlags
+from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from data.samples import batches, split_for, spread
 from evaluate import check_classes, pooling, validation_noise
-from flags import option, parse_command, ROOT, UserError
+from flags import DataFlags, option, parse_command, ROOT, SampleFlags, UserError
 from model import layer_numbers, saliency
 from processes import cli
 from run import read_metrics
@@ -69,13 +69,14 @@ def layer_table(loaded, c):
 
 
 def layers(c):
-    """[{"ckpt", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
+    """[{"name", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
-    for path, untrained, loaded in each_model(c):
+    for loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
-        runs.append(dict(ckpt=path, untrained=untrained, objective=mean, layers=table))
-        print(f"{path}{', untrained' * untrained}, {c.split}: rates in nats, eps {c.eps:g}")
+        runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
+                         layers=table))
+        print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     print("Rc_change is what attention adds to R^c, Rc_alone a step as long in which each token "
@@ -94,9 +95,8 @@ def draw_layers(runs, c):
         for run in runs:
             l, y, std = (np.array([row[name] for row in run["layers"]])
                          for name in ("layer", key, f"{key}_std"))
-            name = "/".join(Path(run["ckpt"]).parts[-2:]).removeprefix("pretrained:")
-            ax.plot(l, y, "o--" if run["untrained"] else "o-",
-                    label=name + ", untrained" * run["untrained"])
+            name = "/".join(Path(run["name"]).parts[-2:]).removeprefix("pretrained:")
+            ax.plot(l, y, "o--" if run["untrained"] else "o-", label=name)
             ax.fill_between(l, y - std, y + std, alpha=0.15, linewidth=0)
         figures.over_layers(ax, title)
     figures.legend_below(figure, axes[0, 0])

@@ -3,9 +3,8 @@
     python bench.py vit             training steps of image models
     python bench.py gpt             training steps of text models
 
-A literal model computes the same function of the same parameters without our fast paths.
+A literal model computes the same function of the same weights without our fast paths.
 The variants of a table take turns, so that other load slows all of them. Times are medians."""
-import copy
 import statistics
 import time
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from figures import print_table
-from flags import option, parse_command
-from model import attention_map, ISTA, ista, MSSA, TASKS, TextConfig
+from flags import option, parse_command, PrecisionFlags
+from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
-from processes import cli, device_name, PrecisionFlags, Processes, wants_compile
+from processes import cli, device_name, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
@@ -28,30 +27,22 @@ class Flags(PrecisionFlags):
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
 
 
-# ---- The literal form: what the equations compute, as printed, with the same parameters ---------
-def literal_attend(self, q, k, v):
-    """MSSA with an explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
-    return attention_map(q, k, self.scale, self.causal) @ v
+# ---- The literal form: what the equations compute, as printed, as archs of their own -------------
+class LiteralMSSA(MSSA):
+    """An explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
+    def attend(self, q, k, v):
+        return attention_map(q, k, self.scale, self.causal) @ v
 
 
-def literal_ista(self, Z):
-    """ISTA in two matmuls over the tokens, [J] Eq. (44); the released code takes three."""
-    return ista(Z, self.D, self.eta, self.lambd)
+class LiteralISTA(ISTA):
+    """Two matmuls over the tokens, [J] Eq. (44); the released code takes three."""
+    def code(self, Z):
+        return ista(Z, self.D, self.eta, self.lambd)
 
 
-# part -> the class, its method, the literal form of that
-LITERAL = {"attention": (MSSA, "attend", literal_attend),
-           "ISTA": (ISTA, "forward", literal_ista)}
-
-
-def literal(model, *parts):
-    """A copy of the model, the same function, whose `parts` are computed as in LITERAL."""
-    model = copy.deepcopy(model)
-    for owner, name, method in [LITERAL[part] for part in parts]:
-        for module in model.modules():
-            if type(module) is owner:
-                setattr(module, name, method.__get__(module))
-    return model
+LITERAL = {"literal attention": dict(attention=LiteralMSSA),
+           "literal ISTA": dict(sparsification=LiteralISTA),
+           "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -80,7 +71,7 @@ def forward_backward(processes, forward, leaves):
 def loss_function(model, batch, device):
     """A function that computes the model's loss on one random batch."""
     c = model.config
-    if isinstance(c, TextConfig):
+    if c.kind == "text":
         ids, targets = torch.randint(c.vocab_size, (2, batch, c.context), device=device)
         return lambda: model(ids, targets)
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
@@ -95,27 +86,34 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
+def build(table, arch, fields):
+    if arch in LITERAL:
+        ARCHS[arch] = ARCHS["crate"]._replace(**LITERAL[arch])
+    model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
+    return model_class(model_class.config_class(arch=arch, **fields))
+
+
 def bench_steps(table, c, processes):
     """Forward and backward of CRATE, with each fast path made literal, and of a transformer of half
     the width, with about as many parameters: times, and their shares of the time of "literal".
     "of the machine" is the rate of `train_flops` in units of that of a product of 2,048 x 2,048
     matrices, in the type that the steps are in and in the same turns."""
-    device, (model_class, config_class) = processes.device, TASKS[table]
-    unit = "tokens" if table == "gpt" else "images"
+    device, unit = processes.device, "tokens" if table == "gpt" else "images"
     dtype = torch.bfloat16 if processes.bfloat16 else torch.float32
     A, B = torch.randn(2, 2048, 2048, device=device, dtype=dtype)
     for title, batch, fields in MODELS[table]:
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
-        narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2, arch="transformer")
-        fast, transformer = (model_class(config_class(**fields | more)).to(device)
-                             for more in ({}, narrow))
-        models = dict(fast=fast) | {f"literal {part}": literal(fast, part) for part in LITERAL}
-        models |= dict(literal=literal(fast, *LITERAL), transformer=transformer)
+        narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
+        models = dict(fast=build(table, "crate", fields))
+        models |= {arch: build(table, arch, fields) for arch in LITERAL}
+        models |= dict(transformer=build(table, "transformer", fields | narrow))
+        for arch in LITERAL:
+            models[arch].load_state_dict(models["fast"].state_dict())
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():
-            loss = loss_function(model, batch, device)
+            loss = loss_function(model.to(device), batch, device)
             if wants_compile(c.compile, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))

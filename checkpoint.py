@@ -8,7 +8,7 @@ import contextlib
 import os
 import sys
 import zipfile
-from dataclasses import dataclass, MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,21 +16,17 @@ import torch
 from torch import nn
 
 from data.published import translated
-from flags import CacheFlags, not_one_of, option, ROOT, UserError
-from model import TASKS
-from processes import DeviceFlags, Processes
+from flags import not_one_of, ROOT, UserError
+from model import ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
+from processes import Processes
 
 FORMAT = "crate-3"
 # Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
 FIXED = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
          "batch_size", "seed")
 PRETRAINED = ROOT / "data" / "pretrained"
-
-
-@dataclass(kw_only=True)
-class CheckpointFlags(DeviceFlags):
-    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
-    heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
+# The model of each training script. SimDINO's checkpoints keep the teacher's encoder
+TASKS = dict(vit=ImageClassifier, mae=MaskedAutoencoder, simdino=ImageEncoder, gpt=LanguageModel)
 
 
 # ---- Files --------------------------------------------------------------------------------------
@@ -137,6 +133,8 @@ class Loaded(NamedTuple):
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
     content: dict                   # the whole file; published ones have no run_config, no step
+    name: str = ""                  # what it was opened as
+    untrained: bool = False         # its weights are random
 
     @property
     def backbone(self):
@@ -150,8 +148,8 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     content = read_checkpoint(path, *tasks, heads=heads)
     with reading(path):
         task, state, meta = content["task"], content["model"], content["data_meta"]
-        model_class, config_class = TASKS[task]
-        config = config_class(**content["model_config"])
+        model_class = TASKS[task]
+        config = model_class.config_class(**content["model_config"])
     if task == "simdino":
         state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
                  if name.startswith("encoder.")}
@@ -166,19 +164,9 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
             model.load_state_dict(state, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    return Loaded(task, model, encoder, meta, content)
-
-
-# ---- Opened checkpoints -------------------------------------------------------------------------
-@dataclass(kw_only=True)
-class DataFlags(CheckpointFlags, CacheFlags):
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
-
-
-@dataclass(kw_only=True)
-class OpenFlags(DataFlags):
-    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
+    untrained = untrained_seed is not None
+    name = f"{path}, untrained" if untrained else str(path)
+    return Loaded(task, model, encoder, meta, content, name, untrained)
 
 
 def open_model(c, *tasks):
@@ -190,15 +178,9 @@ def open_model(c, *tasks):
     return loaded, processes
 
 
-@dataclass(kw_only=True)
-class SampleFlags(OpenFlags):
-    split: str = option("val", "which part of it", choices=("train", "val"))
-
-
 def each_model(c):
-    """Yields (path, whether untrained, `Loaded`) for the checkpoints of c.ckpt, which commas
-    separate; with c.untrained each of them a second time, with random weights of its own."""
+    """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
+    of them a second time, with random weights of its own."""
     for i, path in enumerate(c.ckpt.split(",")):
         for untrained in (False, True) if c.untrained else (False,):
-            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
-            yield path, untrained, open_model(one)[0]
+            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained))[0]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from checkpoint import open_model, OpenFlags, SampleFlags
+from checkpoint import open_model
 from data import augment, images, text
 from data.samples import split_for
-from flags import option, parse_command, UserError
-from processes import cli, derive_seed, is_main, PrecisionFlags, with_bar
+from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
+from processes import cli, derive_seed, is_main, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------

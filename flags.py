@@ -28,9 +28,43 @@ def option(default, help, displaces=(), **limits):
     return field(default=default, metadata=dict(help=help, displaces=displaces, limits=limits))
 
 
+# ---- Flags of several commands ------------------------------------------------------------------
 @dataclass(kw_only=True)
 class CacheFlags:
     data_dir: str = option(str(CACHE), "where prepared data lies")
+
+
+@dataclass(kw_only=True)
+class DeviceFlags:
+    device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
+
+
+@dataclass(kw_only=True)
+class PrecisionFlags(DeviceFlags):
+    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
+                        choices=("auto", "float32", "bfloat16"))
+
+
+@dataclass(kw_only=True)
+class CheckpointFlags(DeviceFlags):
+    ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
+    heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
+
+
+@dataclass(kw_only=True)
+class DataFlags(CheckpointFlags, CacheFlags):
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
+
+
+@dataclass(kw_only=True)
+class OpenFlags(DataFlags):
+    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
+
+
+@dataclass(kw_only=True)
+class SampleFlags(OpenFlags):
+    split: str = option("val", "which part of it", choices=("train", "val"))
 
 
 @dataclass(kw_only=True)

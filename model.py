@@ -127,10 +127,17 @@ class SoftmaxAttention(Attention):
         seen = w if cache is None else cache.append(w)
         return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
 
+    def join(self, heads):
+        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
+        return self.W(side_by_side(heads))
+
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
+
+    def forward(self, Z, cache=None):
+        return self.join(self.attend(*self.queries_keys_values(Z, cache)))
 
 
 class MSSA(SoftmaxAttention):
@@ -152,13 +159,12 @@ class MSSA(SoftmaxAttention):
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
-    def forward(self, Z, cache=None):
-        ssa = side_by_side(self.attend(*self.queries_keys_values(Z, cache)))
+    def join(self, heads):
         if self.output == "learned":
-            return self.W(ssa)
+            return super().join(heads)
         back = self.U.weight if self.output == "transpose" else self.U.weight.mT
         s = -self.step_size if self.output == "negative" else self.step_size
-        return F.linear(ssa, s * back)
+        return F.linear(side_by_side(heads), s * back)
 
 
 def ista(Z, D, eta=0.1, lambd=0.1):
@@ -174,7 +180,8 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
-    made of the code alone."""
+    made of the code alone. `reads` names the fields of a config that not every arch has."""
+    reads = ()
 
     @abstractmethod
     def code(self, Z):
@@ -190,6 +197,7 @@ class ISTA(Sparsification):
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z; for rows it is Z + Z G with G = eta (D - D^*D),
     built once per forward pass. The identity stays outside: in bfloat16, I + G would round G more.
     eta = lambda = 0.1 as released; no run with 0.02 or 0.5 is better in [N] Table 2."""
+    reads = "eta", "lambd"
 
     def __init__(self, config):
         super().__init__()
@@ -462,9 +470,6 @@ class MHSA(SoftmaxAttention):
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
         return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
-    def forward(self, Z, cache=None):
-        return self.W(side_by_side(self.attend(*self.queries_keys_values(Z, cache))))
-
 
 @dataclass
 class Sums:
@@ -535,6 +540,7 @@ class MMProx(Sparsification):
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. n is the model's context. (After LN Z has another norm: sqrt(d).)"""
+    reads = "lambd", "mm_eps"
 
     def __init__(self, config):
         super().__init__()
@@ -549,6 +555,7 @@ class MMProx(Sparsification):
 class Threshold(Sparsification):
     """ReLU(Z - eta lambda 1), the ISTA step without a dictionary (D = 0 or I in [J] Eq. (44)): an
     ablation, which asks what D is worth."""
+    reads = "eta", "lambd"
 
     def __init__(self, config):
         super().__init__()
@@ -567,6 +574,7 @@ class ODL(Sparsification):
         output = D_hat a2
     With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is fixed, -eta lambda. At
     first ||D||^2 is about 2 (1 + C^1/2)^2, 18 for C = 4: descent is only sure for eta < 2 / 18."""
+    reads = "eta", "lambd", "expansion", "ista_steps"
     tied = False
 
     def __init__(self, config):
@@ -597,6 +605,7 @@ class TiedODL(ODL):
 
 class MLP(Sparsification):
     """Linear, GELU ([B] Eq. (7.2.20) prints ReLU), Linear, as in ViT and GPT-2; not sparse."""
+    reads = ("expansion",)
 
     def __init__(self, config):
         super().__init__()
@@ -718,8 +727,6 @@ SIZES = {
 class BackboneConfig:
     """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
     how many tokens."""
-    rotary: ClassVar = False            # of text alone, as is shift
-    shift: ClassVar = False
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -734,6 +741,9 @@ class BackboneConfig:
     dropout: float = 0.0
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none; None: the arch's
+    # of text, with MSSA or MHSA
+    rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
+    shift: bool = False                 # keys and values that see the previous token: `shift`
 
     @property
     def row(self):
@@ -756,6 +766,10 @@ class BackboneConfig:
             self.head_dim = d // K
         if self.row.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
+        if (self.rotary or self.shift) and not issubclass(self.row.attention, SoftmaxAttention):
+            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
+        if self.rotary and self.head_dim % 2:
+            raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
 
 @dataclass(kw_only=True)
@@ -814,23 +828,24 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-    rotary: bool = False            # rotary positions in place of the learned ones: `rotate`
-    shift: bool = False             # keys and values that see the previous token: `shift`
 
     def __post_init__(self):
         super().__post_init__()
         if not self.row.attention.for_text:
             raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
-        if (self.rotary or self.shift) and not issubclass(self.row.attention, SoftmaxAttention):
-            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
-        if self.rotary and self.head_dim % 2:
-            raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
 
 def make_config(cls, size=None, arch="crate", **given):
-    """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
+    """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides. A
+    field that the arch would not read is refused."""
+    check_word("arch", arch, ARCHS)
+    row = ARCHS[arch]
+    read = row.sparsification.reads if row.sparsification else ()
+    read += ("step_size",) if row.output != "learned" else ()
+    for name in ("eta", "lambd", "mm_eps", "expansion", "ista_steps", "step_size"):
+        if name in given and name not in read:
+            raise ConfigError(f"{arch} has no {name}")
     if size is not None:
-        check_word("arch", arch, ARCHS)
         table = SIZES[cls.kind]
         sizes = table.get(arch, table[ARCHS[arch].image_family.sizes])
         check_word(f"{arch}: size", size, sizes)
@@ -859,14 +874,10 @@ def random_subspaces(d, K, generator):
     return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
 
 
-def step_with(layer, Z, attend):
-    """What attention adds to Z (B, n, d) if attend(values (B, K, n, p)) takes the place of the
-    softmax: of MSSA and MHSA. With --shift a value already has a part of the token before."""
-    layer.attention.attend = lambda q, k, v: attend(v)
-    try:
-        return layer.compress(Z) - Z
-    finally:
-        del layer.attention.attend          # the class's own is back
+def alone(attention, X):
+    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
+    neither --shift nor a bias of the values."""
+    return attention.join(X[:, None] @ attention.bases())
 
 
 def one_set(T, together):
@@ -904,8 +915,8 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
         nonzeros=(out != 0).double().mean((-2, -1)),
         objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
     if isinstance(layer.attention, SoftmaxAttention):
-        alone = one_set(step_with(layer, trace.tokens, lambda values: values), together)
-        numbers["Rc_alone"] = change_by(at_norm(centered(alone), attended))
+        step = one_set(alone(layer.attention, layer.norm1(trace.tokens)), together)
+        numbers["Rc_alone"] = change_by(at_norm(centered(step), attended))
     return numbers
 
 
@@ -949,6 +960,7 @@ class ImageEncoder(Backbone):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
     encoder(x): (B, C, H, W) -> tokens (B, 1 + n, d). Other sizes than config.image_size will do."""
+    config_class = ImageConfig
 
     def __init__(self, config):
         super().__init__()
@@ -1007,6 +1019,7 @@ class ImageEncoder(Backbone):
 
 class ImageClassifier(nn.Module):
     """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after exactly one LN."""
+    config_class = ImageConfig
 
     def __init__(self, config):
         super().__init__()
@@ -1054,6 +1067,7 @@ class MaskedAutoencoder(nn.Module):
     mask, and returns the mean squared error on those. A mask token stands for them in the encoder
     ([B] sets them to 0; ViT-MAE's encoder sees the other patches only). Positions are added once,
     as released; in [B] Eq. (7.6.6) the unembedding removes them."""
+    config_class = MAEConfig
 
     def __init__(self, config):
         super().__init__()
@@ -1100,6 +1114,7 @@ class LanguageModel(Backbone):
 
     model(ids): (B, n) -> logits (B, n, V). model(ids, targets): the mean loss, [B]
     Eq. (7.4.1), over targets that are not -1."""
+    config_class = TextConfig
 
     def __init__(self, config):
         super().__init__()
@@ -1187,8 +1202,3 @@ def choose(logits, temperature=1.0, top_k=None, generator=None):
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-# A model and its config, by the training script. SimDINO's checkpoints keep the teacher's encoder
-TASKS = dict(vit=(ImageClassifier, ImageConfig), mae=(MaskedAutoencoder, MAEConfig),
-             simdino=(ImageEncoder, ImageConfig), gpt=(LanguageModel, TextConfig))

@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,21 +11,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from flags import option, UserError
+from flags import UserError
 
 
 # ---- Devices ------------------------------------------------------------------------------------
-@dataclass(kw_only=True)
-class DeviceFlags:
-    device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-
-
-@dataclass(kw_only=True)
-class PrecisionFlags(DeviceFlags):
-    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
-                        choices=("auto", "float32", "bfloat16"))
-
-
 def is_fast_in_bfloat16(device):
     """Whether the device has instructions for bfloat16: a GPU from Ampere on, a CPU with AMX or
     AVX512-BF16. Others emulate them: Newton-Schulz then takes a CPU 30 times as long."""

@@ -15,9 +15,9 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
-from flags import CacheFlags, option, ROOT, UserError
+from flags import CacheFlags, option, PrecisionFlags, ROOT, UserError
 from optim import share_of_peak
-from processes import is_main, PrecisionFlags, SharedError
+from processes import is_main, SharedError
 
 
 @dataclass(kw_only=True)
@@ -174,15 +174,18 @@ class Run:
             mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
         self.seconds.append(time.perf_counter() - self.step_began)
         if line_due:
-            seconds, speed, words = self._pace(len(self.losses))
-            self.losses = []
-            more = numbers() if numbers else {}
-            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
-            words = f"loss {mean:.4f}{words}"
-            self.bar.set_postfix_str(words)
-            if self.bar.disable:
-                left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
-                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
+            self._report(mean, lr, numbers() if numbers else {})
+
+    def _report(self, loss, lr, numbers):
+        """Writes and shows what `log` says of the steps since its last line."""
+        seconds, speed, words = self._pace(len(self.losses))
+        self.losses = []
+        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **numbers))
+        words = f"loss {loss:.4f}{words}"
+        self.bar.set_postfix_str(words)
+        if self.bar.disable:
+            left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
 
     def _pace(self, steps):
         """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint import CheckpointFlags, load_model
+from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import option, parse
-from processes import cli, derive_seed, PrecisionFlags, Processes
+from flags import CheckpointFlags, option, parse, PrecisionFlags
+from processes import cli, derive_seed, Processes
 
 
 @dataclass(kw_only=True)

@@ -19,8 +19,9 @@ def split_for(loaded, c):
 
 def batches(loaded, c):
     """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
-    c.samples images or windows of text, spread over the split. Nothing is masked."""
-    config, device = loaded.model.config, next(loaded.model.parameters()).device
+    c.samples images or windows of text, spread over the split. Images have the type of the weights;
+    nothing is masked."""
+    config, weight = loaded.model.config, next(loaded.model.parameters())
     if loaded.task == "gpt":
         tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
         n = min(config.context, len(tokens))
@@ -29,7 +30,8 @@ def batches(loaded, c):
         data, samples = split_for(loaded, c)
     for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
         if loaded.task == "gpt":
-            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(device)
+            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(weight.device)
             yield ids, ids
         else:
-            yield index, images.model_input(samples.batch(index)[0], data, config.image_size)
+            x = images.model_input(samples.batch(index)[0], data, config.image_size)
+            yield index, x.to(weight.dtype)

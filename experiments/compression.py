@@ -2,29 +2,28 @@
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 R^c falls with the length of tokens alone, and as they draw together on one vector. So it is that of
-tokens less their mean (--uncentered: as they are), and after a step they are scaled to the norm
-before it. Norm 1 is theirs, ||Z||. R^c also falls as tokens leave what U sees: norm 2 is that of
-their projections, (sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are
-one. U is at unit size. Every step has attention's length, without what moves the mean:
+tokens less their mean, and after a step they are scaled to the norm before it. Norm 1 is theirs,
+||Z||. R^c also falls as tokens leave what U sees: norm 2 is that of their projections,
+(sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are one. U is at unit
+size. Every step has attention's length, without what moves the mean:
 
     attention    MSSA(LN(Z)); before is R^c before it
     swapped      attention with the map of another sample
     others       each token gives itself no weight (a first token of text, which has none: all)
-    alone        the map is I: each token alone (--shift: values keep part of the one before)
+    alone        each token attends to itself alone, without --shift
     rotated      attention, turned by a random rotation, as if its output were not learned
     reversed     attention with the opposite sign
     derived      -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34), no beta in (36)
     derived_swapped    derived with the map of another sample
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
-    common       one vector for all tokens, with equal entries (--uncentered alone)
     noise        Gaussian
-    elsewhere    what attention, scaled as for U, does to R^c of random subspaces that fill R^d
+    elsewhere    what attention adds to R^c of random subspaces that fill the space (by norm 1)
 
 The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
 by norm 2. The third has the length of attention in units of the tokens' norm, the cosine of W with
 U, and that of each step with -grad R^c, of both without the part along Z, which changes length
-alone. +- is the standard error over samples, or over checkpoints of a config.
+alone. +- is the standard error over samples, or over checkpoints of a config. --csv keeps all.
 
     python -m experiments.compression --samples=40 --figure=docs/figures/compression.png
 
@@ -34,17 +33,18 @@ norm 2 attention lowers it on pictures, as its reverse does, and raises it on te
 it in all five, but nearly as far with another map. Cosines of attention with -grad R^c are -0.05
 to 0.09 in all 32 layers.
 """
+import csv
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 import model as models
-from checkpoint import each_model, SampleFlags
+from checkpoint import each_model
 from data.samples import batches
-from experiments.shared import FIVE, title_of
+from experiments.shared import FIVE
 from figures import new_figure, print_table
-from flags import option, parse, UserError
+from flags import option, parse, SampleFlags, UserError
 from processes import cli
 
 TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 2",
@@ -57,8 +57,8 @@ class Compression(SampleFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    uncentered: bool = option(False, "rates of the tokens as they are, not less their mean")
     batch_size: int = option(20, "samples at once", low=1)
+    csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of trained models; none: no figure")
 
 
@@ -79,33 +79,31 @@ def steps(layer, Z, generator):
     A, identity = layer.attention.map(X), torch.eye(n).to(Z)
     others = A * (1 - identity)
     sums = others.sum(-1, keepdim=True)
-    maps = dict(swapped=A.roll(1, 0), others=torch.where(sums > 0, others / sums, identity),
-                alone=identity)
-    by_maps = {name: models.step_with(layer, Z, lambda values: M @ values)
-               for name, M in maps.items()}
-    attention, w = layer.compress(Z) - Z, X[:, None] @ U            # w (B, K, n, p)
+    others = torch.where(sums > 0, others / sums, identity)
+    swapped, values = A.roll(1, 0), layer.attention.queries_keys_values(X)[2]
+    attention, w = layer.attention(X), X[:, None] @ U               # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
-    return dict(attention=attention) | by_maps | dict(
+    return dict(
+        attention=attention, swapped=layer.attention.join(swapped @ values),
+        others=layer.attention.join(others @ values), alone=models.alone(layer.attention, X),
         rotated=attention @ rotation, reversed=-attention,
-        derived=(A @ w @ U.mT).sum(1) - X,
-        derived_swapped=(maps["swapped"] @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
+        derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
+        shrinking=-(w @ U.mT).sum(1),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
 
 
-def changes(layer, Z, generator, eps=0.1, uncentered=False):
+def changes(layer, Z, generator, eps=0.1):
     """{(table, step): a number for each sample of Z (B, n, d)}. The tables norm 1 and norm 2 have
     what a step adds to R^c, cosines its cosine with -grad R^c; there `length` is attention's, in
     units of the tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
     def centered(T):
-        return T if uncentered else T - T.mean(1, keepdim=True)
+        return T - T.mean(1, keepdim=True)
 
     attention, U = layer.attention, models.unit_size(layer.attention.bases())
     V = models.random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
     Z = centered(Z)
     added["gradient"] = centered(-models.subspace_coding_rate_grad(Z, U, eps))
-    if uncentered:
-        added["common"] = torch.ones_like(Z)
     before = models.subspace_coding_rate(Z, U, eps)
     downhill = tangent(added["gradient"], Z).flatten(1)
     numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
@@ -120,23 +118,23 @@ def changes(layer, Z, generator, eps=0.1, uncentered=False):
         for norm, after in scaled.items():
             numbers[norm, "before"] = before
             numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
-            if name == "attention":
-                numbers[norm, "elsewhere"] = (models.subspace_coding_rate(after, V, eps)
-                                              - models.subspace_coding_rate(Z, V, eps))
+    after = models.at_norm(Z + added["attention"], Z)
+    numbers["norm 1", "elsewhere"] = (models.subspace_coding_rate(after, V, eps)
+                                      - models.subspace_coding_rate(Z, V, eps))
     return numbers
 
 
 @torch.no_grad()
 def measured(loaded, c):
     """What `changes` returns, but (L, N) of N samples in L layers. In float64."""
-    backbone = loaded.backbone.cpu().double()
+    loaded.model.cpu().double()
+    backbone = loaded.backbone
     if not isinstance(backbone.layers[0].attention, models.SoftmaxAttention):
         raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
     generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):
-        traces = backbone.trace(x.double() if x.is_floating_point() else x)
-        found.append([changes(layer, trace.tokens, generator, c.eps, c.uncentered)
-                      for layer, trace in zip(backbone.layers, traces)])
+        found.append([changes(layer, trace.tokens, generator, c.eps)
+                      for layer, trace in zip(backbone.layers, backbone.trace(x))])
     layers = range(len(backbone.layers))
     return {key: torch.stack([torch.cat([batch[l][key] for batch in found]) for l in layers])
             for key in found[0][0]}
@@ -159,10 +157,10 @@ def measure(c):
     """[{"names", "untrained", and the rows of each of TABLES}, ...], one for the checkpoints of one
     config; of several checkpoints each one's mean is one of the N numbers."""
     runs = {}
-    for path, untrained, loaded in each_model(c):
-        key = untrained, repr((loaded.meta.get("name"), loaded.model.config))
-        run = runs.setdefault(key, dict(names=[], untrained=untrained, each=[]))
-        run["names"].append(path)
+    for loaded in each_model(c):
+        key = loaded.untrained, repr((loaded.meta.get("name"), loaded.model.config))
+        run = runs.setdefault(key, dict(names=[], untrained=loaded.untrained, each=[]))
+        run["names"].append(loaded.name)
         run["each"].append(measured(loaded, c))
     for run in runs.values():
         first, *others = run.pop("each")
@@ -174,17 +172,27 @@ def measure(c):
 
 def show(run, c):
     """Prints the tables of checkpoints of one config."""
-    print(f"{', '.join(run['names'])}{', untrained' * run['untrained']}: {c.samples} samples of "
-          f"{c.split}, eps {c.eps:g}{', uncentered' * c.uncentered}")
+    print(f"{'; '.join(run['names'])}: {c.samples} samples of {c.split}, eps {c.eps:g}")
     for table, words in TABLES.items():
         print(words)
         print_table(run[table])
 
 
-WORDS = dict(attention="attention", swapped="swapped: another sample's map",
-             others="others: no weight on itself", alone="alone: each token by itself",
-             rotated="rotated at random", reversed="reversed", derived="derived: Eq. (34)",
-             derived_swapped="derived and swapped", elsewhere="elsewhere: random subspaces")
+def keep(runs, path):
+    """Writes the rows of all tables, four digits of each number."""
+    rows = [dict(models="; ".join(run["names"]), table=table) | row
+            for run in runs for table in TABLES for row in run[table]]
+    with open(path, "w", newline="") as file:
+        columns = dict.fromkeys(key for row in rows for key in row)
+        writer = csv.DictWriter(file, [*columns], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
+                          for key, value in row.items()} for row in rows)
+
+
+WORDS = dict(attention="attention", reversed="reversed: its opposite",
+             alone="alone: each token by itself", derived="derived: Eq. (34)",
+             derived_swapped="derived, another sample's map")
 
 
 def draw(runs, path, steps):
@@ -199,7 +207,7 @@ def draw(runs, path, steps):
             x = [100 * last[step] / last["before"] for step in steps]
             y = [row + 0.19 * (place - 2) for row in range(len(steps))]
             ax.plot(x, y, mark, color="0.3", ms=4.5, **fill,
-                    label=title_of(run["names"][0]).replace("\n", " "))
+                    label=run["names"][0].removeprefix("pretrained:"))
             ax.plot(x[0], y[0], mark, color="C0", ms=4.5, **fill)
         for row in range(len(steps) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
@@ -222,6 +230,8 @@ def main(argv):
     runs = measure(c)
     for run in runs:
         show(run, c)
+    if c.csv:
+        keep(runs, c.csv)
     if c.figure:
         draw(runs, c.figure, [*WORDS])
         draw(runs, c.figure.replace(".png", "-short.png"), ["attention", "reversed", "alone"])

@@ -30,9 +30,9 @@ from data import images
 from data.samples import spread
 from evaluate import classify
 from figures import print_table
-from flags import CacheFlags, option, parse, ROOT, UserError
+from flags import CacheFlags, option, parse, PrecisionFlags, ROOT, UserError
 from model import sparse_rate_reduction
-from processes import cli, derive_seed, PrecisionFlags, Processes
+from processes import cli, derive_seed, Processes
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "

@@ -26,11 +26,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from checkpoint import each_model, SampleFlags
+from checkpoint import each_model
 from data.samples import batches, split_for
-from experiments.shared import averages, each_sample, FIVE, title_of
+from experiments.shared import averages, each_sample, FIVE
 from figures import legend_below, new_figure, over_layers, print_table
-from flags import option, parse, UserError
+from flags import option, parse, SampleFlags, UserError
 from model import ISTA, ODL
 from processes import cli
 
@@ -97,13 +97,14 @@ def codes(X, operator):
 @torch.no_grad()
 def tables(loaded, c):
     """(Rows of the first table, rows of the second)."""
-    backbone = copy.deepcopy(loaded.backbone).cpu().double()
+    loaded = copy.deepcopy(loaded)
+    loaded.model.cpu().double()
+    backbone = loaded.backbone
     if not isinstance(backbone.layers[0].sparsification, (ISTA, ODL)):
         raise UserError(f"{backbone.config.arch} has no sparse code in a dictionary D")
     samples = {}
     for _, x in batches(loaded, c):
-        traces = backbone.trace(x.double() if x.is_floating_point() else x)
-        for l, (layer, trace) in enumerate(zip(backbone.layers, traces), 1):
+        for l, (layer, trace) in enumerate(zip(backbone.layers, backbone.trace(x)), 1):
             X, operator = layer.norm2(trace.half), layer.sparsification
             D, lambd = operator.D, operator.lambd
             for name, A in codes(X, operator).items():
@@ -151,7 +152,7 @@ def draw(results, path):
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
     trained = [result for result in results if not result["untrained"]]
-    figure, (axes,) = new_figure(1, len(trained), 8 / len(trained), 3)
+    figure, (axes,) = new_figure(1, len(trained), 9 / len(trained), 3)
     for ax, result in zip(axes, trained):
         ax.sharey(axes[0])
         ax.axhline(1, color="black", lw=0.8)
@@ -160,26 +161,26 @@ def draw(results, path):
         for code, (label, style) in marks.items():
             ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
                     **style)
-        over_layers(ax, title_of(result["ckpt"]))
+        over_layers(ax, result["name"].removeprefix("pretrained:"))
     axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
     legend_below(figure, axes[0])
     figure.savefig(path, dpi=200)
 
 
 def main(argv):
-    """[{"ckpt", "untrained", "codes", "dictionary", "without_D"}, ...]."""
+    """[{"name", "untrained", "codes", "dictionary", "without_D"}, ...]."""
     c = parse(Sparsify, argv, __doc__)
     results = []
-    for path, untrained, loaded in each_model(c):
+    for loaded in each_model(c):
         first, second = tables(loaded, c)
-        print(f"{path}{', untrained' if untrained else ''}: {c.samples} samples of {c.split}")
+        print(f"{loaded.name}: {c.samples} samples of {c.split}")
         print_table(first)
         print_table(second)
-        without = without_dictionary(loaded, c) if c.scored and not untrained else None
+        without = without_dictionary(loaded, c) if c.scored and not loaded.untrained else None
         if without:
             print_table([without])
-        results.append(dict(ckpt=path, untrained=untrained, codes=first, dictionary=second,
-                            without_D=without))
+        results.append(dict(name=loaded.name, untrained=loaded.untrained, codes=first,
+                            dictionary=second, without_D=without))
     if c.figure:
         draw(results, c.figure)
     return results

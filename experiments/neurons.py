@@ -24,13 +24,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checkpoint import each_model, SampleFlags
+from checkpoint import each_model
 from data.samples import batches, split_for
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression, pooling
 from experiments.shared import averages
 from figures import print_table
-from flags import option, parse, UserError
+from flags import option, parse, SampleFlags, UserError
 from processes import cli
 
 
@@ -145,9 +145,9 @@ def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c = parse(Neurons, argv, __doc__)
     models, runs = [*each_model(c)], {}
-    width = min(loaded.model.config.width for _, _, loaded in models)
-    for _, untrained, loaded in models:
-        name = loaded.model.config.arch + (", untrained" if untrained else "")
+    width = min(loaded.model.config.width for loaded in models)
+    for loaded in models:
+        name = loaded.model.config.arch + ", untrained" * loaded.untrained
         each = runs.setdefault(name, [])
         each.append(measure(read_codes(loaded, c), width, c.seed + len(each)))
     rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from checkpoint import open_model, SampleFlags
+from checkpoint import open_model
 from data.samples import batches
-from experiments.shared import FIVE, title_of
+from experiments.shared import FIVE
 from figures import legend_below, new_figure, print_table
-from flags import option, parse
+from flags import option, parse, SampleFlags
 from model import at_norm, coding_rate, one_set, random_subspaces, subspace_coding_rate, unit_size
 from processes import cli
 
@@ -65,7 +65,7 @@ def table(path, c):
 
 def draw(tables, path):
     """What layers after the first add to R - R^c, by the number coded together."""
-    figure, (axes,) = new_figure(1, len(tables), 1.6, 2.4)
+    figure, (axes,) = new_figure(1, len(tables), 1.8, 2.4)
     for ax, (name, rows) in zip(axes, tables.items()):
         for weights, key, words, style in (
                 ("trained", "later", "trained", "C0o-"),
@@ -76,7 +76,7 @@ def draw(tables, path):
         ax.axhline(0, color="black", lw=0.8)
         ax.set_xscale("log", base=4)
         ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
-        ax.set_title(title_of(name), fontsize="medium")
+        ax.set_title(name.removeprefix("pretrained:"), fontsize="medium")
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
     axes[len(tables) // 2].set_xlabel("pictures, or texts of 128 characters, coded together")

@@ -26,7 +26,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import LanguageModel, SoftmaxAttention, TextConfig
+from model import ARCHS, LanguageModel, MSSA, TextConfig
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -35,7 +35,7 @@ from processes import cli, derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    change: str = option("none", "of queries, keys and values: see change",
+    change: str = option("none", "of the keys of archs with one matrix: see the classes",
                          choices=("none", "negated", "turned"))
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
@@ -53,33 +53,31 @@ class Recall:
             raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
-def change(attention, kind):
-    """Changes what a head has as query q, key k and value v, without a new parameter.
+class Negated(MSSA):
+    """Keys are negated: scores stay symmetric, and unlike tokens score high."""
+    def queries_keys_values(self, Z, cache=None):
+        q, k, v = super().queries_keys_values(Z, cache)
+        return q, -k, v
 
-    negated    k becomes -k: with one matrix scores stay symmetric, and unlike tokens score high
-    turned     k turns by 60 degrees in each plane of two entries: scores are not symmetric, but
-               that of a token with itself is as positive as before, by half"""
-    before = attention.queries_keys_values
 
-    def changed(Z, cache=None):
-        q, k, v = before(Z, cache)
-        if kind == "negated":
-            return q, -k, v
+class Turned(MSSA):
+    """Keys turn by 60 degrees in each plane of two entries: scores are not symmetric, and that of a
+    token with itself is as positive as before, by half."""
+    def queries_keys_values(self, Z, cache=None):
+        q, k, v = super().queries_keys_values(Z, cache)
         across = torch.stack([-k[..., 1::2], k[..., ::2]], -1).flatten(-2)
         return q, 0.5 * k + 0.75 ** 0.5 * across, v
-    attention.queries_keys_values = changed
 
 
 def build(c, arch):
-    model = LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
-                                     shift=c.shift, context=4 * c.pairs - 1,
-                                     vocab_size=2 * c.symbols))
     if c.change != "none":
-        for layer in model.layers:
-            if not isinstance(layer.attention, SoftmaxAttention):
-                raise UserError(f"--change: {arch} has no keys")
-            change(layer.attention, c.change)
-    return model
+        row, arch = ARCHS[arch], f"{arch}, {c.change}"
+        if row.attention is not MSSA:
+            raise UserError(f"--change: {arch} is not possible without MSSA")
+        ARCHS[arch] = row._replace(attention=dict(negated=Negated, turned=Turned)[c.change])
+    return LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
+                                    shift=c.shift, context=4 * c.pairs - 1,
+                                    vocab_size=2 * c.symbols))
 
 
 def sequences(c, n, *purpose):

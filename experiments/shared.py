@@ -6,17 +6,8 @@ import torch
 COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
           "crate-alpha-one": "C8", "mssa-mlp": "0.5", "transformer": "C3"}
 
-# the pretrained models in figures
-TITLES = {"shapes-crate": "drawn shapes", "cifar10-crate": "CIFAR-10",
-          "cifar10-crate-large": "CIFAR-10,\nlarger model", "pydoc-crate-plain": "text",
-          "pydoc-crate": "text, rotary\nand shift"}
-FIVE = ",".join(f"pretrained:{name}" for name in TITLES)
-
-
-def title_of(ckpt):
-    """The title of a checkpoint's panel in a figure."""
-    name = ckpt.removeprefix("pretrained:")
-    return TITLES.get(name, name)
+FIVE = ",".join(f"pretrained:{name}" for name in (
+    "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
 
 
 def averages(runs):

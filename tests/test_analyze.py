@@ -11,9 +11,10 @@ from torch.nn import functional as F
 import analyze
 import figures
 import model as models
+from checkpoint import TASKS
 from data import augment, images
 from data.folders import read_picture
-from model import layer_numbers, TASKS
+from model import layer_numbers
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 
@@ -84,8 +85,8 @@ def test_layers(save, call, cache, arch, eps=0.3):
     a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
     runs = call("layers", f"--ckpt={a},{b}", *flags)
-    order = [(a, False), (a, True), (b, False), (b, True)]
-    assert [(run["ckpt"], run["untrained"]) for run in runs] == order
+    order = [(a, False), (f"{a}, untrained", True), (b, False), (f"{b}, untrained", True)]
+    assert [(run["name"], run["untrained"]) for run in runs] == order
     assert len({run["objective"] for run in runs}) == 4
 
     x = validation(cache, np.linspace(0, 99, 12).round().astype(int))
@@ -131,7 +132,7 @@ def test_layers(save, call, cache, arch, eps=0.3):
 def test_saliency(arch, task, save, call, sheets, cache):
     """Of the class token or, since no loss shapes an autoencoder's, of the patches' mean; red where
     a map is large."""
-    kind, config = TASKS[task]
+    kind, config = TASKS[task], TASKS[task].config_class
     model = kind(config(arch=arch, **TINY)).eval()
     flags = f"--ckpt={save(model, task)}", "--pictures=5", "--layer=2"
     found = call("saliency", *flags)

@@ -6,25 +6,20 @@ import torch
 from helpers import scrambled
 
 import bench
-import model as models
 
 CPU = torch.device("cpu")
 IMAGE = dict(width=32, heads=4, layers=1, image_size=16, patch_size=4, classes=5)
 TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 
-MODELS = {"image": lambda: models.ImageClassifier(models.ImageConfig(**IMAGE))}
-for name in ("crate", "crate-alpha", "crate-mm", "crate-n", "aot", "tost", "transformer"):
-    MODELS[name] = lambda arch=name: models.LanguageModel(models.TextConfig(arch=arch, **TEXT))
 
-
-@pytest.mark.parametrize("name", MODELS)
-def test_literal_is_the_same_function(monkeypatch, name):
+@pytest.mark.parametrize("table, fields", [("vit", IMAGE), ("gpt", TEXT)])
+@pytest.mark.parametrize("arch", bench.LITERAL)
+def test_literal_is_the_same_function(monkeypatch, table, fields, arch):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
-    fast = scrambled(MODELS[name]().double())
-    literal, losses = bench.literal(fast, *bench.LITERAL), []
-    replaced = {type(m) for m in literal.modules() if {"attend", "forward"} & vars(m).keys()}
-    assert replaced == {type(m) for m in fast.modules()} & {models.MSSA, models.ISTA}
-    for model in (fast, literal):
+    fast, literal = (bench.build(table, name, fields).double() for name in ("crate", arch))
+    literal.load_state_dict(scrambled(fast).state_dict())
+    losses = []
+    for model in (fast, literal.eval()):
         torch.manual_seed(1)                    # the same batch
         losses.append(bench.loss_function(model, 3, CPU)())
         losses[-1].backward()

@@ -22,8 +22,8 @@ TEXT = dict(width=16, heads=2, layers=1, context=8, vocab_size=11)
 
 def make(task):
     """A model; of simdino a Branch, which is an encoder with something behind it."""
-    model_class, config_class = checkpoint.TASKS[task]
-    config = config_class(**TEXT if task == "gpt" else IMAGE)
+    model_class = checkpoint.TASKS[task]
+    config = model_class.config_class(**TEXT if task == "gpt" else IMAGE)
     model = model_class(config)
     if task == "simdino":
         model = nn.ModuleDict(dict(encoder=model, projector=nn.Linear(16, 4)))
@@ -95,7 +95,7 @@ def test_one_loader_for_every_task(tmp_path, monkeypatch, task):
     checkpoint.write_checkpoint(path, full)
     exec(recipe, {})
     loaded, mine = (load_model(file, tasks=(task,)) for file in (path, "pretrained:mine"))
-    assert type(loaded.model) is checkpoint.TASKS[task][0] and not loaded.model.training
+    assert type(loaded.model) is checkpoint.TASKS[task] and not loaded.model.training
     assert loaded.task == task and loaded.meta == full["data_meta"]
     assert asdict(loaded.model.config) == full["model_config"]
     state = full["model"]

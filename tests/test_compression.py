@@ -1,4 +1,6 @@
 """The steps of experiments/compression.py are what they claim, and so are their controls."""
+import csv
+
 import pytest
 import torch
 from helpers import scrambled, write_model
@@ -62,7 +64,7 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @torch.no_grad()
 def test_controls(text):
     """Each is attention with another map, on the layer's values: with --shift they have a part of
-    the token before. (34) and the first term of (33) are those of crate.py."""
+    the token before, but not for `alone`. (34) and the first term of (33) are crate.py's."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -72,12 +74,12 @@ def test_controls(text):
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
     attention, X = layer.attention, layer.norm1(Z)
 
-    def heads_joined(A):
-        values = attention.queries_keys_values(X)[2]
+    def heads_joined(A, shift=True):
+        values = attention.queries_keys_values(X)[2] if shift else attention.projections(X)
         return attention.W((A @ values).transpose(1, 2).flatten(2))
     found = compression.steps(layer, Z, torch.Generator())
     assert_near(found["attention"], attention(X))
-    assert_near(found["alone"], heads_joined(torch.eye(9).double()))
+    assert_near(found["alone"], heads_joined(torch.eye(9).double(), shift=False))
     A = attention.map(X)
     assert_near(found["swapped"], heads_joined(A[[2, 0, 1]]))
     others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
@@ -98,17 +100,16 @@ def test_controls(text):
         assert_near(found["derived"], back * (U / attention.bases()).square().mean() - X)
 
 
-@pytest.mark.parametrize("uncentered", [True, False])
 @pytest.mark.parametrize("by_U", [False, True])
-def test_changes(uncentered, by_U, eps=0.3):
-    """Of tokens less their mean or as they are, at attention's length, and at the norm before of
-    the tokens or of their projections; cosines with the gradient that autograd finds, across Z."""
+def test_changes(by_U, eps=0.3):
+    """Of tokens less their mean, at attention's length, and at the norm before of the tokens or of
+    their projections; cosines with the gradient that autograd finds, across Z."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
 
     def seen(T):
-        return T if uncentered else T - T.mean(1, keepdim=True)
+        return T - T.mean(1, keepdim=True)
     U = unit_size(layer.attention.bases()).detach()
 
     def scale(T):
@@ -120,7 +121,7 @@ def test_changes(uncentered, by_U, eps=0.3):
     before, norm = seen(Z), (1, 2)
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator())
-        found = compression.changes(layer, Z, torch.Generator(), eps, uncentered)
+        found = compression.changes(layer, Z, torch.Generator(), eps)
     norm_held = ("norm 1", "norm 2")[by_U]
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
@@ -134,7 +135,6 @@ def test_changes(uncentered, by_U, eps=0.3):
         if name not in ("noise", "rotated"):        # which are drawn behind the random subspaces
             assert_near(found[norm_held, name], rates[1] - rates[0])
             assert_near(found["cosines", name], F.cosine_similarity(*across))
-    assert ((norm_held, "common") in found) == uncentered
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
     assert_near(found["cosines", "W_U"], products.expand(3))
@@ -155,8 +155,13 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     each = [compression.main([f"--ckpt={path}", *flags])[0] for path in paths]
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    run, = compression.main([f"--ckpt={','.join(paths)}", *flags, "--figure=a.png"])
+    table = tmp_path / "a.csv"
+    run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--csv={table}",
+                             "--figure=a.png"])
     assert run["names"] == paths
+    rows = [*csv.DictReader(table.open())]
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
+    assert float(rows[2]["alone"]) == pytest.approx(run["norm 1"][-1]["alone"], rel=1e-3)
     for norm, ax in zip(("norm 1", "norm 2"), drawn[0].axes, strict=True):
         for row, first, second in zip(run[norm], *(one[norm] for one in each), strict=True):
             assert row.keys() == first.keys() and first["attention_error"] > 0
@@ -166,7 +171,7 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
         *layers, last = each[0][norm]
         assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
         assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
-        marks = next(line for line in ax.lines if len(line.get_xdata()) == 9)
+        marks = next(line for line in ax.lines if len(line.get_xdata()) == 5)
         percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]
-                   for step in ("attention", "swapped")]
+                   for step in ("attention", "reversed")]
         assert marks.get_xdata()[:2] == pytest.approx(percent)

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import model
+from checkpoint import TASKS
 from optim import count, train_flops
 
 
@@ -388,6 +389,23 @@ def test_drop_path():
     assert [layer.drop_path for layer in layers] == pytest.approx([0, 0.1, 0.2, 0.3])
 
 
+@pytest.mark.parametrize("arch", model.ARCHS)
+@pytest.mark.parametrize("name, value", dict(
+    eta=0.2, lambd=0.3, mm_eps=0.4, expansion=2, ista_steps=3, step_size=2.0).items())
+@torch.no_grad()
+def test_a_field_that_changes_nothing_is_refused(arch, name, value):
+    Z, outs = torch.randn(1, 5, 16), []
+    for fields in ({}, {name: value}):
+        torch.manual_seed(1)
+        outs.append(model.Layer(config(arch, **fields))(Z))
+    if torch.equal(*outs):
+        with pytest.raises(model.ConfigError, match=f"{arch} has no {name}"):
+            model.image_config("tiny", arch, **{name: value})
+    else:
+        assert getattr(model.make_config(model.ImageConfig, arch=arch, **{name: value}),
+                       name) == value
+
+
 @pytest.mark.parametrize("arch, matrices", [("crate", 3), ("tost", 10), ("transformer", 12)])
 def test_train_flops(arch, matrices):
     """6 N + 12 L n d a token, without the second part for TSSA; N = `matrices` of d^2 a layer."""
@@ -418,10 +436,10 @@ def test_train_flops(arch, matrices):
 def test_published_parameter_counts(task, arch, counts):
     """Of text without positions, published in millions; of autoencoders with position tables and
     CRATE-MAE's unused weights, a second table and a Linear(d, d)."""
-    model_class, config_class = model.TASKS[task]
+    model_class = TASKS[task]
     for size, published in counts.items():
         with torch.device("meta"):
-            net = model_class(model.make_config(config_class, size, arch))
+            net = model_class(model.make_config(model_class.config_class, size, arch))
         found, d = sum(p.numel() for p in net.parameters()), net.config.width
         if task == "gpt":
             found -= net.positions.numel()

@@ -7,7 +7,8 @@ import torch
 
 import optim
 import train_simdino
-from model import ARCHS, TASKS
+from checkpoint import TASKS
+from model import ARCHS
 
 LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
 
@@ -76,7 +77,7 @@ def test_muon_is_torchs(instructions, dtype, monkeypatch):
 def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(task, arch):
     """Each parameter is with one optimizer; without gradients only the decay moves it."""
     fields = dict(context=8, vocab_size=11) if task == "gpt" else dict(image_size=8, patch_size=4)
-    kind, config = TASKS[task]
+    kind, config = TASKS[task], TASKS[task].config_class
     config = config(arch=arch, width=16, heads=2, layers=2, **fields)
     if task == "simdino":
         model = train_simdino.Branch(config, hidden=8, output=4, prototypes=6)

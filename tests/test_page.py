@@ -12,10 +12,9 @@ import torch
 from helpers import write_model
 
 import analyze
-from checkpoint import Loaded
+from checkpoint import Loaded, TASKS
 from data import images, text
 from flags import UserError
-from model import TASKS
 from web import page
 
 TINY = dict(width=16, heads=2, layers=2, head_dim=10)
@@ -35,7 +34,7 @@ def a_model(task, **fields):
     """A model for shapes or the rhyme, every tensor drawn."""
     size = (dict(context=12, vocab_size=5) if task == "gpt" else
             dict(image_size=32, patch_size=8, classes=10))
-    kind, config = TASKS[task]
+    kind, config = TASKS[task], TASKS[task].config_class
     model = kind(config(**TINY | size | fields)).eval()
     for name, tensor in model.named_parameters():
         torch.nn.init.normal_(tensor.data, mean="norm" in name, std=0.2)
@@ -48,7 +47,7 @@ def a_page(task, model, cache, text_cache):
     data.classes = [EVIL] * 10
     model.half().float()        # as the page keeps it
     loaded = Loaded(task, model, getattr(model, "encoder", model), {}, {})
-    other = loaded._replace(model=TASKS[task][0](model.config))
+    other = loaded._replace(model=TASKS[task](model.config))
     written = page.html(EVIL, loaded, other, data, data.val if task == "gpt" else None)
     return written, json.loads(re.search('json">(.*?)</script>', written)[1]), other.model
 

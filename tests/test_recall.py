@@ -40,5 +40,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="--change: tost has no keys"):
+    with pytest.raises(UserError, match="tost, negated is not possible without MSSA"):
         recall.main(["--archs=tost", "--change=negated"])

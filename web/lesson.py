@@ -116,12 +116,11 @@ def points():
 def recorded():
     """{name in the text: cells with what a step adds to R^c in all layers of other models}."""
     with open(ROOT / "records" / "compression.csv") as file:
-        rows = [*csv.DictReader(file)]
-    models = [*dict.fromkeys(row["model"] for row in rows)][1:]
-    sums = {step: [sum(float(row[step]) for row in rows if row["model"] == model)
-                   for model in models] for step in STEPS}
-    return {f"other_{step}": "".join(f"<td>{listed([value])}" for value in values)
-            for step, values in sums.items()}
+        rows = [row for row in csv.DictReader(file)
+                if row["table"] == "norm 1" and row["layer"] == "all"]
+    others = [row for row in rows if row["models"] in compression.FIVE.split(",")[1:]]
+    return {f"other_{step}": "".join(f"<td>{listed([float(row[step])])}" for row in others)
+            for step in STEPS}
 
 
 # ---- The page -----------------------------------------------------------------------------------
