@@ -77,7 +77,8 @@ def layers(c):
         runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
                          layers=table))
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
-        figures.print_table(table)
+        figures.print_table([{key: y for key, y in row.items() if not key.endswith("_std")}
+                             for row in table])
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     print("Rc_change is what attention adds to R^c, Rc_alone a step as long in which each token "
           "attends to itself alone; --help has all columns")
@@ -120,7 +121,7 @@ def open_pictures(c, *tasks):
     data, split = split_for(loaded, c)
     index = spread(len(split), c.pictures)
     batch, labels = split.batch(index)
-    names = [f"{i}: {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
+    names = [f"{i}, labelled {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]
     pixels = augment.at_size(augment.to_float(batch), loaded.encoder.config.image_size)
     return loaded, names, pixels, augment.normalize(pixels, data.mean, data.std)
 
@@ -169,9 +170,10 @@ def predict(c):
                    for row in zip(best.indices.tolist(), best.values.tolist())]
         maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
         sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), ["image", "saliency"]
-    titles = ["\n".join([name, *(f"{key} {y:.3f}" for key, y in answer.items())])
-              for name, answer in zip(names, answers)]
-    print("\n".join(title.replace("\n", "  ") for title in titles))
+    words = [[f"{key} {y:.3f}" for key, y in answer.items()] for answer in answers]
+    for name, parts in zip(names, words):
+        print(f"{name}: {', '.join(parts)}")
+    titles = ["\n".join([name, *parts]) for name, parts in zip(names, words)]
     figures.write_sheet(c.out, *sheet, titles)
     return answers
 

@@ -10,15 +10,15 @@ from model import patchify, unpatchify
 
 
 def print_table(rows):
-    """Dicts with the same keys, one a line; a deviation KEY_std or KEY_error follows KEY."""
+    """Dicts with the same keys, one a line; a standard error KEY_error follows KEY."""
     def cell(row, key):
-        value, extra = row[key], row.get(key + "_std", row.get(key + "_error"))
+        value, extra = row[key], row.get(key + "_error")
         shown = "-" if value is None else str(value)
         if isinstance(value, float):
             shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
         return f"{shown} +- {extra:.2g}" if extra else shown
 
-    keys = [key for key in rows[0] if not key.endswith(("_std", "_error"))]
+    keys = [key for key in rows[0] if not key.endswith("_error")]
     lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
     widths = [max(map(len, column)) for column in zip(*lines)]
     for line in lines:

@@ -212,8 +212,9 @@ def main(argv):
     if wants_compile(c.compile, device):
         model.compile()
     batches = train.batches(images.index_batches(len(train), c.batch_size, c.seed, run.step, rows))
-    what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
-            f"at {c.image_size} px, batches of {c.batch_size}")
+    start = f" from {c.init_from}" if c.init_from else ""
+    what = (f"{model.config.arch}{start}, {count(model):,} parameters, {c.data} of "
+            f"{data.image_size} px at {c.image_size} px, batches of {c.batch_size}")
     for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
@@ -245,7 +246,7 @@ def main(argv):
         if run.evaluation_due:
             run.record(classify(model, val, data, processes))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained    # rates by layer",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # classes of pictures")
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # or behind it your pictures: a.jpg")
 
 
 if __name__ == "__main__":

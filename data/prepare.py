@@ -39,14 +39,13 @@ from processes import cli
 # ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------
 class DrawnSet(NamedTuple):
     """Pictures of shapes.py, with the exact mask of each object."""
-    options: dict                   # split -> options of draw_shapes
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub: None = None
+    hub = None
 
     def write(self, source, draft):
         """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
         for seed, (split, n) in enumerate(zip(("train", "val"), self.counts)):
-            arrays = shapes.draw_shapes(n, seed, **self.options.get(split, {}))
+            arrays = shapes.draw_shapes(n, seed)
             for kind, array in zip(("images", "labels", "masks"), arrays):
                 np.save(draft / f"{split}_{kind}.npy", array)
         return image_meta(list(shapes.SHAPES), draft)
@@ -146,8 +145,8 @@ class TextSet(NamedTuple):
     def write(self, source, draft):
         """Writes the tokens of all splits; returns what meta.json says of them."""
         texts = self.read(source, draft)
-        cut = "train" in texts and "val" not in texts
-        if cut:                         # a single text: its last tenth validates
+        single = "train" in texts and "val" not in texts
+        if single:                      # a single text: its last tenth validates
             text = texts["train"][0]
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
@@ -156,7 +155,7 @@ class TextSet(NamedTuple):
             tokenizer = CharTokenizer("".join(characters))
         else:
             tokenizer = GPT2Tokenizer()
-        end = np.array([] if cut or tokenizer.eot is None else [tokenizer.eot], np.uint16)
+        end = np.array([] if single or tokenizer.eot is None else [tokenizer.eot], np.uint16)
         tokens, checksum = {}, 0
         for split, part in texts.items():
             with open(draft / f"{split}.bin", "wb") as out, ThreadPoolExecutor() as threads:
@@ -212,8 +211,7 @@ def pydoc():
 
 
 IMAGES = {
-    "shapes": DrawnSet({}),
-    "camouflage": DrawnSet(shapes.CAMOUFLAGE),
+    "shapes": DrawnSet(),
     "cifar10": ImageSet(32, "uoft-cs/cifar10", val="test", image="img", streamed=True),
     "cifar100": ImageSet(32, "uoft-cs/cifar100", None, "test", "img", "fine_label", True),
     "pets": ImageSet(256, "timm/oxford-iiit-pet", val="test"),
@@ -276,9 +274,10 @@ def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
-    names = sorted(prepared | sets.keys() - {*LARGE})
-    if name not in names:
+    known = prepared | sets.keys() - {*LARGE}
+    if name not in known:
         how = f"{name} makes it" if name in sets else "NAME --source DIR makes your own"
+        names = sorted(known - (SETS.keys() - sets.keys()))     # without those of the other kind
         raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
     if not folder.exists():
         prepare(name, sets[name], cache=cache)

@@ -20,15 +20,11 @@ SHAPES = {
                            < (1.3 * x) ** 2 * (1.3 * y + 0.1) ** 3),
     "arrow": lambda x, y: np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1)),
 }
-# Contrasts to learn from and to score on; small objects, so that no one place is a good guess
-CAMOUFLAGE = dict(train=dict(contrast=(0.3, 1.5), scale=(0.18, 0.28)),
-                  val=dict(contrast=(0.3, 0.3), scale=(0.18, 0.28)))
 
-
-def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
-    """float32 (n, size, size, 3) around 0: noise, interpolated, of (cells per side, strength)."""
+def _texture(rng, n, size):
+    """float32 (n, size, size, 3) around 0: noise, interpolated, of three grains."""
     out = np.zeros((n, size * size, 3), np.float32)
-    for cells, strength in scales:
+    for cells, strength in ((2, 0.085), (5, 0.055), (11, 0.04)):    # cells per side
         at = np.linspace(0, cells - 1, size)
         weights = np.maximum(0, 1 - abs(at[:, None] - np.arange(cells))).astype(np.float32)
         grid = rng.standard_normal((n, cells * cells, 3), np.float32)
@@ -36,10 +32,10 @@ def _texture(rng, n, size, scales=((2, 0.085), (5, 0.055), (11, 0.04))):
     return out.reshape(n, size, size, 3)
 
 
-def _cover(rng, is_inside, m, size, scale):
-    """The share of each pixel that an object of random place, tilt and scale covers: (m, H, W)."""
+def _cover(rng, is_inside, m, size):
+    """The share of each pixel that an object of random place, tilt and size covers: (m, H, W)."""
     grid = (np.arange(4 * size, dtype=np.float32) + 0.5) / 4    # 4 x 4 points in each pixel
-    radius = rng.uniform(*scale, m).astype(np.float32) * size
+    radius = rng.uniform(0.32, 0.44, m).astype(np.float32) * size
     reach = 1.07 * radius
     centre = reach + rng.random((2, m), np.float32) * (size - 2 * reach)
     angle = rng.uniform(-math.pi / 9, math.pi / 9, m)       # 20 degrees: a heart stays a heart
@@ -50,37 +46,28 @@ def _cover(rng, is_inside, m, size, scale):
     return is_inside(x, y).reshape(m, size, 4, size, 4).mean((2, 4), dtype=np.float32)
 
 
-def _grounds(rng, m, size, contrast):
+def _grounds(rng, m, size):
     """Background and object, each as if it filled the picture: two of (m, size, size, 3)."""
-    if contrast is None:
-        # a colour for the background, and the first of seven that stands out, else the best
-        colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
-        distance = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
-        choice = 1 + np.argmax(np.where(distance > 0.6, 2, distance), 1)
-        back, front = colours[:, 0], colours[np.arange(m), choice]
-        return [shade[:, None, None] + _texture(rng, m, size) for shade in (back, front)]
-    colour = rng.uniform(0.3, 0.7, (m, 1, 1, 3)).astype(np.float32)
-    apart = rng.standard_normal((m, 1, 1, 3), np.float32)
-    apart /= np.linalg.norm(apart, axis=-1, keepdims=True)
-    apart *= rng.uniform(*contrast, (m, 1, 1, 1)).astype(np.float32)
-    return [shade + _texture(rng, m, size, [(16, 0.2)])
-            for shade in (colour - apart / 2, colour + apart / 2)]
+    # a colour for the background, and the first of seven that stands out, else the best
+    colours = rng.uniform(0.1, 0.9, (m, 8, 3)).astype(np.float32)
+    distance = np.linalg.norm(colours[:, 1:] - colours[:, :1], axis=-1)
+    choice = 1 + np.argmax(np.where(distance > 0.6, 2, distance), 1)
+    back, front = colours[:, 0], colours[np.arange(m), choice]
+    return [shade[:, None, None] + _texture(rng, m, size) for shade in (back, front)]
 
 
-def draw_shapes(n, seed, size=32, contrast=None, scale=(0.32, 0.44)):
+def draw_shapes(n, seed, size=32):
     """Images uint8 (n, size, size, 3), labels int64 (n,), masks uint8 (n, size, size) of 0 and 1.
-    One whole object an image, of random place, tilt, colour and scale (half its height, in heights
-    of the image). Colours and texture have the background's distribution, so that only the outline
-    tells the class. With `contrast` (low, high) the colours are that far apart, under a texture of
-    two pixels a grain, 0.23 from its colour."""
+    One whole object an image, of random place, tilt, colour and size. Colours and texture have the
+    background's distribution, so that only the outline tells the class."""
     rng = np.random.default_rng(seed)
     labels = rng.permutation(np.arange(n) % len(SHAPES))
     images = np.empty((n, size, size, 3), np.uint8)
     masks = np.empty(images.shape[:3], np.uint8)
     for label, is_inside in enumerate(SHAPES.values()):
         for rows in np.array_split(np.flatnonzero(labels == label), max(1, n // 500)):
-            cover = _cover(rng, is_inside, len(rows), size, scale)
-            back, front = _grounds(rng, len(rows), size, contrast)
+            cover = _cover(rng, is_inside, len(rows), size)
+            back, front = _grounds(rng, len(rows), size)
             image = back + cover[..., None] * (front - back)
             image += 0.04 * rng.standard_normal(image.shape, np.float32)
             images[rows] = (255 * image.clip(0, 1)).round()

@@ -1,4 +1,4 @@
-r"""Is a supervised CRATE's attention on the object more than a transformer's?
+"""Is a supervised CRATE's attention on the object more than a transformer's?
 
 [B] Table 7.4 says that its features separate objects better: MaskCut on COCO gives CRATE-B/8 a box
 AP of 1.3, ViT-B/8 one of 0.4. Here each picture holds one drawn object with its exact mask. Its
@@ -29,7 +29,7 @@ from processes import cli, with_bar
 
 @dataclass(kw_only=True)
 class Config(ScoreFlags):
-    data: str = option("camouflage", "which drawn set", choices=("shapes", "camouflage"))
+    data: str = option("shapes", "pictures with masks", choices=("shapes",))
     batch_size: int = option(100, "images at once", low=1)
     dtype: str = option("float32", "autocast's", choices=("auto", "float32", "bfloat16"))
 

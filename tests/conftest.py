@@ -29,7 +29,7 @@ def cache(tmp_path_factory):
     """A data directory with `shapes` of 400 + 100 images."""
     from data.prepare import DrawnSet, prepare
     cache = tmp_path_factory.mktemp("cache")
-    prepare("shapes", DrawnSet({}, (400, 100)), cache=cache)
+    prepare("shapes", DrawnSet((400, 100)), cache=cache)
     return cache
 
 

@@ -179,8 +179,8 @@ def test_predict(tmp_path, save, call, sheets, cache, capsys):
         wanted = sorted(zip(data.classes, wanted), key=lambda pair: -pair[1])[:3]
         assert list(share.items()) == [(name, pytest.approx(y, abs=1e-4)) for name, y in wanted]
     lines = capsys.readouterr().out.splitlines()
-    assert [row.replace("\n", "  ") for row in rows] == lines[:2]
-    assert lines[0].startswith(f"{paths[0]}  ")
+    told = [row.replace("\n", ": ", 1).replace("\n", ", ") for row in rows]
+    assert told == lines[:2] and told[0].startswith(f"{paths[0]}: ")
 
     shares, shown, *_ = predict(models.MaskedAutoencoder(models.MAEConfig(**TINY)), "mae")
     std = torch.tensor(data.std).view(3, 1, 1)

@@ -67,7 +67,7 @@ def runs(tmp_path_factory, text_cache):
     only one to write, beside whole/ and cut/. Of 401 + 101 images, which nothing divides."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "runs.py").write_text(SCRIPT)
-    prepare("shapes", DrawnSet({}, (401, 101)), cache=folder / "cache")
+    prepare("shapes", DrawnSet((401, 101)), cache=folder / "cache")
     (folder / "cache" / "tiny").symlink_to(text_cache / "tiny")
     place = f"--data_dir={folder / 'cache'}"
     todo = {name: [script, *FLAGS[script], *flags, place]

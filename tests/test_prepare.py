@@ -10,7 +10,7 @@ from PIL import Image
 from test_text import sentences
 
 from data import folders, images, prepare, text
-from data.shapes import CAMOUFLAGE, draw_shapes
+from data.shapes import draw_shapes
 from flags import UserError
 
 CHARACTERS = prepare.TextSet("char")
@@ -275,20 +275,20 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
         assert (draft / "val_masks.npy").exists() and not (draft / "half.npy").exists()
         raise KeyboardInterrupt
 
-    (tmp_path / ".camouflage.draft").mkdir()                # as a kill leaves it
-    (tmp_path / ".camouflage.draft/half.npy").write_bytes(b"half")
+    (tmp_path / ".drawn.draft").mkdir()                # as a kill leaves it
+    (tmp_path / ".drawn.draft/half.npy").write_bytes(b"half")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "image_meta", stop)
-        prepare.prepare("camouflage", prepare.DrawnSet(CAMOUFLAGE, (20, 10)), cache=tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".camouflage.lock"]
-    prepare.prepare("camouflage", prepare.DrawnSet(CAMOUFLAGE, (30, 10)), cache=tmp_path)
-    data, drawn = images.load("camouflage", tmp_path), draw_shapes(10, 1, **CAMOUFLAGE["val"])
+        prepare.prepare("drawn", prepare.DrawnSet((20, 10)), cache=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".drawn.lock"]
+    prepare.prepare("drawn", prepare.DrawnSet((30, 10)), cache=tmp_path)
+    data, drawn = images.load("drawn", tmp_path), draw_shapes(10, 1)
     assert len(data.train.labels) == 30 and np.array_equal(data.val.images, drawn[0])
 
 
 def test_damage_is_one_line(tmp_path):
     """A file that was cut off, or of other bytes, or none."""
-    prepare.prepare("shapes", prepare.DrawnSet({}, (20, 10)), cache=tmp_path)
+    prepare.prepare("shapes", prepare.DrawnSet((20, 10)), cache=tmp_path)
     for file in ("train_labels.npy", "val_images.npy", "meta.json"):
         path = tmp_path / "shapes" / file
         whole = path.read_bytes()
@@ -301,7 +301,7 @@ def test_damage_is_one_line(tmp_path):
 
 
 def test_files_fit_their_meta(tmp_path):
-    prepare.prepare("shapes", prepare.DrawnSet({}, (20, 10)), cache=tmp_path)
+    prepare.prepare("shapes", prepare.DrawnSet((20, 10)), cache=tmp_path)
     data = images.load("shapes", tmp_path)
     for name, wrong in (("train_labels", data.train.labels[:-1]), ("val_labels", np.full(10, 10)),
                         ("train_images", np.zeros((20, 32, 32, 3))), ("val_masks", data.val.labels),
@@ -341,7 +341,7 @@ def test_a_full_disk_is_named(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))     # of a file
     try:
-        assert_fails("shapes: OSError: ", prepare.prepare, "shapes", prepare.DrawnSet({}, (99, 9)),
+        assert_fails("shapes: OSError: ", prepare.prepare, "shapes", prepare.DrawnSet((99, 9)),
                      cache=tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -356,4 +356,7 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
     assert_fails("makes your own", text.load, "books", tmp_path)
     prepare.prepare("pydoc", prepare.SETS["pydoc"], cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
+    with pytest.raises(UserError) as raised:
+        images.load("nothing", tmp_path)
+    assert "shapes" in str(raised.value) and "pydoc" not in str(raised.value)
 
