@@ -7,9 +7,9 @@ tokens less their mean, and after a step they are scaled to the norm before it. 
 (sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are one. U is at unit
 size. Every step has attention's length, without what moves the mean:
 
-    attention    MSSA(LN(Z)); before is R^c before it
+    attention    MSSA(LN(Z)); `before` is R^c before it
+    as_it_is     the same, but nothing is held: neither mean nor norm; `as_it_was` is R^c before
     swapped      attention with the map of another sample
-    others       each token gives itself no weight (a first token of text, which has none: all)
     alone        each token attends to itself alone, without --shift
     rotated      attention, turned by a random rotation, as if its output were not learned
     reversed     attention with the opposite sign
@@ -17,7 +17,6 @@ size. Every step has attention's length, without what moves the mean:
     derived_swapped    derived with the map of another sample
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
-    noise        Gaussian
     elsewhere    what attention adds to R^c of random subspaces that fill the space (by norm 1)
 
 The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
@@ -25,13 +24,12 @@ by norm 2. The third has the length of attention in units of the tokens' norm, t
 U, and that of each step with -grad R^c, of both without the part along Z, which changes length
 alone. +- is the standard error over samples, or over checkpoints of a config. --csv keeps all.
 
-    python -m experiments.compression --samples=40 --figure=docs/figures/compression.png
+    python -m experiments.compression --untrained --csv=records/compression.csv
 
-Verdict (2026-11-28): in four of five models attention lowers R^c, but that says little about what
-it learned: reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, alone 1.0 to 2.3. By
-norm 2 attention lowers it on pictures, as its reverse does, and raises it on text; derived lowers
-it in all five, but nearly as far with another map. Cosines of attention with -grad R^c are -0.05
-to 0.09 in all 32 layers.
+Verdict (2026-11-28): as it is, attention raises R^c in four of five models of CRATE. By norm 1 it
+lowers R^c in four, but reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, and alone
+1.0 to 2.3, in the fifth too. By norm 2 attention lowers it on pictures, as its reverse does, and
+raises it on text; derived lowers it in all five, but nearly as far with another map.
 """
 import csv
 from dataclasses import dataclass
@@ -54,12 +52,13 @@ TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 
 
 @dataclass(kw_only=True)
 class Compression(SampleFlags):
-    ckpt: str = option(FIVE, "checkpoints, separated by commas")
-    samples: int = option(100, "images or sequences, spread over the split", low=2)
+    ckpt: str = option(f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer",
+                       "checkpoints, separated by commas")
+    samples: int = option(40, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
-    figure: str | None = option(None, "a .png of the changes of trained models; none: no figure")
+    figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
 def tangent(T, Z):
@@ -75,21 +74,15 @@ def seen_by(U, Z):
 def steps(layer, Z, generator):
     """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
     the gradient."""
-    X, U, (n, d) = layer.norm1(Z), models.unit_size(layer.attention.bases()), Z.shape[1:]
-    A, identity = layer.attention.map(X), torch.eye(n).to(Z)
-    others = A * (1 - identity)
-    sums = others.sum(-1, keepdim=True)
-    others = torch.where(sums > 0, others / sums, identity)
-    swapped, values = A.roll(1, 0), layer.attention.queries_keys_values(X)[2]
-    attention, w = layer.attention(X), X[:, None] @ U               # w (B, K, n, p)
+    X, U, d = layer.norm1(Z), models.unit_size(layer.attention.bases()), Z.shape[2]
+    A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
+    swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(
         attention=attention, swapped=layer.attention.join(swapped @ values),
-        others=layer.attention.join(others @ values), alone=models.alone(layer.attention, X),
-        rotated=attention @ rotation, reversed=-attention,
+        alone=models.alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
-        shrinking=-(w @ U.mT).sum(1),
-        noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
+        shrinking=-(w @ U.mT).sum(1))
 
 
 def changes(layer, Z, generator, eps=0.1):
@@ -102,6 +95,8 @@ def changes(layer, Z, generator, eps=0.1):
     attention, U = layer.attention, models.unit_size(layer.attention.bases())
     V = models.random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
+    was, then = (models.subspace_coding_rate(T, U, eps)
+                 for T in (Z, Z + attention(layer.norm1(Z))))
     Z = centered(Z)
     added["gradient"] = centered(-models.subspace_coding_rate_grad(Z, U, eps))
     before = models.subspace_coding_rate(Z, U, eps)
@@ -118,6 +113,7 @@ def changes(layer, Z, generator, eps=0.1):
         for norm, after in scaled.items():
             numbers[norm, "before"] = before
             numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
+    numbers |= {("norm 1", "as_it_was"): was, ("norm 1", "as_it_is"): then - was}
     after = models.at_norm(Z + added["attention"], Z)
     numbers["norm 1", "elsewhere"] = (models.subspace_coding_rate(after, V, eps)
                                       - models.subspace_coding_rate(Z, V, eps))
@@ -190,30 +186,33 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-WORDS = dict(attention="attention", reversed="reversed: its opposite",
-             alone="alone: each token by itself", derived="derived: Eq. (34)",
-             derived_swapped="derived, another sample's map")
+# row of the figure -> whether at random weights, step
+ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
+        "reversed": (False, "reversed"), "alone": (False, "alone"),
+        "derived, Eq. (34)": (False, "derived"),
+        "derived, another\nsample's weights": (False, "derived_swapped")}
 
 
-def draw(runs, path, steps):
-    """What `steps` add to R^c in all layers, in % of R^c before them: a panel for each norm, both
-    at one scale, a mark for each trained model, filled for the fourth and fifth."""
-    figure, (axes,) = new_figure(1, 2, 4, 1 + 0.37 * len(steps))
+def draw(runs, path, rows):
+    """What steps add to R^c in all layers, in % of R^c before them: a panel for each norm, both at
+    one scale, a mark for each of five models, filled for the fourth and fifth."""
+    figure, (axes,) = new_figure(1, 2, 4, 1 + 0.4 * len(rows))
+    found = {run["names"][0]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
-    for ax, norm, of in zip(axes, ("norm 1", "norm 2"), ("the tokens", "their projections")):
+    for ax, norm, of in zip(axes, ("norm 1", "norm 2"), ("tokens", "projections")):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
-            last, fill = run[norm][-1], {} if place > 2 else dict(mfc="white")
-            x = [100 * last[step] / last["before"] for step in steps]
-            y = [row + 0.19 * (place - 2) for row in range(len(steps))]
-            ax.plot(x, y, mark, color="0.3", ms=4.5, **fill,
-                    label=run["names"][0].removeprefix("pretrained:"))
-            ax.plot(x[0], y[0], mark, color="C0", ms=4.5, **fill)
-        for row in range(len(steps) + 1):
+            name, fill = run["names"][0], {} if place > 2 else dict(mfc="white")
+            for row, (untrained, step) in enumerate(rows.values()):
+                last = found[f"{name}, untrained" if untrained else name][norm][-1]
+                ax.plot(100 * last[step] / last["before"], row + 0.17 * (place - 2), mark, ms=4.5,
+                        color="0.3" if row else "C0", **fill,
+                        label=name.removeprefix("pretrained:") if row == 1 else None)
+        for row in range(len(rows) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
-        ax.set_title(f"{norm}: of {of}", fontsize="medium")
-        ax.set(xlabel="change of $R^c$, %", ylim=(len(steps) - 0.5, -0.5))
-        ax.set_yticks(range(len(steps)), [WORDS[step] for step in steps])
+        ax.set_title(f"norm of the {of} held", fontsize="medium")
+        ax.set(xlabel="change of $R^c$, %", ylim=(len(rows) - 0.5, -0.5))
+        ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(left=False, labelleft=ax is axes[0])
         ax.locator_params(axis="x", nbins=7, steps=(5, 10))
         ax.spines[["top", "right", "left"]].set_visible(False)
@@ -233,9 +232,11 @@ def main(argv):
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
-        draw(runs, c.figure, [*WORDS])
-        draw(runs, c.figure.replace(".png", "-short.png"), ["attention", "reversed", "alone"])
-        print(f"wrote {c.figure}, and -short.png with three steps")
+        rows = {words: row for words, row in ROWS.items() if c.untrained or not row[0]}
+        draw(runs, c.figure, rows)
+        short = {words: row for words, row in rows.items() if "derived" not in words}
+        draw(runs, c.figure.replace(".png", "-short.png"), short)
+        print(f"wrote {c.figure}, and -short.png without what was derived")
     return runs
 
 

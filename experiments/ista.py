@@ -6,14 +6,14 @@ lambda ||A||_0 - R(A), Eq. (38), if R(X) = R(D A) = R(A), Eq. (39): X is D A, D^
 
     python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png
 
-First table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
+The table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
     step      what the layer computes         relu       ReLU(X)
     zero      no code                         threshold  ReLU(X - eta lambda): the step with D = 0
     optimum   of (42), within 1 %             lasso      l1 + fit, the two terms of (41)
     at_best_length      lasso of A with each token times the best number >= 0
     error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
-(A of CRATE-alpha starts at 0 and has more entries than X.) Second table: eta ||D||^2 of each layer;
-up to 2 no step from an A >= 0 raises (42). Last, the score of a trained CRATE, and with D = 0.
+(A of CRATE-alpha starts at 0 and has more entries than X.) Then the score of a trained CRATE, and
+with D = 0.
 
 Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
 D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet a
@@ -86,7 +86,7 @@ def optimum(X, D, lambd, tolerance=0.01):
 
 
 def codes(X, operator):
-    """{name: A (B, n, m)}, the codes of the first table."""
+    """{name: A (B, n, m)}, the codes of the table."""
     A = operator.code(X)
     found = dict(step=A, zero=torch.zeros_like(A), optimum=optimum(X, operator.D, operator.lambd))
     if A.shape == X.shape:
@@ -95,8 +95,8 @@ def codes(X, operator):
 
 
 @torch.no_grad()
-def tables(loaded, c):
-    """(Rows of the first table, rows of the second)."""
+def table(loaded, c):
+    """The rows of the table."""
     loaded = copy.deepcopy(loaded)
     loaded.model.cpu().double()
     backbone = loaded.backbone
@@ -114,10 +114,7 @@ def tables(loaded, c):
                     lasso=l1 + fit, at_best_length=scaled, l1=l1, fit=fit,
                     error=(2 * fit).sqrt() / X.norm(dim=(1, 2)),
                     nonzeros=100 * (A != 0).double().mean((1, 2))))
-    first = [dict(layer=l, code=name) | averages(each) for (l, name), each in samples.items()]
-    operators = [layer.sparsification for layer in backbone.layers]
-    return first, [dict(layer=l, eta_D2=(o.eta * torch.linalg.matrix_norm(o.D, 2) ** 2).item())
-                   for l, o in enumerate(operators, 1)]
+    return [dict(layer=l, code=name) | averages(each) for (l, name), each in samples.items()]
 
 
 @torch.no_grad()
@@ -168,19 +165,18 @@ def draw(results, path):
 
 
 def main(argv):
-    """[{"name", "untrained", "codes", "dictionary", "without_D"}, ...]."""
+    """[{"name", "untrained", "codes", "without_D"}, ...]."""
     c = parse(Sparsify, argv, __doc__)
     results = []
     for loaded in each_model(c):
-        first, second = tables(loaded, c)
+        rows = table(loaded, c)
         print(f"{loaded.name}: {c.samples} samples of {c.split}")
-        print_table(first)
-        print_table(second)
+        print_table(rows)
         without = without_dictionary(loaded, c) if c.scored and not loaded.untrained else None
         if without:
             print_table([without])
-        results.append(dict(name=loaded.name, untrained=loaded.untrained, codes=first,
-                            dictionary=second, without_D=without))
+        results.append(dict(name=loaded.name, untrained=loaded.untrained, codes=rows,
+                            without_D=without))
     if c.figure:
         draw(results, c.figure)
     return results

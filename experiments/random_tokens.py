@@ -1,8 +1,7 @@
 """Does a step Z + MSSA(Z) lower R^c on random tokens?
 
-[S] found that it raises R^c and that Z - MSSA(Z) lowers it. Here every form of the step of [J],
-Eq. (31)-(34), starts at random tokens and random subspaces: as it is, and scaled back to the norm
-of Z, as longer tokens alone raise R^c.
+[S] found that it raises R^c and that Z - MSSA(Z) lowers it. Here every form of the step starts at
+random tokens and subspaces: as it is, and scaled back, as longer tokens alone raise R^c.
 
     python -m experiments.random_tokens
 

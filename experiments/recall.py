@@ -4,11 +4,11 @@ In-context recall: a small causal model reads pairs of a random key and a random
 key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
 values may repeat). aot is aot-mhsa with one matrix for all three, mhsa-ista is crate with three.
 With one, a head compares by inner products w_i^* w_j, which are symmetric, and prefers tokens that
-are alike. --change takes one of these away.
+are alike; with --negated it is symmetric still, but prefers those that are not.
 
     python -m experiments.recall
     python -m experiments.recall --archs=crate,mhsa-ista
-    python -m experiments.recall --archs=aot,mssa-mlp,crate --change=negated        # or --shift
+    python -m experiments.recall --archs=aot,mssa-mlp,crate --negated        # or --shift
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
@@ -35,8 +35,7 @@ from processes import cli, derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    change: str = option("none", "of the keys of archs with one matrix: see the classes",
-                         choices=("none", "negated", "turned"))
+    negated: bool = option(False, "keys times -1, of archs with one matrix")
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -54,27 +53,18 @@ class Recall:
 
 
 class Negated(MSSA):
-    """Keys are negated: scores stay symmetric, and unlike tokens score high."""
+    """MSSA with keys times -1: scores stay symmetric, and unlike tokens score high."""
     def queries_keys_values(self, Z, cache=None):
         q, k, v = super().queries_keys_values(Z, cache)
         return q, -k, v
 
 
-class Turned(MSSA):
-    """Keys turn by 60 degrees in each plane of two entries: scores are not symmetric, and that of a
-    token with itself is as positive as before, by half."""
-    def queries_keys_values(self, Z, cache=None):
-        q, k, v = super().queries_keys_values(Z, cache)
-        across = torch.stack([-k[..., 1::2], k[..., ::2]], -1).flatten(-2)
-        return q, 0.5 * k + 0.75 ** 0.5 * across, v
-
-
 def build(c, arch):
-    if c.change != "none":
-        row, arch = ARCHS[arch], f"{arch}, {c.change}"
+    if c.negated:
+        row, arch = ARCHS[arch], f"{arch}, negated"
         if row.attention is not MSSA:
-            raise UserError(f"--change: {arch} is not possible without MSSA")
-        ARCHS[arch] = row._replace(attention=dict(negated=Negated, turned=Turned)[c.change])
+            raise UserError(f"{arch}: its attention is not MSSA")
+        ARCHS[arch] = row._replace(attention=Negated)
     return LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
                                     shift=c.shift, context=4 * c.pairs - 1,
                                     vocab_size=2 * c.symbols))

@@ -1,4 +1,4 @@
-"""Figures of RESULTS.md that are drawn from records/, and from three pretrained models.
+"""Figures of RESULTS.md that are drawn from records/.
 
     python -m experiments.results               to docs/figures
     python -m experiments.results text          one of them
@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch.nn import functional as F
 
-from checkpoint import load_model
-from data import text as text_sets
 from experiments.shared import COLORS
 from figures import new_figure
-from flags import CacheFlags, not_one_of, option, parse, ROOT, UserError
+from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
 
@@ -24,7 +21,7 @@ NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRA
 
 
 @dataclass(kw_only=True)
-class Figures(CacheFlags):
+class Figures:
     names: tuple = option((), "which figures; none: all")
 
 
@@ -50,7 +47,7 @@ def name_ends(ax, ends, line=0.06):
                     va="center", fontsize="small")
 
 
-def images(c):
+def images():
     """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
     ends = {}
@@ -65,7 +62,7 @@ def images(c):
     return figure
 
 
-def text(c):
+def text():
     """Last losses of the runs pydoc-*, and the runs bookchars-* against the transformer's."""
     figure, ((left, right),) = new_figure(1, 2, 4, 3.2)
     rows = {"crate": ("-plain", "-shift"), "crate-alpha": (None, "-shift"),
@@ -94,7 +91,7 @@ def text(c):
     return figure
 
 
-def recall(c):
+def recall():
     """Mean steps until a model has learned, of the runs of records/recall.csv that do; a cross
     stands for none."""
     figure, (axes,) = new_figure(1, 3, 2.6, 2)
@@ -108,7 +105,7 @@ def recall(c):
         keys = [(arch, change) for arch in archs for change in settings if (arch, change) in found]
         for place, (arch, change) in enumerate(reversed(keys)):
             runs, steps = found[arch, change]["runs"], found[arch, change]["steps"]
-            color = COLORS["transformer" if arch == archs[0] else "crate"]
+            color = "black" if arch == archs[0] else COLORS["crate"]
             if not steps:
                 ax.plot(3000, place, "x", color=color)
                 ax.text(2850, place, "none of 5", va="center", ha="right", fontsize="small")
@@ -127,39 +124,26 @@ def recall(c):
     return figure
 
 
-def losses_by_position(model, ids, at_most=128, step=32):
-    """(full, short), (N, n - at_most): the loss of each of ids (N, n + 1) that has at_most or more
-    before it, if the model sees all of them, or at_most - step to at_most of the last."""
-    def losses(part):
-        return F.cross_entropy(model(part[:, :-1]).mT, part[:, 1:], reduction="none")
-    short = [losses(ids[:, start - at_most:start + 1])[:, -step:]
-             for start in range(at_most + step, ids.shape[1], step)]
-    return losses(ids)[:, at_most:], torch.cat(short, 1)
-
-
-@torch.no_grad()
-def length(c):
-    """Losses by position, means over blocks of 32, of three pretrained models; prints the means."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 3)
-    ends = {}
-    for arch in ("crate", "crate-alpha", "transformer"):
-        loaded = load_model(f"pretrained:pydoc-{arch}")
-        tokens = text_sets.tokens_for(None, "val", loaded.meta, c.data_dir)[2]
-        ids = torch.from_numpy(tokens[:len(tokens) // 513 * 513].astype("int64")).view(-1, 513)
-        found = losses_by_position(loaded.model, ids)
-        for losses, style in zip(found, ("o-", "--")):
-            y = losses.unflatten(1, (-1, 32)).mean((0, 2))
-            ax.plot(range(144, 512, 32), y, style, color=COLORS[arch], ms=3)
-            ends[NAMES[arch] + (", at most 128" if style == "--" else "")] = y[-1], COLORS[arch]
-        harm = (found[0] - found[1]).mean(1)
-        print(f"{arch}: {found[0].mean():.3f}, at most 128 {found[1].mean():.3f} nats, "
-              f"difference {harm.mean():.3f} +- {harm.std() / len(harm) ** 0.5:.3f}")
-    ax.set(xlabel="position of the character in its window", ylabel="loss, nats a character")
-    name_ends(ax, ends)
+def pretraining():
+    """Accuracy by cost of the runs labels-* of records/, from scratch and after an MAE, whose own
+    cost is that of 240 epochs of the 1,000 pictures."""
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
+    for start, before, epochs, style, label in (
+            ("scratch", 0, (24, 72, 144, 264, 384), "o-", "from scratch"),
+            ("mae", 240, (24, 72, 144), "s--", "after pretraining, its cost counted"),
+            ("mae", 0, (24, 72, 144), "s:", "the same, its cost not counted")):
+        runs = torch.tensor([[scores(f"labels-{start}-{n}-{seed}", "acc")[-1][1]
+                              for seed in range(3)] for n in epochs])
+        ax.errorbar([before + n for n in epochs], 100 * runs.mean(1), 100 * runs.std(1) / 3 ** 0.5,
+                    fmt=style, ms=4, color=COLORS["crate"], label=label,
+                    mfc="white" if start == "mae" else None)
+    ax.set(xlabel="cost of training, in epochs of the 1,000 labelled pictures",
+           ylabel="accuracy on shapes, %")
+    ax.legend(frameon=False)
     return figure
 
 
-def codes(c):
+def codes():
     """Accuracy of probes of what CRATE and a transformer pass on, from records/codes.csv."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
     ends = {}
@@ -180,7 +164,8 @@ def codes(c):
     return figure
 
 
-FIGURES = dict(images=images, text=text, recall=recall, length=length, codes=codes)
+FIGURES = dict(images=images, text=text, recall=recall, codes=codes,
+               pretraining=pretraining)
 
 
 def main(argv):
@@ -190,7 +175,7 @@ def main(argv):
     for name in c.names or FIGURES:
         if name not in FIGURES:
             raise UserError(f"figure {not_one_of(name, FIGURES)}")
-        figure = FIGURES[name](c)
+        figure = FIGURES[name]()
         for ax in figure.axes:
             ax.spines[["top", "right"]].set_visible(False)
         paths.append(ROOT / "docs" / "figures" / f"{name}.png")

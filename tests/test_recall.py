@@ -1,4 +1,4 @@
-"""In-context recall: its sequences, its turned keys, and that it is learned."""
+"""In-context recall: its sequences, its negated keys, and that it is learned."""
 import pytest
 import torch
 
@@ -20,17 +20,12 @@ def test_sequences():
     assert [torch.equal(ids, recall.sequences(c, 50, s)[0]) for s in (7, 8)] == [True, False]
 
 
-@pytest.mark.parametrize("kind", ["negated", "turned"])
-def test_changes(kind):
-    """Keys keep their length, scores their symmetry but for turned keys."""
-    c = recall.Recall(change=kind, width=8, heads=2)
+def test_negated():
+    """Scores keep their size and their symmetry, but for the sign."""
+    c = recall.Recall(negated=True, width=8, heads=2)
     attention = recall.build(c, "aot").layers[0].attention
     q, k, v = attention.queries_keys_values(torch.randn(1, 9, 8))      # (1, 2, 9, 4)
-    scores, own = q @ k.mT, (q * k).sum(-1)
-    assert torch.allclose(scores, scores.mT, atol=1e-5) == (kind != "turned")
-    assert torch.allclose(own, {"negated": -1, "turned": 0.5}[kind] * q.square().sum(-1))
-    assert torch.allclose(k.norm(dim=-1), q.norm(dim=-1))
-    assert torch.equal(q, v)
+    assert torch.equal(q, v) and torch.equal(k, -q)
 
 
 def test_recall():
@@ -40,5 +35,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="tost, negated is not possible without MSSA"):
-        recall.main(["--archs=tost", "--change=negated"])
+    with pytest.raises(UserError, match="tost, negated: its attention is not MSSA"):
+        recall.main(["--archs=tost", "--negated"])

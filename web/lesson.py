@@ -52,8 +52,7 @@ STEPS = "attention", "reversed", "alone", "derived", "shrinking"
 
 def of_attention(layer, trace):
     """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
-    is how much they add to R^c of tokens less their mean, at equal norm, and their cosines with
-    -grad R^c, without what changes this norm."""
+    is how much they add to R^c of tokens less their mean, at equal norm."""
     changes = compression.changes(layer, trace.tokens, torch.Generator())
     rates = layer_numbers(layer, trace, lambd=0)
     attention, X = layer.attention, layer.norm1(trace.tokens)
@@ -67,9 +66,7 @@ def of_attention(layer, trace):
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
         cos=changes["cosines", "W_U"])
-    for step in STEPS:
-        numbers |= {step: changes["norm 1", step], f"downhill_{step}": changes["cosines", step]}
-    return numbers
+    return numbers | {step: changes["norm 1", step] for step in STEPS}
 
 
 def of_layer(layer, trace):
