@@ -2,10 +2,10 @@
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 R^c falls with the length of tokens alone, and as they draw together on one vector. So it is that of
-tokens less their mean, and after a step they are scaled to the norm before it. Norm 1 is theirs,
-||Z||. R^c also falls as tokens leave what U sees: norm 2 is that of their projections,
-(sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are one. U is at unit
-size. Every step has attention's length, without what moves the mean:
+tokens less their mean, and after a step they are scaled to the norm before it: in the first table
+theirs, ||Z||. R^c also falls as tokens leave what U sees: in the second table it is the norm of
+their projections, (sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are
+one. U is at unit size. Every step has attention's length, without what moves the mean:
 
     attention    MSSA(LN(Z)); `before` is R^c before it
     as_it_is     the same, but nothing is held: neither mean nor norm; `as_it_was` is R^c before
@@ -17,19 +17,19 @@ size. Every step has attention's length, without what moves the mean:
     derived_swapped    derived with the map of another sample
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
-    elsewhere    what attention adds to R^c of random subspaces that fill the space (by norm 1)
+    random_subspaces    what attention adds to R^c of random subspaces that fill the space
 
-The first two tables have what each step adds to R^c, in nats, by layer and in all, by norm 1 and
-by norm 2. The third has the length of attention in units of the tokens' norm, the cosine of W with
-U, and that of each step with -grad R^c, of both without the part along Z, which changes length
-alone. +- is the standard error over samples, or over checkpoints of a config. --csv keeps all.
+These tables have what each step adds to R^c, in nats, by layer and in all. The third has the length
+of attention in units of the tokens' norm, the cosine of W with U, and that of each step with
+-grad R^c, of both without the part along Z, which changes length alone. +- is the standard error
+over samples, or over checkpoints of a config. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 
-Verdict (2026-11-28): as it is, attention raises R^c in four of five models of CRATE. By norm 1 it
-lowers R^c in four, but reversed lowers it 0.2 to 0.5 times as far, rotated 0.5 to 0.6, and alone
-1.0 to 2.3, in the fifth too. By norm 2 attention lowers it on pictures, as its reverse does, and
-raises it on text; derived lowers it in all five, but nearly as far with another map.
+Verdict (2026-11-28): as it is, attention raises R^c in four of five models of CRATE. At the tokens'
+norm it lowers R^c in four; of that fall 0.2 to 0.5 are left reversed, 0.3 to 0.7 swapped, 1.0 to
+2.3 alone. At the projections' norm it lowers R^c on pictures, as its reverse does, and raises it on
+text; derived lowers it in all five, but nearly as far swapped.
 """
 import csv
 from dataclasses import dataclass
@@ -45,7 +45,8 @@ from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from processes import cli
 
-TABLES = {"norm 1": "change of R^c by norm 1", "norm 2": "change of R^c by norm 2",
+TABLES = {"tokens": "change of R^c, the norm of the tokens held",
+          "projections": "change of R^c, the norm of their projections held",
           "cosines": "attention's length in units of the tokens' norm; cosines of W with U, and of "
                      "steps with -grad R^c"}
 
@@ -86,9 +87,9 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps=0.1):
-    """{(table, step): a number for each sample of Z (B, n, d)}. The tables norm 1 and norm 2 have
-    what a step adds to R^c, cosines its cosine with -grad R^c; there `length` is attention's, in
-    units of the tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
+    """{(table, step): a number for each sample of Z (B, n, d)}. Of a step it is what it adds to R^c,
+    or in `cosines` its cosine with -grad R^c; there `length` is attention's, in units of the
+    tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
     def centered(T):
         return T - T.mean(1, keepdim=True)
 
@@ -108,14 +109,14 @@ def changes(layer, Z, generator, eps=0.1):
     for name, step in added.items():
         numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
         moved = Z + models.at_norm(step, added["attention"])
-        scaled = {"norm 1": models.at_norm(moved, Z),
-                  "norm 2": moved * seen_by(U, Z) / seen_by(U, moved)}
+        scaled = {"tokens": models.at_norm(moved, Z),
+                  "projections": moved * seen_by(U, Z) / seen_by(U, moved)}
         for norm, after in scaled.items():
             numbers[norm, "before"] = before
             numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
-    numbers |= {("norm 1", "as_it_was"): was, ("norm 1", "as_it_is"): then - was}
+    numbers |= {("tokens", "as_it_was"): was, ("tokens", "as_it_is"): then - was}
     after = models.at_norm(Z + added["attention"], Z)
-    numbers["norm 1", "elsewhere"] = (models.subspace_coding_rate(after, V, eps)
+    numbers["tokens", "random_subspaces"] = (models.subspace_coding_rate(after, V, eps)
                                       - models.subspace_coding_rate(Z, V, eps))
     return numbers
 
@@ -199,7 +200,7 @@ def draw(runs, path, rows):
     figure, (axes,) = new_figure(1, 2, 4, 1 + 0.4 * len(rows))
     found = {run["names"][0]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
-    for ax, norm, of in zip(axes, ("norm 1", "norm 2"), ("tokens", "projections")):
+    for ax, norm in zip(axes, ("tokens", "projections")):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
             name, fill = run["names"][0], {} if place > 2 else dict(mfc="white")
@@ -210,7 +211,7 @@ def draw(runs, path, rows):
                         label=name.removeprefix("pretrained:") if row == 1 else None)
         for row in range(len(rows) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
-        ax.set_title(f"norm of the {of} held", fontsize="medium")
+        ax.set_title(f"norm of the {norm} held", fontsize="medium")
         ax.set(xlabel="change of $R^c$, %", ylim=(len(rows) - 0.5, -0.5))
         ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(left=False, labelleft=ax is axes[0])

@@ -3,8 +3,8 @@ import numpy as np
 import torch
 
 # the same arch has the same colour in every figure
-COLORS = {"crate": "C0", "crate-t": "C9", "crate-n": "C4", "crate-c": "C6", "crate-alpha": "C2",
-          "crate-alpha-one": "C8", "mssa-mlp": "0.5", "transformer": "C3"}
+COLORS = {"crate": "C0", "crate-alpha": "C2", "crate-alpha-one": "C8", "mssa-mlp": "0.5",
+          "transformer": "C3"}
 
 FIVE = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))

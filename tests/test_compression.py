@@ -118,7 +118,7 @@ def test_changes(by_U, eps=0.3):
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator())
         found = compression.changes(layer, Z, torch.Generator(), eps)
-    norm_held = ("norm 1", "norm 2")[by_U]
+    norm_held = ("tokens", "projections")[by_U]
     for name, step in (added | dict(gradient=-uphill)).items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
@@ -132,7 +132,7 @@ def test_changes(by_U, eps=0.3):
             assert_near(found[norm_held, name], rates[1] - rates[0])
             assert_near(found["cosines", name], F.cosine_similarity(*across))
     raw = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + added["attention"])]
-    assert_near(found["norm 1", "as_it_is"], raw[1] - raw[0])
+    assert_near(found["tokens", "as_it_is"], raw[1] - raw[0])
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
     assert_near(found["cosines", "W_U"], products.expand(3))
@@ -159,8 +159,8 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     assert run["names"] == paths
     rows = [*csv.DictReader(table.open())]
     assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
-    assert float(rows[2]["alone"]) == pytest.approx(run["norm 1"][-1]["alone"], rel=1e-3)
-    for norm, ax in zip(("norm 1", "norm 2"), drawn[0].axes, strict=True):
+    assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
+    for norm, ax in zip(("tokens", "projections"), drawn[0].axes, strict=True):
         for row, first, second in zip(run[norm], *(one[norm] for one in each), strict=True):
             assert row.keys() == first.keys() and first["attention_error"] > 0
             assert row["attention"] == pytest.approx((first["attention"] + second["attention"]) / 2)

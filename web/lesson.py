@@ -66,7 +66,7 @@ def of_attention(layer, trace):
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
         cos=changes["cosines", "W_U"])
-    return numbers | {step: changes["norm 1", step] for step in STEPS}
+    return numbers | {step: changes["tokens", step] for step in STEPS}
 
 
 def of_layer(layer, trace):
@@ -114,7 +114,7 @@ def recorded():
     """{name in the text: cells with what a step adds to R^c in all layers of other models}."""
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [row for row in csv.DictReader(file)
-                if row["table"] == "norm 1" and row["layer"] == "all"]
+                if row["table"] == "tokens" and row["layer"] == "all"]
     others = [row for row in rows if row["models"] in compression.FIVE.split(",")[1:]]
     return {f"other_{step}": "".join(f"<td>{listed([float(row[step])])}" for row in others)
             for step in STEPS}
