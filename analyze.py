@@ -15,7 +15,7 @@ import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from data.samples import batches, split_for, spread
-from evaluate import check_classes, pooling, validation_noise
+from evaluate import check_classes, validation_noise
 from flags import DataFlags, option, parse_command, ROOT, SampleFlags, UserError
 from model import layer_numbers, saliency
 from processes import cli
@@ -31,17 +31,8 @@ class OutFlags:
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
 class Layers(SampleFlags, OutFlags):
-    """Rates, nonzeros and the sparse rate reduction, layer by layer: mean and deviation over
-    samples, rates in nats. Each layer's U is times one number that makes ||U||_F^2 = K p, as
-    orthonormal bases have it; MHSA has value maps for U. Rc_tokens leaves out --shift and --rotary.
-
-    Rc_tokens is the R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code; its
-    caption has R^c(Z^{l+1/2} | U). Rc_change is what attention, derived to lower R^c, adds to it.
-    It is of tokens less their mean, and Z^{l+1/2} is taken at the norm of Z^l, since longer tokens
-    alone raise R^c. Rc_alone is its control, for archs with a softmax: a step of the same length,
-    where each token attends to itself alone. R_change and gain are what the layer adds to R and to
-    R - R^c, at the norm of Z^l, the mean included. R, Rc and nonzeros are of Z^{l+1}; objective is
-    R - Rc - lambda ||Z^{l+1}||_0, and rise is what the layer adds to it ([J] Eq. (21))."""
+    """Rates, nonzeros and the sparse rate reduction by layer, means over samples. MHSA has value
+    maps for U."""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "
@@ -49,6 +40,9 @@ class Layers(SampleFlags, OutFlags):
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
+
+
+Layers.__doc__ += "\n\n    " + layer_numbers.__doc__      # for --help
 
 
 @torch.no_grad()
@@ -80,8 +74,7 @@ def layers(c):
         figures.print_table([{key: y for key, y in row.items() if not key.endswith("_std")}
                              for row in table])
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change is what attention adds to R^c, Rc_alone a step as long in which each token "
-          "attends to itself alone; --help has all columns")
+    print("Rc_change is what attention adds to R^c, less length; --help says all columns")
     draw_layers(runs, c)
     return runs
 
@@ -141,7 +134,7 @@ def saliency_maps(c):
     traces = loaded.encoder.trace(x)
     if c.layer and c.layer > len(traces):
         raise UserError(f"--layer={c.layer}: {c.ckpt} has {len(traces)}")
-    maps = saliency(traces[(c.layer or 0) - 1].attention, pooling(loaded))
+    maps = saliency(traces[(c.layer or 0) - 1].attention, loaded.pooling)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
@@ -168,7 +161,7 @@ def predict(c):
         best = model(x).softmax(-1).topk(min(3, len(classes)))
         answers = [{classes[i]: y for i, y in zip(*row)}
                    for row in zip(best.indices.tolist(), best.values.tolist())]
-        maps = saliency(loaded.encoder.trace(x)[-1].attention, pooling(loaded))
+        maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
         sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), ["image", "saliency"]
     words = [[f"{key} {y:.3f}" for key, y in answer.items()] for answer in answers]
     for name, parts in zip(names, words):

@@ -141,6 +141,11 @@ class Loaded(NamedTuple):
         """What has `tokens` and `layers`."""
         return self.encoder or self.model
 
+    @property
+    def pooling(self):
+        """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
+        return "mean" if self.task == "mae" else self.encoder.config.pool
+
 
 def load_model(path, heads=None, tasks=(), untrained_seed=None):
     """Any checkpoint of `tasks` (none: of all), ours or a published one, as `Loaded`. `heads` is K

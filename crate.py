@@ -40,6 +40,7 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * (Z != 0).sum((1, 2))
 
 
+# The derivation of attention: the lesson runs these two, the model does not
 def subspace_coding_rate_grad(Z, U, eps=0.5):
     """The gradient of R^c, Eq. (31): beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^* U_k^*Z)^-1."""
     w = Z[:, None] @ U                                      # (U_k^*Z)^*, (B, K, n, p)
@@ -139,7 +140,7 @@ def newton_schulz(G):
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), 0.0
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
@@ -169,18 +170,17 @@ def look(model, x, eps=0.1):
     attention adds to it, and what a step as long adds if each token attends to itself alone, both
     at the norm before, since longer tokens cost more. Of Z^{l+1}: objective and nonzeros. U has the
     norm of orthonormal bases; eps is the released code's for arXiv 2306.01129, Figure 3."""
+    centered = lambda T: T - T.mean(1, keepdim=True)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        X = layer.norm1(Z)
+        X, start = layer.norm1(Z), centered(Z)
+        step = centered(layer.attention(X))
         alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
-        start, step, alone = (T - T.mean(1, keepdim=True) for T in (Z, layer.attention(X), alone))
-
-        def Rc(T):
-            return subspace_coding_rate(at_norm(T, start), U, eps).mean()
+        Rc = lambda T: subspace_coding_rate(at_norm(T, start), U, eps).mean()
         rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
-                     "alone adds": Rc(start + at_norm(alone, step)) - Rc(start),
+                     "alone adds": Rc(start + at_norm(centered(alone), step)) - Rc(start),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

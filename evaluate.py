@@ -30,11 +30,6 @@ def check_classes(loaded, data):
         raise UserError(f"--data={data.name} has other classes than the checkpoint")
 
 
-def pooling(loaded):
-    """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
-    return "mean" if loaded.task == "mae" else loaded.encoder.config.pool
-
-
 def batches_of(split, batch_size, processes):
     """This process's share of the images and labels, in batches."""
     mine = torch.arange(len(split))[processes.rank::processes.world].split(batch_size)
@@ -194,7 +189,7 @@ class Probe(ScoreFlags):
 def probe(c):
     """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
-    data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or pooling(loaded)
+    data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or loaded.pooling
     samples = []
     for split in (data.train, data.val):
         split = images.Images(split, processes.device)

@@ -34,6 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
+# config.row is the arch's row of the table ARCHS, config.family what its authors put around it
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
     queries are of the last m of n tokens, and a token has weights on itself and those before."""
@@ -68,9 +69,8 @@ def side_by_side(heads):
 
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
-    and `forward`. For text it says so: then no token sees a later one, and `forward` and
-    `new_cache` keep what a generation has read."""
-    for_text = False
+    and `forward`. If `causal`, no token sees a later one, and `forward` and `new_cache` keep what a
+    generation has read."""
 
     def __init__(self, config):
         super().__init__()
@@ -114,7 +114,6 @@ class Attention(nn.Module, ABC):
 class SoftmaxAttention(Attention):
     """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
     not U^* Z all three, a subclass has its own `queries_keys_values`."""
-    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -489,7 +488,6 @@ class TSSA(Attention):
         out_ik  = - Pi_ik w_i / (1 + s_k)                      entries with a small s change most
     then W. Causal (released code): norm and sums run over tokens <= i, and a bias b (K, T, 1), at
     first 0, is added to each of the p normalised squares. eta starts at 1 and is not decayed."""
-    for_text = True
 
     def __init__(self, config):
         super().__init__(config)
@@ -648,13 +646,13 @@ class Family(NamedTuple):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
-               class_token_std=1.0, positions_std=1.0)
-ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
-               embed_kaiming=True)
-VIT = Family()
-TEXT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
-CRATE_LM = TEXT._replace(norm_bias=True, out_bias=True)
+AS_CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
+                  class_token_std=1.0, positions_std=1.0)
+AS_ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
+                  embed_kaiming=True)
+AS_VIT = Family()
+AS_GPT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+AS_CRATE_LM = AS_GPT._replace(norm_bias=True, out_bias=True)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
@@ -666,30 +664,35 @@ class Arch(NamedTuple):
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
-    text_family: Family = TEXT          # nanoGPT's, and ToST's too
+    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
+
+    def reads(self):
+        """The fields of a config that this arch reads, and not every one."""
+        own = self.sparsification.reads if self.sparsification else ()
+        return {*own} if self.output == "learned" else {*own, "step_size"}
 
 
 ARCHS = {
-    "crate": Arch(MSSA, ISTA, CRATE),                               # [J] Eq. (45)
-    "crate-c": Arch(MSSA, ISTA, CRATE, output="subspace"),          # [S]
-    "crate-n": Arch(MSSA, ISTA, CRATE, output="negative"),          # [S]
-    "crate-t": Arch(MSSA, ISTA, CRATE, output="transpose"),         # [S]
-    "crate-mm": Arch(MSSA, MMProx, CRATE),                          # [N] Eq. (92), Table 3
-    "crate-relu": Arch(MSSA, Threshold, CRATE),                     # an ablation: no dictionary
-    "crate-residual": Arch(MSSA, ISTA, CRATE, residual=True),       # an ablation: the residual
-    "crate-alpha": Arch(MSSA, ODL, ALPHA, residual=True),           # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, ALPHA, text_family=CRATE_LM),   # Bai and Ma 2025
+    "crate": Arch(MSSA, ISTA, AS_CRATE),                            # [J] Eq. (45)
+    "crate-c": Arch(MSSA, ISTA, AS_CRATE, output="subspace"),       # [S]
+    "crate-n": Arch(MSSA, ISTA, AS_CRATE, output="negative"),       # [S]
+    "crate-t": Arch(MSSA, ISTA, AS_CRATE, output="transpose"),      # [S]
+    "crate-mm": Arch(MSSA, MMProx, AS_CRATE),                       # [N] Eq. (92), Table 3
+    "crate-relu": Arch(MSSA, Threshold, AS_CRATE),                  # an ablation: no dictionary
+    "crate-residual": Arch(MSSA, ISTA, AS_CRATE, residual=True),    # an ablation: the residual
+    "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True),        # [B] Eq. (7.5.3)-(7.5.5)
+    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM),# Bai and Ma 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
-    "tost": Arch(TSSA, MLP, VIT, residual=True, layer_scale=1.0),
-    "aot": Arch(MSSA, None, VIT),                                   # [B] Eq. (7.5.8)
-    "aot-mhsa": Arch(MHSA, None, VIT),                              # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, VIT, residual=True),             # [B] Eq. (7.2.13)-(7.2.22)
+    "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0),
+    "aot": Arch(MSSA, None, AS_VIT),                                # [B] Eq. (7.5.8)
+    "aot-mhsa": Arch(MHSA, None, AS_VIT),                           # [B] Eq. (7.5.8) with MHSA
+    "transformer": Arch(MHSA, MLP, AS_VIT, residual=True),          # [B] Eq. (7.2.13)-(7.2.22)
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
-    "mssa-mlp": Arch(MSSA, MLP, VIT, residual=True),
-    "mhsa-ista": Arch(MHSA, ISTA, CRATE),
-    "crate-mlp": Arch(MSSA, MLP, CRATE, residual=True),     # an MLP in CRATE's surroundings
-    "mssa-ista": Arch(MSSA, ISTA, VIT),                     # ISTA in a transformer's
+    "mssa-mlp": Arch(MSSA, MLP, AS_VIT, residual=True),
+    "mhsa-ista": Arch(MHSA, ISTA, AS_CRATE),
+    "crate-mlp": Arch(MSSA, MLP, AS_CRATE, residual=True),          # an MLP in CRATE's surroundings
+    "mssa-ista": Arch(MSSA, ISTA, AS_VIT),                          # ISTA in a transformer's
 }
 
 
@@ -788,6 +791,9 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         self.stem = self.stem or self.family.stem
+        for name, words in dict(stem=("norm", "plain"), positions=("learned", "sincos"),
+                                pool=("class", "mean")).items():
+            check_word(name, getattr(self, name), words)
         if self.final_norm is None:
             self.final_norm = self.family.final_norm
         if self.image_size % self.patch_size:
@@ -829,22 +835,20 @@ class TextConfig(BackboneConfig):
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.row.attention.for_text:
-            raise ConfigError(f"{self.arch} is not for text: its attention has no causal form")
+
+
+def check_read(arch, names):
+    """ConfigError if one of the names is a field that other archs read, and this one does not."""
+    check_word("arch", arch, ARCHS)
+    for name in {name for row in ARCHS.values() for name in row.reads()} - ARCHS[arch].reads():
+        if name in names:
+            raise ConfigError(f"{arch} has no {name}")
 
 
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides. A
-    field that the arch would not read is refused."""
-    check_word("arch", arch, ARCHS)
-    row = ARCHS[arch]
-    read = row.sparsification.reads if row.sparsification else ()
-    read += ("step_size",) if row.output != "learned" else ()
-    for name in ("eta", "lambd", "mm_eps", "expansion", "ista_steps", "step_size"):
-        if name in given and name not in read:
-            raise ConfigError(f"{arch} has no {name}")
+    field that the arch does not read is refused."""
+    check_read(arch, given)
     if size is not None:
         table = SIZES[cls.kind]
         sizes = table.get(arch, table[ARCHS[arch].image_family.sizes])
@@ -883,13 +887,22 @@ def alone(attention, X):
 def one_set(T, together):
     """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
     if len(T) % together:
-        raise ConfigError(f"--together={together} does not divide a batch of {len(T)}")
+        raise ConfigError(f"{len(T)} samples at once are no multiple of {together} coded together")
     return T.double().unflatten(0, (-1, together)).flatten(1, 2)
 
 
 def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
-    """{name: a number for each set of tokens}, of a layer that took the steps of `trace`; what they
-    are says `analyze.py layers --help`. In float64, as float32 may give NaN."""
+    """Numbers of a layer that took the steps of `trace`, {name: one for each set of tokens}. Rates
+    are in nats, with U at unit size, and in float64, as float32 may give NaN.
+
+    Rc_tokens    R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code (its caption
+                 has R^c(Z^{l+1/2} | U)); without --shift and --rotary
+    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, and
+                 back at the norm of Z^l, as longer tokens alone raise R^c
+    Rc_alone     the same of its control, a step as long in which each token attends to itself alone
+    R_change     what the layer adds to R at the norm of Z^l, the mean included; gain to R - R^c
+    objective    R - Rc - lambda ||Z||_0 of Z^{l+1}; so are R, Rc and nonzeros
+    rise         what the layer adds to the objective, [J] Eq. (21)"""
     U = unit_size(layer.attention.bases().double())
     X, Z, half, out = (one_set(T, together) for T in (
         layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))

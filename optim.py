@@ -8,8 +8,7 @@ from model import MHSA, SoftmaxAttention
 from processes import device_name, is_fast_in_bfloat16
 
 # Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "A10G": 70e12,
-        "A10": 125e12, "4090": 165e12, "3090": 71e12}
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 def micro_batches(model, size, *batch):

@@ -30,13 +30,11 @@ class Config(RunFlags, ModelFlags):
     # optimization
     lr: float = option(2.4e-3, "peak learning rate", above=0)
     weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
     batch_size: int = option(256, "images a step, of all processes together", low=1)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(40, "epochs of linear warm-up, half of all at most", low=0)
     crop_area: float = option(0.2, "smallest share of the area that a crop keeps", above=0, high=1)
-    flip: bool = option(True, "mirror half of the images")
 
 
 PRESETS = {
@@ -67,9 +65,7 @@ def augmented(pixels, rng, c, data):
     """uint8 (b, H, W, 3) to the normalized float batch (b, 3, S, S) that the model trains on."""
     x = augment.to_float(pixels)
     x = augment.random_resized_crop(x, c.image_size, rng, scale=(c.crop_area, 1.0))
-    if c.flip:
-        x = augment.flip(x, rng)
-    return augment.normalize(x, data.mean, data.std)
+    return augment.normalize(augment.flip(x, rng), data.mean, data.std)
 
 
 # ---- Model, evaluation --------------------------------------------------------------------------
@@ -107,7 +103,7 @@ def main(argv):
     model = build_model(c).to(device)
 
     # ---- optimizer; with AdamW for model.predict the loss on `shapes` is the same, 0.233
-    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
+    optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, 0.95),
                                  hidden=[model.encoder.layers, model.decoder, model.predict])
     schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
 

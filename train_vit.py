@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 import checkpoint
 from data import augment, images
-from evaluate import classify, pooling
+from evaluate import classify
 from flags import model_fields, ModelFlags, option, parse_run, UserError
-from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
+from model import check_read, image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
@@ -34,7 +34,6 @@ class Config(RunFlags, ModelFlags):
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
-    drop_path: float = option(0.0, "stochastic depth of the last layer", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
         displaces=("size", *SHAPES))
@@ -95,9 +94,7 @@ PRESETS = {
         crop="resized",     # bicubic, as all resampling here; the released code's is bilinear
         randaugment=2, magnitude=14, eval_every=388),       # four epochs
     # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
-    "finetune-cifar10-small": dict(
-        data="cifar10", init_from=MISSING, optimizer="muon", lr=2e-2, layer_decay=0.5),
-    "finetune-mine": dict(      # your own pictures, as the README prepares them
+    "finetune-mine": dict(      # as the README prepares them
         data="mine", init_from="pretrained:cifar10-crate", image_size=48, batch_size=32, epochs=30,
         optimizer="muon", lr=2e-2, layer_decay=0.5),
     "finetune-shapes": dict(
@@ -132,7 +129,8 @@ def build_model(c, classes, loaded=None):
         return ImageClassifier(image_config(c.size, **ours))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
-    theirs = model_fields(ImageConfig, loaded.encoder.config, pool=pooling(loaded))
+    theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling)
+    check_read(theirs["arch"], ours)
     for name in SHAPES:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")

@@ -55,7 +55,6 @@ class ImageSet(NamedTuple):
     """Square pictures by class, of the Hub or of a person's own folder."""
     size: int                       # pixels per side, as stored
     hub: str | None = None
-    config: str | None = None       # of the Hub's set, if it has several
     val: str = "val"                # the split that validates
     image: str = "image"            # the column of the pictures
     label: str = "label"
@@ -68,7 +67,7 @@ class ImageSet(NamedTuple):
         if self.hub:
             if source:
                 folders.refuse_missing_shards(folders.files_in(source))
-            sets = load_dataset(str(source or self.hub), None if source else self.config,
+            sets = load_dataset(str(source or self.hub),
                                 cache_dir=str(draft / "scratch"), streaming=self.streamed)
             return sets.cast_column(self.image, Image(decode=False))
         sets, parts = {}, folders.pictures(source)
@@ -98,6 +97,7 @@ class ImageSet(NamedTuple):
             out.seek(0)
             np.lib.format.write_array_header_1_0(out, dict(
                 descr="|u1", fortran_order=False, shape=(len(labels), self.size, self.size, 3)))
+            assert out.tell() == 128
         np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
         folders.tell_left_out("pictures", problems)
         if not labels:
@@ -116,7 +116,6 @@ class TextSet(NamedTuple):
     """Texts, stored as the tokens of each split."""
     tokenizer: str = "gpt2"         # or "char"
     hub: str | None = None
-    config: str | None = None       # of the Hub's set, if it has several
     revision: str | None = None
     one_text: bool = False          # the rows are parts of one text
     held_out: float = 0.01          # of the rows, where none are for validation
@@ -130,7 +129,7 @@ class TextSet(NamedTuple):
         from datasets import Dataset, Features, load_dataset, Value
 
         if source is None:
-            sets = load_dataset(self.hub, self.config, revision=self.revision,
+            sets = load_dataset(self.hub, revision=self.revision,
                                 num_proc=os.cpu_count())
         else:
             strings = Features(text=Value("large_string"))
@@ -213,7 +212,7 @@ def pydoc():
 IMAGES = {
     "shapes": DrawnSet(),
     "cifar10": ImageSet(32, "uoft-cs/cifar10", val="test", image="img", streamed=True),
-    "cifar100": ImageSet(32, "uoft-cs/cifar100", None, "test", "img", "fine_label", True),
+    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", True),
     "pets": ImageSet(256, "timm/oxford-iiit-pet", val="test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
     "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", val="validation", streamed=True),

@@ -21,6 +21,7 @@ SHAPES = {
     "arrow": lambda x, y: np.where(y > 0, y + abs(x) < 1, (abs(x) < 0.32) & (y > -1)),
 }
 
+
 def _texture(rng, n, size):
     """float32 (n, size, size, 3) around 0: noise, interpolated, of three grains."""
     out = np.zeros((n, size * size, 3), np.float32)

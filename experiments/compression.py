@@ -87,7 +87,7 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps=0.1):
-    """{(table, step): a number for each sample of Z (B, n, d)}. Of a step it is what it adds to R^c,
+    """{(table, step): a number for each sample of Z (B, n, d)}. It is what a step adds to R^c,
     or in `cosines` its cosine with -grad R^c; there `length` is attention's, in units of the
     tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
     def centered(T):

@@ -27,7 +27,7 @@ import torch
 from checkpoint import each_model
 from data.samples import batches, split_for
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression, pooling
+from evaluate import logistic_regression
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, SampleFlags, UserError
@@ -95,7 +95,7 @@ def read_codes(loaded, c):
     channel = images.mean((1, 2)).argmax(1)
     properties = {f"class {i}": labels == i for i in np.unique(labels)}
     properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
-    values = values[:, 0] if pooling(loaded) == "class" else values[:, 1:].mean(1)
+    values = values[:, 0] if loaded.pooling == "class" else values[:, 1:].mean(1)
     return Codes(values, nonzeros, properties, labels, group)
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images
-from evaluate import pooling, ScoreFlags
+from evaluate import ScoreFlags
 from figures import stretched
 from flags import option, parse
 from model import saliency
@@ -63,7 +63,7 @@ def segment(c):
         for index in with_bar(torch.arange(n).split(c.batch_size), name):
             x = images.model_input(pictures.batch(index)[0], data, size)
             with processes.autocast():
-                maps = saliency(encoder.trace(x)[-1].attention, pooling(loaded))
+                maps = saliency(encoder.trace(x)[-1].attention, loaded.pooling)
             maps = maps.mean(1).float().cpu().unflatten(-1, (encoder.config.side, -1))
             parts.append(overlap_at_thresholds(maps, truth[index]))
         prior = truth.float().mean(0, keepdim=True) if prior is None else prior

@@ -24,7 +24,7 @@ RUNS = {        # a process's 3 sequences are split in 2 + 1, its 6 images in 4 
     "bert": (*GPT, "--objective=masked", "--arch=transformer"),
 }
 FAULTY = [*FLAGS["train_vit"], "--batch_size=12", "--epochs=0.6", "--eval_every=10",
-          "--dropout=0.1", "--drop_path=0.1"]                           # 20 steps
+          "--dropout=0.1"]                           # 20 steps
 # All RUNS, then a run of FAULTY flags without and one with faults: rank 1 gets SIGTERM after step
 # 6, and when that run goes on, rank 0 is killed after step 15, so that torchrun starts all again
 SCRIPT = f"""

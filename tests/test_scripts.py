@@ -22,7 +22,7 @@ from run import Run, RunEnded
 
 SCRIPTS = (train_vit, train_mae, train_simdino, train_gpt)
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-KEEP_ALL = ["--dropout=0.1", "--drop_path=0.1", "--micro_batch=10", "--randaugment=1",
+KEEP_ALL = ["--dropout=0.1", "--micro_batch=10", "--randaugment=1",
             "--crop=resized", "--optimizer=lion", "--lr=1e-4", "--cutmix=0.5"]
 PRESETS = [(script, name) for script in SCRIPTS for name in script.PRESETS]
 
