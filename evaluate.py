@@ -6,8 +6,7 @@
     python evaluate.py knn --ckpt=out/vit-cifar10/ckpt.pt           the 20 nearest neighbours
     python evaluate.py lm --ckpt=out/gpt-openwebtext/best.pt --data=mine            loss per token
 
-The last line of each is one JSON object. Losses are in nats. COMMAND --help lists its flags.
-Baselines of linear and knn: --untrained, and --features=pixels."""
+The last line of each is one JSON object. Baselines are --untrained and --features=pixels."""
 import json
 import math
 from dataclasses import dataclass

@@ -4,11 +4,12 @@ In-context recall: a small causal model reads pairs of a random key and a random
 key again, in another order, and must say its value (the task of Arora et al. 2023 without gaps;
 values may repeat). aot is aot-mhsa with one matrix for all three, mhsa-ista is crate with three.
 With one, a head compares by inner products w_i^* w_j, which are symmetric, and prefers tokens that
-are alike; with --negated it is symmetric still, but prefers those that are not.
+are alike, above all itself. --change has controls between one matrix and three, see CHANGES.
 
     python -m experiments.recall
     python -m experiments.recall --archs=crate,mhsa-ista
-    python -m experiments.recall --archs=aot,mssa-mlp,crate --negated        # or --shift
+    python -m experiments.recall --archs=aot,mssa-mlp,crate --change=negated        # or --shift
+    python -m experiments.recall --archs=transformer --change=query=key
 
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
@@ -26,7 +27,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import ARCHS, LanguageModel, MSSA, TextConfig
+from model import ARCHS, LanguageModel, MHSA, MSSA, TextConfig
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -35,7 +36,8 @@ from processes import cli, derive_seed, with_bar
 class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    negated: bool = option(False, "keys times -1, of archs with one matrix")
+    change: str = option("none", "of a head: see CHANGES", choices=(
+        "none", "negated", "no self", "query=key", "key=value", "query=value"))
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -46,6 +48,7 @@ class Recall:
     steps: int = option(3000, "most steps of a run", low=1)
     batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(1e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+    csv: str | None = option(None, "a file to which each run's row is added; none: no file")
 
     def __post_init__(self):
         if self.pairs > self.symbols:
@@ -53,18 +56,41 @@ class Recall:
 
 
 class Negated(MSSA):
-    """MSSA with keys times -1: scores stay symmetric, and unlike tokens score high."""
+    """One matrix, keys times -1: scores stay symmetric, and unlike tokens score high."""
     def queries_keys_values(self, Z, cache=None):
         q, k, v = super().queries_keys_values(Z, cache)
         return q, -k, v
 
 
+class NoSelf(MSSA):
+    """One matrix, and no token but the first attends to itself."""
+    def attend(self, q, k, v):
+        itself = torch.eye(q.shape[2], dtype=torch.bool).index_fill(0, torch.tensor(0), False)
+        scores = self.scale * (q @ k.mT)
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        return scores.masked_fill(future | itself, -torch.inf).softmax(-1) @ v
+
+
+def tied(kept, replaced):
+    """MHSA in which the query, key or value (0, 1, 2) `replaced` is the one `kept`."""
+    class Tied(MHSA):
+        def queries_keys_values(self, Z, cache=None):
+            parts = [*super().queries_keys_values(Z, cache)]
+            parts[replaced] = parts[kept]
+            return parts
+    return Tied
+
+
+CHANGES = {"negated": Negated, "no self": NoSelf, "query=key": tied(0, 1),
+           "key=value": tied(1, 2), "query=value": tied(0, 2)}
+
+
 def build(c, arch):
-    if c.negated:
-        row, arch = ARCHS[arch], f"{arch}, negated"
-        if row.attention is not MSSA:
-            raise UserError(f"{arch}: its attention is not MSSA")
-        ARCHS[arch] = row._replace(attention=Negated)
+    if c.change != "none":
+        row, arch = ARCHS[arch], f"{arch}, {c.change}"
+        if not issubclass(CHANGES[c.change], row.attention):
+            raise UserError(f"{arch}: this is a change of another attention")
+        ARCHS[arch] = row._replace(attention=CHANGES[c.change])
     return LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
                                     shift=c.shift, context=4 * c.pairs - 1,
                                     vocab_size=2 * c.symbols))
@@ -109,6 +135,12 @@ def main(argv):
     rows = []
     for arch, parameters in counts.items():
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
+        if c.csv:
+            with open(c.csv, "a") as file:
+                for seed, run in enumerate(runs):
+                    change = "--shift" if c.shift else c.change
+                    print(arch, change, c.width, parameters, c.lr, seed, run["steps"] or "",
+                          round(run["accuracy"], 4), sep=",", file=file)
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")
                     | averages(runs))

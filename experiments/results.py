@@ -79,33 +79,29 @@ def text():
 
 
 def recall():
-    """Mean steps until a model has learned, of the runs of records/recall.csv that do; a cross
-    stands for none."""
-    figure, (axes,) = new_figure(1, 3, 2.6, 2)
-    settings = {"none": "", "negated": ", keys negated", "shift": ", --shift"}
-    panels = {"attention alone": ("aot-mhsa", "aot"),
-              "attention and an MLP": ("transformer", "mssa-mlp"), "CRATE": ("mhsa-ista", "crate")}
+    """Steps until each of five runs of records/recall.csv has learned; a cross: how many do not."""
+    figure, (axes,) = new_figure(1, 3, 2.6, 2.8)
+    panels = {"attention and an MLP": ("transformer", "mssa-mlp"),
+              "attention alone": ("aot-mhsa", "aot"), "CRATE": ("mhsa-ista", "crate")}
+    settings = {"three matrices": (0, "none", "64"), "query = key": (0, "query=key", "64"),
+                "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
+                "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),
+                "one, not to itself": (1, "no self", "64"),
+                "one, keys negated": (1, "negated", "64"), "one, --shift": (1, "--shift", "64")}
     with open(ROOT / "records" / "recall.csv") as file:
-        found = {(row["arch"], row["change"]): row for row in csv.DictReader(file)
-                 if row["width"] == "64"}
+        rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]
     for ax, (title, archs) in zip(axes, panels.items()):
-        keys = [(arch, change) for arch in archs for change in settings if (arch, change) in found]
-        for place, (arch, change) in enumerate(reversed(keys)):
-            runs, steps = found[arch, change]["runs"], found[arch, change]["steps"]
-            color = "black" if arch == archs[0] else COLORS["crate"]
-            if not steps:
-                ax.plot(3000, place, "x", color=color)
-                ax.text(2850, place, "none of 5", va="center", ha="right", fontsize="small")
-            else:
-                ax.plot(float(steps), place, "o", color=color)
-                if runs != "5":
-                    ax.text(float(steps) + 120, place, f"{runs} of 5", va="center",
-                            fontsize="small")
-        names = {archs[0]: "three matrices", archs[1]: "one matrix"}
-        ax.set_yticks(range(len(keys)), [names[arch] + settings[change]
-                                         for arch, change in reversed(keys)])
-        ax.set(xlim=(0, 3100), title=title)
-        ax.title.set_fontsize("medium")
+        for place, (which, *setting) in enumerate(settings.values()):
+            steps = [row["steps"] for row in rows if row["arch"] == archs[which]
+                     and [row["change"], row["width"]] == setting]
+            learned, color = [int(n) for n in steps if n], COLORS["crate"] if which else "black"
+            ax.plot(learned, [place] * len(learned), "o", mfc="none", color=color)
+            if len(learned) < len(steps):
+                ax.plot(3150, place, "x", color=color)
+                ax.text(3250, place, len(steps) - len(learned), va="center", fontsize="small")
+        ax.set_yticks(range(len(settings)), settings)
+        ax.set(xlim=(0, 3600), ylim=(len(settings) - 0.5, -0.5))
+        ax.set_title(title, fontsize="medium")
         ax.tick_params(labelleft=ax is axes[0])
     axes[1].set_xlabel("training steps until 95 % of the values are right")
     return figure

@@ -63,8 +63,8 @@ def test_the_lines_of_python_run(tmp_path, monkeypatch):
     code, = re.findall(r"```python\n(from .*?)```", TEXTS["README.md"], re.S)
     found = {}
     exec(code, found)
-    assert torch.equal(found["trace"][-1].out, found["tokens"])
-    assert len(found["trace"]) == 8 and found["U"].shape == (8, 256, 32)
+    assert found["logits"].shape == (2, 10) and len(found["trace"]) == 8
+    assert torch.equal(found["trace"][-1].out, found["loaded"].encoder(found["x"]))
 
 
 def test_the_diffs_apply():

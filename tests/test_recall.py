@@ -1,4 +1,4 @@
-"""In-context recall: its sequences, its negated keys, and that it is learned."""
+"""In-context recall: its sequences, its controls, and that it is learned."""
 import pytest
 import torch
 
@@ -20,12 +20,24 @@ def test_sequences():
     assert [torch.equal(ids, recall.sequences(c, 50, s)[0]) for s in (7, 8)] == [True, False]
 
 
-def test_negated():
-    """Scores keep their size and their symmetry, but for the sign."""
-    c = recall.Recall(negated=True, width=8, heads=2)
-    attention = recall.build(c, "aot").layers[0].attention
-    q, k, v = attention.queries_keys_values(torch.randn(1, 9, 8))      # (1, 2, 9, 4)
-    assert torch.equal(q, v) and torch.equal(k, -q)
+@pytest.mark.parametrize("change", recall.CHANGES)
+def test_changes(change):
+    c = recall.Recall(change=change, width=8, heads=2)
+    arch = "aot-mhsa" if "=" in change else "aot"
+    attention, Z = recall.build(c, arch).layers[0].attention, torch.randn(1, 9, 8)
+    q, k, v = attention.queries_keys_values(Z)                          # (1, 2, 9, 4)
+    if change == "negated":                 # scores keep their size and symmetry, but for the sign
+        assert torch.equal(q, v) and torch.equal(k, -q)
+    elif change == "no self":
+        weights = attention.attend(q, k, torch.eye(9).expand(1, 2, 9, 9))
+        assert torch.equal((weights[0, 0] > 0).long(), torch.ones(9, 9).tril(-1).long().index_put(
+            (torch.tensor(0), torch.tensor(0)), torch.tensor(1)))
+        assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 9))
+    else:
+        parts = dict(query=q, key=k, value=v)
+        same, other = change.split("="), {*parts} - {*change.split("=")}
+        assert torch.equal(parts[same[0]], parts[same[1]])
+        assert not torch.equal(parts[same[0]], parts[other.pop()])
 
 
 def test_recall():
@@ -35,5 +47,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="tost, negated: its attention is not MSSA"):
-        recall.main(["--archs=tost", "--negated"])
+    with pytest.raises(UserError, match="tost, negated: this is a change of another attention"):
+        recall.main(["--archs=tost", "--change=negated"])
