@@ -14,7 +14,7 @@ one. U is at unit size. Every step has attention's length, without what moves th
     rotated      attention, turned by a random rotation, as if its output were not learned
     reversed     attention with the opposite sign
     derived      -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34), no beta in (36)
-    derived_swapped    derived with the map of another sample
+    derived_swapped, derived_alone    derived with the map of another sample, with the map I
     shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient     -grad R^c, Eq. (31)
     random_subspaces    what attention adds to R^c of random subspaces that fill the space
@@ -83,7 +83,7 @@ def steps(layer, Z, generator):
         attention=attention, swapped=layer.attention.join(swapped @ values),
         alone=models.alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
-        shrinking=-(w @ U.mT).sum(1))
+        derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1))
 
 
 def changes(layer, Z, generator, eps=0.1):
@@ -190,8 +190,9 @@ def keep(runs, path):
 # row of the figure -> whether at random weights, step
 ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
         "reversed": (False, "reversed"), "alone": (False, "alone"),
-        "derived, Eq. (34)": (False, "derived"),
-        "derived, another\nsample's weights": (False, "derived_swapped")}
+        "rotated at random": (False, "rotated"), "downhill, $-\\nabla R^c$": (False, "gradient"),
+        "derived, Eq. (34)\nwithout $\\beta$": (False, "derived")}
+SHORT = "attention", "reversed", "alone"
 
 
 def draw(runs, path, rows):
@@ -235,9 +236,9 @@ def main(argv):
     if c.figure:
         rows = {words: row for words, row in ROWS.items() if c.untrained or not row[0]}
         draw(runs, c.figure, rows)
-        short = {words: row for words, row in rows.items() if "derived" not in words}
+        short = {words: row for words, row in rows.items() if row[1] in SHORT}
         draw(runs, c.figure.replace(".png", "-short.png"), short)
-        print(f"wrote {c.figure}, and -short.png without what was derived")
+        print(f"wrote {c.figure}, and -short.png with fewer steps")
     return runs
 
 

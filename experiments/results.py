@@ -126,29 +126,7 @@ def pretraining():
     return figure
 
 
-def codes():
-    """Accuracy of probes of what CRATE and a transformer pass on, from records/codes.csv."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
-    ends = {}
-    with open(ROOT / "records" / "codes.csv") as file:
-        rows = [row for row in csv.DictReader(file)
-                if row["read"] == "stream" and row["runs"] == "3"]
-    for row in rows:
-        color, trained = COLORS[row["arch"]], row["weights"] == "trained"
-        y, errors = ([float(row[f"k={k}{end}"]) for k in (1, 5, 20)] for end in ("", "_error"))
-        ax.errorbar((1, 5, 20), y, errors, fmt="o-" if trained else "o--", color=color, ms=4,
-                    mfc=color if trained else "white")
-        ends[NAMES[row["arch"]] + ", untrained" * (not trained)] = y[-1], color
-    ax.set(xscale="log", xlabel="neurons that the probe reads", ylim=(50, 90),
-           ylabel="accuracy of the probe, %\n(chance: 50)")
-    ax.set_xticks((1, 5, 20), ("the best", "the best 5", "the best 20"))
-    ax.minorticks_off()
-    name_ends(ax, ends, 0.08)
-    return figure
-
-
-FIGURES = dict(images=images, text=text, recall=recall, codes=codes,
-               pretraining=pretraining)
+FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining)
 
 
 def main(argv):

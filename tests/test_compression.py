@@ -89,6 +89,7 @@ def test_controls(text):
     first, _ = crate.neumann_terms(X, U)
     beta = 8 / (9 * 0.5 ** 2)
     assert_near(found["shrinking"], -first / beta)
+    assert_near(found["derived_alone"], first / beta - X)
     if not text:
         back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
         swapped = ((A[[2, 0, 1]] @ (X[:, None] @ U)) @ U.mT).sum(1)

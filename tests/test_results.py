@@ -1,14 +1,13 @@
-"""A figure from a file of records/."""
+"""A table of TABLES and its file in records/; a figure from a file."""
 import csv
 import re
 
-from experiments.results import codes
-from experiments.shared import COLORS
+from experiments.results import recall
 from flags import ROOT
 
 
 def test_codes():
-    """records/codes.csv has the numbers of TABLES, and the figure those of three runs."""
+    """records/codes.csv has the numbers of TABLES."""
     section = (ROOT / "records/TABLES.md").read_text().split("\n## codes\n")[1].split("\n## ")[0]
     table = [line.split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
     with open(ROOT / "records/codes.csv") as file:
@@ -16,7 +15,15 @@ def test_codes():
     for row, cells in zip(rows, table, strict=True):
         assert [row["read"], row["weights"]] == cells[1:3]
         assert list(filter(None, [*row.values()][5:])) == re.findall(r"[\d.]+", " ".join(cells[4:]))
-    lines = [bars.lines[0] for bars in codes().axes[0].containers]
-    assert [line.get_color() for line in lines] == [COLORS[row["arch"]] for row in rows[:4]]
-    for line, row in zip(lines, rows):
-        assert [*line.get_ydata()] == [float(row[f"k={k}"]) for k in (1, 5, 20)]
+
+
+def test_recall():
+    """Every run of records/recall.csv at the rate 1e-3 is a dot, or counted beside a cross."""
+    with open(ROOT / "records/recall.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]
+    dots = [x for ax in recall().axes for line in ax.lines for x in line.get_xdata() if x <= 3000]
+    failed = [int(text.get_text()) for ax in recall().axes for text in ax.texts]
+    shown = [row for row in rows if not (row["change"] == "--shift" and row["arch"] in (
+        "transformer", "aot-mhsa", "mhsa-ista"))]           # three matrices with --shift are not
+    assert sorted(dots) == sorted(int(row["steps"]) for row in shown if row["steps"])
+    assert sum(failed) == sum(not row["steps"] for row in shown)
