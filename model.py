@@ -70,7 +70,8 @@ def side_by_side(heads):
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
     and `forward`. If `causal`, no token sees a later one, and `forward` and `new_cache` keep what a
-    generation has read."""
+    generation has read. `reads` names the fields of a config that not every arch has."""
+    reads = ()
 
     def __init__(self, config):
         super().__init__()
@@ -179,7 +180,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
-    made of the code alone. `reads` names the fields of a config that not every arch has."""
+    made of the code alone. `reads` as in Attention."""
     reads = ()
 
     @abstractmethod
@@ -668,8 +669,9 @@ class Arch(NamedTuple):
 
     def reads(self):
         """The fields of a config that this arch reads, and not every one."""
-        own = self.sparsification.reads if self.sparsification else ()
-        return {*own} if self.output == "learned" else {*own, "step_size"}
+        operators = filter(None, (self.attention, self.sparsification))
+        names = {name for operator in operators for name in operator.reads}
+        return names if self.output == "learned" else names | {"step_size"}
 
 
 ARCHS = {
@@ -791,9 +793,6 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         self.stem = self.stem or self.family.stem
-        for name, words in dict(stem=("norm", "plain"), positions=("learned", "sincos"),
-                                pool=("class", "mean")).items():
-            check_word(name, getattr(self, name), words)
         if self.final_norm is None:
             self.final_norm = self.family.final_norm
         if self.image_size % self.patch_size:

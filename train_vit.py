@@ -21,7 +21,7 @@ from optim import count, make_optimizers, micro_batches, take_step, train_flops,
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
-SHAPES = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"  # of tensors
+FIXED_BY_FILE = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class Config(RunFlags, ModelFlags):
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        displaces=("size", *SHAPES))
+        displaces=("size", *FIXED_BY_FILE))
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
@@ -131,7 +131,7 @@ def build_model(c, classes, loaded=None):
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling)
     check_read(theirs["arch"], ours)
-    for name in SHAPES:
+    for name in FIXED_BY_FILE:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
@@ -160,10 +160,11 @@ def srr_loss(model, x, layer=None, eps=0.5):
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
-    for part in model.encoder.layers[:layer]:
+    for l, part in enumerate(model.encoder.layers[:layer], 1):
         Z = part(Z).detach()
-        rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
-    return torch.stack(rates[-1:] if layer else rates).mean()
+        if layer in (None, l):
+            rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
+    return torch.stack(rates).mean()
 
 
 def main(argv):

@@ -9,24 +9,25 @@ Elsewhere is the control: R^c of random orthogonal subspaces that fill the space
 Verdict (2026-11-28): with many samples trained layers after the first add more than random ones in
 these five models, not in a sixth; on random subspaces 27 (three seeds of shapes) to 97 % is left.
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from checkpoint import open_model
+from checkpoint import load_model
 from data.samples import batches
 from experiments.shared import FIVE
 from figures import legend_below, new_figure, print_table
-from flags import option, parse, SampleFlags
+from flags import DataFlags, option, parse
 from model import at_norm, coding_rate, one_set, random_subspaces, subspace_coding_rate, unit_size
-from processes import cli
+from processes import cli, Processes
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(SampleFlags):
+class Objective(DataFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    split: str = option("val", "which part of the data", choices=("train", "val"))
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once", low=64)
     figure: str | None = option(None, "a .png of the gains; none: no figure")
@@ -54,7 +55,8 @@ def table(path, c):
     """The rows of a checkpoint."""
     rows = []
     for untrained, words in ((False, "trained"), (True, "at random weights")):
-        loaded, _ = open_model(replace(c, ckpt=path, untrained=untrained))
+        loaded = load_model(path, c.heads, untrained_seed=c.seed if untrained else None)
+        loaded.model.to(Processes(c.device).device)
         for together in TOGETHER:
             R, Rc, elsewhere = added(loaded, c, together)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)

@@ -64,7 +64,8 @@ def images():
 def text():
     """How far the runs bookchars-* of records/ are behind the transformer's while they read."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
-    best, ends = dict(scores("bookchars-transformer-0", "loss")), {"transformer": (0, "C3")}
+    best = dict(scores("bookchars-transformer-0", "loss"))
+    ends = {"transformer": (0, COLORS["transformer"])}
     for arch in ("crate", "crate-alpha", "crate-alpha-one"):
         # the last evaluation is of the whole split
         steps, losses = zip(*scores(f"bookchars-{arch}-0", "loss")[:-1])

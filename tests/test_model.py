@@ -395,6 +395,7 @@ def test_drop_path():
     eta=0.2, lambd=0.3, mm_eps=0.4, expansion=2, ista_steps=3, step_size=2.0).items())
 @torch.no_grad()
 def test_a_field_that_changes_nothing_is_refused(arch, name, value):
+    assert name in {name for row in model.ARCHS.values() for name in row.reads()}
     Z, outs = torch.randn(1, 5, 16), []
     c = config(arch)
     for _ in range(2):
