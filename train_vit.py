@@ -245,7 +245,7 @@ def main(argv):
         if run.evaluation_due:
             run.record(classify(model, val, data, processes))
     return run.done("python analyze.py layers --ckpt={dir}/ckpt.pt --untrained    # rates by layer",
-                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # and of yours: a.jpg")
+                    "python analyze.py predict --ckpt={dir}/ckpt.pt    # add your a.jpg")
 
 
 if __name__ == "__main__":

@@ -227,7 +227,7 @@ TEXTS = {
     "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}
-LARGE = ("imagenet", "openwebtext")     # not prepared unasked
+LARGE = dict(imagenet="262 GB", openwebtext="18 GB")     # not prepared unasked
 SEED = 2357         # of every order and part that is drawn
 
 
@@ -275,7 +275,7 @@ def opened(name, kind, cache):
     prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
     known = prepared | sets.keys() - {*LARGE}
     if name not in known:
-        how = f"{name} makes it" if name in sets else "NAME --source DIR makes your own"
+        how = f"{name} makes it ({LARGE[name]})" if name in sets else "NAME --source DIR for yours"
         names = sorted(known - (SETS.keys() - sets.keys()))     # without those of the other kind
         raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
     if not folder.exists():

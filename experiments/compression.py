@@ -190,7 +190,7 @@ def keep(runs, path):
 # row of the figure -> whether at random weights, step
 ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
         "reversed": (False, "reversed"), "alone": (False, "alone"),
-        "rotated at random": (False, "rotated"), "downhill, $-\\nabla R^c$": (False, "gradient"),
+        "rotated at random": (False, "rotated"),
         "derived, Eq. (34)\nwithout $\\beta$": (False, "derived")}
 SHORT = "attention", "reversed", "alone"
 
