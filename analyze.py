@@ -15,9 +15,9 @@ import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from data.samples import batches, split_for, spread
-from evaluate import check_classes, validation_noise
+from evaluate import check_classes, layer_numbers, validation_noise
 from flags import DataFlags, option, parse_command, ROOT, SampleFlags, UserError
-from model import layer_numbers, saliency
+from model import saliency
 from processes import cli
 from run import read_metrics
 from web import page

@@ -835,7 +835,6 @@ class TextConfig(BackboneConfig):
     causal: bool = True             # False: every token sees all others (masked language modelling)
 
 
-
 def check_read(arch, names):
     """ConfigError if one of the names is a field that other archs read, and this one does not."""
     check_word("arch", arch, ARCHS)
@@ -858,78 +857,6 @@ def make_config(cls, size=None, arch="crate", **given):
 
 image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **given)
 text_config = partial(make_config, TextConfig)
-
-
-# ---- What a layer does to the rates, at one scale -----------------------------------------------
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-def alone(attention, X):
-    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
-    neither --shift nor a bias of the values."""
-    return attention.join(X[:, None] @ attention.bases())
-
-
-def one_set(T, together):
-    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
-    if len(T) % together:
-        raise ConfigError(f"{len(T)} samples at once are no multiple of {together} coded together")
-    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
-
-
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
-    """Numbers of a layer that took the steps of `trace`, {name: one for each set of tokens}. Rates
-    are in nats, with U at unit size, and in float64, as float32 may give NaN.
-
-    Rc_tokens    R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code (its caption
-                 has R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, and
-                 back at the norm of Z^l, as longer tokens alone raise R^c
-    Rc_alone     the same of its control, a step as long in which each token attends to itself alone
-    R_change     what the layer adds to R at the norm of Z^l, the mean included; gain to R - R^c
-    objective    R - Rc - lambda ||Z||_0 of Z^{l+1}; so are R, Rc and nonzeros
-    rise         what the layer adds to the objective, [J] Eq. (21)"""
-    U = unit_size(layer.attention.bases().double())
-    X, Z, half, out = (one_set(T, together) for T in (
-        layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
-
-    def gain(T):
-        """R - R^c, at the norm of Z."""
-        return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
-
-    def centered(T):
-        return T - T.mean(1, keepdim=True)
-
-    def change_by(step):
-        """Of the R^c of Z less its mean, by a step that is added to it."""
-        after = at_norm(centered(Z) + step, centered(Z))
-        return subspace_coding_rate(after, U, eps) - subspace_coding_rate(centered(Z), U, eps)
-    attended = centered(half - Z)
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    objective = sparse_rate_reduction(out, U, eps, lambd)
-    numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=change_by(attended),
-        R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
-        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
-        nonzeros=(out != 0).double().mean((-2, -1)),
-        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
-    if isinstance(layer.attention, SoftmaxAttention):
-        step = one_set(alone(layer.attention, layer.norm1(trace.tokens)), together)
-        numbers["Rc_alone"] = change_by(at_norm(centered(step), attended))
-    return numbers
 
 
 # ---- Image models -------------------------------------------------------------------------------

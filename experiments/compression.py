@@ -37,6 +37,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+import evaluate
 import model as models
 from checkpoint import each_model
 from data.samples import batches
@@ -75,13 +76,13 @@ def seen_by(U, Z):
 def steps(layer, Z, generator):
     """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
     the gradient."""
-    X, U, d = layer.norm1(Z), models.unit_size(layer.attention.bases()), Z.shape[2]
+    X, U, d = layer.norm1(Z), evaluate.unit_size(layer.attention.bases()), Z.shape[2]
     A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
     swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(
         attention=attention, swapped=layer.attention.join(swapped @ values),
-        alone=models.alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
+        alone=evaluate.alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
         derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1))
 
@@ -93,8 +94,8 @@ def changes(layer, Z, generator, eps=0.1):
     def centered(T):
         return T - T.mean(1, keepdim=True)
 
-    attention, U = layer.attention, models.unit_size(layer.attention.bases())
-    V = models.random_subspaces(*U.shape[1::-1], generator)
+    attention, U = layer.attention, evaluate.unit_size(layer.attention.bases())
+    V = evaluate.random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
     was, then = (models.subspace_coding_rate(T, U, eps)
                  for T in (Z, Z + attention(layer.norm1(Z))))
@@ -108,14 +109,14 @@ def changes(layer, Z, generator, eps=0.1):
         numbers["cosines", "W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
         numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
-        moved = Z + models.at_norm(step, added["attention"])
-        scaled = {"tokens": models.at_norm(moved, Z),
+        moved = Z + evaluate.at_norm(step, added["attention"])
+        scaled = {"tokens": evaluate.at_norm(moved, Z),
                   "projections": moved * seen_by(U, Z) / seen_by(U, moved)}
         for norm, after in scaled.items():
             numbers[norm, "before"] = before
             numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
     numbers |= {("tokens", "as_it_was"): was, ("tokens", "as_it_is"): then - was}
-    after = models.at_norm(Z + added["attention"], Z)
+    after = evaluate.at_norm(Z + added["attention"], Z)
     numbers["tokens", "random_subspaces"] = (models.subspace_coding_rate(after, V, eps)
                                       - models.subspace_coding_rate(Z, V, eps))
     return numbers

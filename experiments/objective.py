@@ -15,10 +15,11 @@ import torch
 
 from checkpoint import load_model
 from data.samples import batches
+from evaluate import at_norm, one_set, random_subspaces, unit_size
 from experiments.shared import FIVE
 from figures import legend_below, new_figure, print_table
 from flags import DataFlags, option, parse
-from model import at_norm, coding_rate, one_set, random_subspaces, subspace_coding_rate, unit_size
+from model import coding_rate, subspace_coding_rate
 from processes import cli, Processes
 
 TOGETHER = 1, 4, 16, 64      # samples coded together

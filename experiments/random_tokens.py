@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from evaluate import at_norm, random_subspaces
 from figures import print_table
 from flags import option, parse
-from model import at_norm, mssa, random_subspaces, subspace_coding_rate, subspace_coding_rate_grad
+from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 

@@ -14,7 +14,7 @@ import model as models
 from checkpoint import TASKS
 from data import augment, images
 from data.folders import read_picture
-from model import layer_numbers
+from evaluate import layer_numbers
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 import crate
 import model as models
 from data import images
+from evaluate import random_subspaces, unit_size
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
-from model import random_subspaces, unit_size
 
 
 def start(seed, norm):

@@ -19,9 +19,9 @@ from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
+from evaluate import layer_numbers
 from experiments import compression
 from flags import ROOT
-from model import layer_numbers
 from web import page
 from web.mathml import mathml
 
