@@ -633,7 +633,6 @@ def check_word(name, word, words):
 
 class Family(NamedTuple):
     """What the authors of some archs put around the operators."""
-    sizes: str = "transformer"          # the row of SIZES of an arch without its own
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
     norm_eps: float = 1e-6              # of all LayerNorms except an image model's last
@@ -647,7 +646,7 @@ class Family(NamedTuple):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = Family("crate", "norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
+AS_CRATE = Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
                   class_token_std=1.0, positions_std=1.0)
 AS_ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
                   embed_kaiming=True)
@@ -849,7 +848,8 @@ def make_config(cls, size=None, arch="crate", **given):
     check_read(arch, given)
     if size is not None:
         table = SIZES[cls.kind]
-        sizes = table.get(arch, table[ARCHS[arch].image_family.sizes])
+        like = "crate" if ARCHS[arch].image_family is AS_CRATE else "transformer"
+        sizes = table.get(arch, table[like])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)
