@@ -118,7 +118,7 @@ def changes(layer, Z, generator, eps=0.1):
     numbers |= {("tokens", "as_it_was"): was, ("tokens", "as_it_is"): then - was}
     after = evaluate.at_norm(Z + added["attention"], Z)
     numbers["tokens", "random_subspaces"] = (models.subspace_coding_rate(after, V, eps)
-                                      - models.subspace_coding_rate(Z, V, eps))
+                                             - models.subspace_coding_rate(Z, V, eps))
     return numbers
 
 
