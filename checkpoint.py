@@ -6,7 +6,6 @@ extra["student"]. An image encoder is always `encoder.*`."""
 import argparse
 import contextlib
 import os
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import nn
 from data.published import translated
 from flags import not_one_of, ROOT, UserError
 from model import ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
-from processes import Processes
+from processes import is_main, note, Processes
 
 FORMAT = "crate-3"
 # Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
@@ -97,18 +96,19 @@ def read_checkpoint(path, *tasks, heads=None):
 
 
 def newest_whole(folder, task):
-    """folder/ckpt.pt; if it is damaged, a warning, and ckpt.prev.pt takes its name. UserError if
-    that is damaged too."""
+    """The content of folder/ckpt.pt; if that is missing or damaged, of ckpt.prev.pt, with a note.
+    The damaged one is deleted: the next save would put it in the place of the whole one."""
     newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"
     try:
-        read_checkpoint(newest, task)
+        return read_checkpoint(newest, task)
     except UserError as error:
         if not before.exists():
             raise
-        print(f"warning: {error}; taking ckpt.prev.pt", file=sys.stderr, flush=True)
-        read_checkpoint(before, task)
-        before.replace(newest)
-    return newest
+        content = read_checkpoint(before, task)
+        note(f"{error}; taking ckpt.prev.pt")
+        if is_main():
+            newest.unlink(missing_ok=True)
+        return content
 
 
 def refuse_another(content, flags, model_config, data_meta, folder):

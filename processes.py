@@ -92,13 +92,9 @@ class Processes:
             torch.cuda.set_device(self.device)
         self.bfloat16 = dtype == "bfloat16" or dtype == "auto" and is_fast_in_bfloat16(self.device)
         self.autocast = partial(torch.autocast, device, torch.bfloat16, enabled=self.bfloat16)
-        self.restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         if self.world > 1 and not dist.is_initialized():
-            # torchrun's store outlives a restart and keeps the addresses of the last processes
-            store = dist.PrefixStore(f"start{self.restarts}", next(dist.rendezvous("env://"))[0])
             # tensors on the CPU, such as what signals came, never make a GPU wait
-            backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
 
     def rows(self, batch_size):
         """This process's slice of a batch. Raises UserError if it does not divide among them."""
@@ -146,15 +142,7 @@ class Processes:
         """The model, in DistributedDataParallel if there are several processes. Compile after."""
         if self.world == 1:
             return model
-        ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        # A backward of zeros, after which DDP arranges its buckets of gradients for good. They
-        # decide how sums are rounded: a resumed run needs them from its first step on, to repeat
-        # the numbers of one left alone
-        model.forward = lambda zero: zero * sum(p.sum() for p in model.parameters())
-        ddp(torch.zeros((), device=self.device)).backward()
-        del model.forward                       # the class's own is back
-        ddp.zero_grad(set_to_none=True)
-        return ddp
+        return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 # ---- How a command ends -------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import newest_whole, read_checkpoint, reading, refuse_another, write_checkpoint
+from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, option, PrecisionFlags, ROOT, UserError
 from optim import share_of_peak
 from processes import is_main, SharedError
@@ -51,6 +51,31 @@ def read_metrics(folder):
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
+class Signals:
+    """SIGINT and SIGTERM while a run trains. The first is kept as `received`, so that the run ends
+    after its step. A Ctrl-C after that ends it at once, but not with several processes: torchrun
+    may send them every signal again."""
+
+    def __init__(self, run):
+        self.run, self.received = run, 0
+
+    def __enter__(self):
+        self.handlers = {number: signal.signal(number, self.receive)
+                         for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def receive(self, number, frame):
+        if not self.received:
+            self.received = number
+            self.run.say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and self.run.processes.world == 1:
+            raise KeyboardInterrupt
+
+
 class Run:
     """One training run in one folder. A script calls its methods in this order: attach() may fill
     the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
@@ -61,38 +86,38 @@ class Run:
         self.config, self.task, self.processes = config, task, processes
         self.flags = dict(task=task, name=name) | vars(config)
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
-        self.step = 0                   # how many are done
-        self.best = None                # the lowest loss that chose best.pt
-        self.received = 0               # the first signal
-        self.losses = []                # since the last line of metrics.jsonl
-        self.seconds = []               # of each step, without evaluations and checkpoints
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}
-        self.resuming = processes.main_only(self._take_folder)
+        self.step = 0                   # how many are done
+        self.best = None                # the lowest loss that chose best.pt
+        self.evaluation_due = False     # after the step that log() counted last
+        self.losses = []                # since the last line of metrics.jsonl
+        self.seconds = []               # of each step, without evaluations and checkpoints
+        # what a checkpoint is made of, from attach()
+        self.model = self.optimizers = self.data_meta = self.extra = None
+        # what a step is, from steps()
+        self.total = self.eval_every = self.flops = self.tokens = self.began = self.bar = None
+        processes.main_only(self._take_folder)
 
     def _take_folder(self):
-        """Locks the folder, deletes an overwritten run's files; returns whether to resume."""
-        c, lock, parent = self.config, self.dir / ".lock", str(os.getppid())
+        """Locks the folder. Raises UserError unless it fits the flags --resume and --overwrite."""
+        c = self.config
         saved = any((self.dir / name).exists() for name in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
         self.dir.mkdir(parents=True, exist_ok=True)
-        self._lock = open(lock, "a")
+        self._lock = open(self.dir / ".lock", "a")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        # torchrun may start this again, also what was refused below: .lock says who began the run
-        goes_on = c.resume or (self.processes.restarts > 0 and lock.read_text() == parent)
-        if c.overwrite and not goes_on:
+        if c.overwrite and not c.resume:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
-        elif not goes_on and any(path.name[0] != "." for path in self.dir.iterdir()):
+        elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-        lock.write_text(parent)
-        return goes_on and saved
 
     def attach(self, model, optimizers, data_meta, extra=None):
         """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
@@ -100,12 +125,11 @@ class Run:
         sets the step and returns the checkpoint's content; else None."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
-        if not self.resuming:
+        if not self.config.resume:
             return None
-        path = self.processes.main_only(newest_whole, self.dir, self.task)
-        content = read_checkpoint(path, self.task)
+        content = newest_whole(self.dir, self.task)
         refuse_another(content, vars(self.config), asdict(model.config), data_meta, self.dir)
-        with reading(path):
+        with reading(self.dir / "ckpt.pt"):
             model.load_state_dict(content["model"])
             for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
                 optimizer.load_state_dict(state)
@@ -124,23 +148,17 @@ class Run:
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
-        handlers = {number: signal.signal(number, self._on_signal)
-                    for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
+        with self.bar, Signals(self) as signals:
             while self.step < total:
                 self.step_began = time.perf_counter()
                 yield self.step
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
-                if self.step < total and (number := self.processes.largest(self.received)):
+                if self.step < total and (number := self.processes.largest(signals.received)):
                     self.save("ckpt.pt")
                     self.close()
                     raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "
                                    f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
-        finally:
-            self.bar.close()
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def _begin_files(self):
         """Writes config.json, and drops the lines of metrics.jsonl that will be written again."""
@@ -150,15 +168,6 @@ class Run:
             tmp.write_text("".join(json.dumps(line) + "\n" for line in read_metrics(self.dir)
                                    if line["step"] <= self.step))
             os.replace(tmp, path)
-
-    def _on_signal(self, number, frame):
-        """The first signal ends the run after the current step. A Ctrl-C after that ends it at
-        once, but not with several processes: torchrun may send them every signal again."""
-        if not self.received:
-            self.received = number
-            self.say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT and self.processes.world == 1:
-            raise KeyboardInterrupt
 
     def log(self, loss, lr, numbers=None):
         """Counts a step, and sets evaluation_due. After the first and every log_every steps it

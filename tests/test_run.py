@@ -53,7 +53,7 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
     with pytest.raises(UserError, match="is not empty"):
         run_in(out)
     resumed = run_in(out, resume=True)
-    assert resumed.resuming and {*ours, *theirs, ".lock"} == {p.name for p in out.iterdir()}
+    assert {*ours, *theirs, ".lock"} == {p.name for p in out.iterdir()}
     resumed.close()
     run_in(out, overwrite=True).close()
     assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
@@ -76,26 +76,6 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert (tmp_path / "ckpt-2.pt").exists()
     run_in(tmp_path, overwrite=True).close()
     assert not (tmp_path / "ckpt-2.pt").exists()
-
-
-def test_a_restarted_run_resumes_by_itself(tmp_path, monkeypatch):
-    """Also one that began with --overwrite; before its first checkpoint it begins anew."""
-    run, steps, work = start(tmp_path, overwrite=True)
-    next(steps)
-    work()
-    run.close()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run, *_ = start(tmp_path, overwrite=True)
-    assert run.step == 0
-    run.step = 1
-    run.save("ckpt.pt")
-    run.close()
-    run, *_ = start(tmp_path, overwrite=True)
-    assert run.step == 1
-    run.close()
-    (tmp_path / ".lock").write_text("another")                  # its own first start was refused
-    with pytest.raises(UserError, match="is not empty"):
-        start(tmp_path)
 
 
 def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypatch, capsys):

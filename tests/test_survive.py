@@ -89,7 +89,7 @@ def test_a_damaged_checkpoint_is_one_warning(train, tmp_path, capsys):
     path.write_bytes(path.read_bytes()[:-100])
     train(train_gpt, "a", "--eval_every=4", "--resume")
     captured = capsys.readouterr()
-    assert captured.err.count("warning: ") == 1 and "resuming after step 8" in captured.out
+    assert captured.err.count("note: ") == 1 and "resuming after step 8" in captured.out
     assert same(end, weights(path))
     path.with_name("ckpt.prev.pt").unlink()
     path.write_bytes(b"")
