@@ -16,7 +16,7 @@ from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from data.samples import batches, split_for, spread
 from evaluate import check_classes, layer_numbers, validation_noise
-from flags import DataFlags, option, parse_command, ROOT, SampleFlags, UserError
+from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
 from model import saliency
 from processes import cli
 from run import read_metrics
@@ -197,8 +197,10 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(DataFlags, OutFlags):
+class Page(CheckpointFlags, CacheFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    seed: int = option(0, "draws the untrained weights", low=0)
 
 
 def write_page(c):

@@ -14,20 +14,20 @@ import torch
 from torch.nn import functional as F
 
 from figures import print_table
-from flags import option, parse_command, PrecisionFlags
-from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
+from flags import DeviceFlags, option, parse_command, PrecisionFlags
+from model import attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
 from processes import cli, device_name, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
-class Flags(PrecisionFlags):
+class Flags(DeviceFlags, PrecisionFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
 
 
-# ---- The literal form: what the equations compute, as printed, as archs of their own -------------
+# ---- The literal form: what the equations compute, as printed -----------------------------------
 class LiteralMSSA(MSSA):
     """An explicit softmax of the n x n Gram matrix and two matmuls, [J] Eq. (35)."""
     def attend(self, q, k, v):
@@ -40,9 +40,9 @@ class LiteralISTA(ISTA):
         return ista(Z, self.D, self.eta, self.lambd)
 
 
-LITERAL = {"literal attention": dict(attention=LiteralMSSA),
-           "literal ISTA": dict(sparsification=LiteralISTA),
-           "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
+VARIANTS = {"fast": {}, "literal attention": dict(attention=LiteralMSSA),
+            "literal ISTA": dict(sparsification=LiteralISTA),
+            "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -86,11 +86,12 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, arch, fields):
-    if arch in LITERAL:
-        ARCHS[arch] = ARCHS["crate"]._replace(**LITERAL[arch])
+def build(table, fields, **operators):
+    """A model of a table, with `operators` in place of its arch's."""
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    return model_class(model_class.config_class(arch=arch, **fields))
+    config = model_class.config_class(**fields)
+    config.spec = config.spec._replace(**operators)
+    return model_class(config)
 
 
 def bench_steps(table, c, processes):
@@ -106,11 +107,10 @@ def bench_steps(table, c, processes):
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
-        models = dict(fast=build(table, "crate", fields))
-        models |= {arch: build(table, arch, fields) for arch in LITERAL}
-        models |= dict(transformer=build(table, "transformer", fields | narrow))
-        for arch in LITERAL:
-            models[arch].load_state_dict(models["fast"].state_dict())
+        models = {name: build(table, fields, **operators) for name, operators in VARIANTS.items()}
+        for name in VARIANTS:
+            models[name].load_state_dict(models["fast"].state_dict())
+        models["transformer"] = build(table, fields | narrow | dict(arch="transformer"))
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():
             loss = loss_function(model.to(device), batch, device)

@@ -129,12 +129,12 @@ def validation_noise(model, n):
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     context=None):
     """Loss in nats over a text: dict(loss, ppl, n). A causal model predicts each token but the
-    first, once; a masked one the masked tokens, with their top-1 accuracy "acc". The mask of a
-    window is a function of its number, at every evaluation, on any number of processes."""
+    first, once; a masked one the masked tokens of whole windows, with their top-1 accuracy "acc".
+    A window's mask is a function of its number, at every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
-                                causal=not masked)
+                                whole=masked)
     total = torch.zeros(3, dtype=torch.float64, device=processes.device)
     for i, (x, y) in enumerate(with_bar(batches, "batches")):
         if masked:

@@ -40,31 +40,27 @@ class DeviceFlags:
 
 
 @dataclass(kw_only=True)
-class PrecisionFlags(DeviceFlags):
+class PrecisionFlags:
     dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
                         choices=("auto", "float32", "bfloat16"))
 
 
 @dataclass(kw_only=True)
-class CheckpointFlags(DeviceFlags):
+class CheckpointFlags:
     ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 
 @dataclass(kw_only=True)
-class DataFlags(CheckpointFlags, CacheFlags):
+class OpenFlags(CheckpointFlags, DeviceFlags, CacheFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
     seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
 
 
 @dataclass(kw_only=True)
-class OpenFlags(DataFlags):
-    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
-
-
-@dataclass(kw_only=True)
 class SampleFlags(OpenFlags):
-    split: str = option("val", "which part of it", choices=("train", "val"))
+    split: str = option("val", "which part of the data", choices=("train", "val"))
 
 
 @dataclass(kw_only=True)

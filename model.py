@@ -34,7 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.row is the arch's row of the table ARCHS, config.family what its authors put around it
+# config.spec is the arch's row of ARCHS: its operators; config.family is what is around them
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
     queries are of the last m of n tokens, and a token has weights on itself and those before."""
@@ -154,7 +154,7 @@ class MSSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.output, self.step_size = config.row.output, config.step_size
+        self.output, self.step_size = config.spec.output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
@@ -238,7 +238,7 @@ class Layer(nn.Module):
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, arch = config, config.row
+        c, arch = config, config.spec
         self.norm1, self.attention = layer_norm(c), arch.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if arch.sparsification is not None:
@@ -749,28 +749,21 @@ class BackboneConfig:
     rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
-    @property
-    def row(self):
-        """The arch's row of ARCHS."""
-        return ARCHS[self.arch]
-
-    @property
-    def family(self):
-        return self.row.text_family if self.kind == "text" else self.row.image_family
-
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
+        self.spec = ARCHS[self.arch]
+        self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:
-            self.layer_scale = self.row.layer_scale
+            self.layer_scale = self.spec.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if self.row.output == "transpose" and K * self.head_dim != d:
+        if self.spec.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
-        if (self.rotary or self.shift) and not issubclass(self.row.attention, SoftmaxAttention):
+        if (self.rotary or self.shift) and not issubclass(self.spec.attention, SoftmaxAttention):
             raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -992,7 +985,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = layer_norm(c)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
-        self.attention = c.row.attention(c)
+        self.attention = c.spec.attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1014,7 +1007,7 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        residual = c.row.residual or c.row.sparsification is None
+        residual = c.spec.residual or c.spec.sparsification is None
         layer = Layer if residual else DecoderLayer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)

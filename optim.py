@@ -121,20 +121,15 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
     CRATE all)."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     three = {module.QKV.weight for module in model.modules() if isinstance(module, MHSA)}
-    found = {}                  # (Muon's or not, decays, factor, parts) -> parameters
+    muon, rest = {}, {}         # lists of groups, by what a group's parameters have in common
     for key, p in model.named_parameters():
-        if p.requires_grad:
-            decays = p.ndim == 2 and key.split(".")[-1] != "positions"
-            by_muon = decays and p in inside
-            parts = 3 if by_muon and p in three else 1
-            factor = scale(key) if scale else 1.0
-            found.setdefault((by_muon, decays, factor, parts), []).append(p)
-    muon, rest = [], []
-    for kind, params in sorted(found.items(), reverse=True):    # a checkpoint knows their order
-        by_muon, decays, factor, parts = kind
-        group = dict(params=params, weight_decay=weight_decay * decays, decays=decays,
-                     scale=factor, parts=parts)
-        (muon if by_muon else rest).append(group)
+        decays = p.ndim == 2 and key.split(".")[-1] != "positions"
+        by_muon = decays and p in inside
+        common = dict(weight_decay=weight_decay * decays, decays=decays,
+                      scale=scale(key) if scale else 1.0, parts=3 if by_muon and p in three else 1)
+        groups = muon if by_muon else rest
+        groups.setdefault(tuple(common.items()), common | dict(params=[]))["params"].append(p)
+    muon, rest = [*muon.values()], [*rest.values()]
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)

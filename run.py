@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
-from flags import CacheFlags, option, PrecisionFlags, ROOT, UserError
+from flags import CacheFlags, DeviceFlags, option, PrecisionFlags, ROOT, UserError
 from optim import share_of_peak
 from processes import is_main, SharedError
 
 
 @dataclass(kw_only=True)
-class RunFlags(PrecisionFlags, CacheFlags):
+class RunFlags(DeviceFlags, PrecisionFlags, CacheFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")

@@ -53,19 +53,14 @@ def load(name, cache=CACHE):
     with prepare.opened(name, "images", cache) as (folder, meta):
         splits, size = {}, meta["image_size"]
         for split in ("train", "val"):
-            n, arrays = meta["images"][split], {}
-            fits = dict(images=(np.uint8, (n, size, size, 3)), labels=(np.int64, (n,)),
-                        masks=(np.uint8, (n, size, size)))
-            for kind, (dtype, shape) in fits.items():
-                path = folder / f"{split}_{kind}.npy"
-                if kind == "masks" and not path.exists():       # drawn sets alone have them
-                    continue
-                arrays[kind] = array = np.load(path, mmap_mode="r")
-                if (array.dtype, array.shape) != (dtype, shape):
-                    raise ValueError(f"{path.name} has {array.dtype} {array.shape}, not {shape}")
-            if not {*np.unique(arrays["labels"])} <= {*range(len(meta["classes"]))}:
-                raise ValueError(f"{split}_labels.npy has other labels than its classes")
-            splits[split] = Split(**arrays)
+            n, masks = meta["images"][split], None
+            images = prepare.mapped(folder / f"{split}_images.bin", np.uint8, (n, size, size, 3))
+            labels = prepare.mapped(folder / f"{split}_labels.bin", np.int64, (n,))
+            if (path := folder / f"{split}_masks.bin").exists():        # of drawn sets
+                masks = prepare.mapped(path, np.uint8, (n, size, size))
+            if not {*np.unique(labels)} <= {*range(len(meta["classes"]))}:
+                raise ValueError(f"{split}_labels.bin has other labels than its classes")
+            splits[split] = Split(images, labels, masks)
         return ImageData(name, meta["classes"], meta["mean"], meta["std"], size, **splits,
                          version=f"{meta['images']}, checksum {meta.get('checksum')}")
 

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -47,8 +48,8 @@ class DrawnSet(NamedTuple):
         for seed, (split, n) in enumerate(zip(("train", "val"), self.counts)):
             arrays = shapes.draw_shapes(n, seed)
             for kind, array in zip(("images", "labels", "masks"), arrays):
-                np.save(draft / f"{split}_{kind}.npy", array)
-        return image_meta(list(shapes.SHAPES), draft)
+                array.tofile(draft / f"{split}_{kind}.bin")
+        return image_meta(list(shapes.SHAPES), 32, draft)
 
 
 class ImageSet(NamedTuple):
@@ -81,8 +82,7 @@ class ImageSet(NamedTuple):
     def write_split(self, split, rows, draft):
         """Writes the pictures that can be read, and their labels."""
         labels, problems = [], []
-        with open(draft / f"{split}_images.npy", "wb") as out, ThreadPoolExecutor() as threads:
-            out.seek(128)               # the header comes last: not every picture can be read
+        with open(draft / f"{split}_images.bin", "wb") as out, ThreadPoolExecutor() as threads:
             for batch in tqdm(rows.iter(512), f"{split}, 512", disable=None):
                 cells = batch[self.image]
                 files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
@@ -94,11 +94,7 @@ class ImageSet(NamedTuple):
                     else:
                         out.write(pixels)
                         labels.append(label)
-            out.seek(0)
-            np.lib.format.write_array_header_1_0(out, dict(
-                descr="|u1", fortran_order=False, shape=(len(labels), self.size, self.size, 3)))
-            assert out.tell() == 128
-        np.save(draft / f"{split}_labels.npy", np.array(labels, np.int64))
+        np.array(labels, np.int64).tofile(draft / f"{split}_labels.bin")
         folders.tell_left_out("pictures", problems)
         if not labels:
             raise UserError(f"no picture of its {split} can be read: {problems[:1]}")
@@ -109,7 +105,8 @@ class ImageSet(NamedTuple):
         for split, name in (("train", "train"), ("val", self.val)):
             rows = sets[name] if self.streamed else sets[name].shuffle(seed=SEED)
             self.write_split(split, rows, draft)
-        return image_meta(getattr(sets["train"].features[self.label], "names", None), draft)
+        classes = getattr(sets["train"].features[self.label], "names", None)
+        return image_meta(classes, self.size, draft)
 
 
 class TextSet(NamedTuple):
@@ -179,16 +176,17 @@ def hold_out(sets, share):
     return sets | dict(train=halves["train"], val=halves["test"])
 
 
-def image_meta(classes, draft):
+def image_meta(classes, size, draft):
     """Mean and deviation are per channel, of train_images / 255, from exact integer sums. Without
     names, the classes are numbers."""
-    train, val = (np.load(draft / f"{split}_labels.npy") for split in ("train", "val"))
+    train, val = (np.fromfile(draft / f"{split}_labels.bin", int) for split in ("train", "val"))
     labels, lone = np.concatenate([train, val]), np.setxor1d(train, val)
     classes = classes or [str(i) for i in range(labels.max() + 1)]
     if len(lone):
         print(f"note: {len(lone)} of the classes have no pictures to train on, or none to validate "
               f"on, such as {classes[lone[0]]}", file=sys.stderr)
-    pictures, checksum = np.load(draft / "train_images.npy", "r"), zlib.crc32(labels)
+    pictures = mapped(draft / "train_images.bin", np.uint8, (len(train), size, size, 3))
+    checksum = zlib.crc32(labels)
     sums = np.zeros((2, 3), np.int64)
     for picture in pictures:
         checksum = zlib.crc32(picture, checksum)
@@ -196,7 +194,7 @@ def image_meta(classes, draft):
         sums += [pixels.sum(0), (pixels ** 2).sum(0)]
     mean, mean_square = sums / pictures[..., 0].size
     std = np.sqrt(np.maximum(mean_square - mean ** 2, 1))       # 1: a channel may be constant
-    return dict(kind="images", classes=classes, image_size=pictures.shape[1], checksum=checksum,
+    return dict(kind="images", classes=classes, image_size=size, checksum=checksum,
                 images=dict(train=len(train), val=len(val)),
                 mean=(mean / 255).tolist(), std=(std / 255).tolist())
 
@@ -266,6 +264,14 @@ def prepare(name, row, source=None, cache=CACHE):
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     print(f"{name} is ready in {folder}: {meta.get('images') or meta['tokens']}", file=sys.stderr)
+
+
+def mapped(path, dtype, shape):
+    """A file as a read-only array. Raises ValueError if it has another size."""
+    numbers = np.memmap(path, dtype, "r")
+    if numbers.size != math.prod(shape):
+        raise ValueError(f"{path.name} has {numbers.size} numbers, not {shape}")
+    return numbers.reshape(shape)
 
 
 @contextlib.contextmanager

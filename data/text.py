@@ -31,9 +31,7 @@ def load(name, cache=CACHE):
     with prepare.opened(name, "text", cache) as (folder, meta):
         tokenizer, splits = tokenizer_from_meta(meta), {}
         for split, n in meta["tokens"].items():
-            splits[split] = tokens = np.memmap(folder / f"{split}.bin", np.uint16, "r")
-            if len(tokens) != n:
-                raise ValueError(f"{split}.bin has {len(tokens)} tokens, not {n}")
+            splits[split] = prepare.mapped(folder / f"{split}.bin", np.uint16, (n,))
         return TextData(name, tokenizer, **splits,
                         version=f"{meta['tokens']}, checksum {meta.get('checksum')}")
 
@@ -72,24 +70,21 @@ def batch(tokens, step, batch_size, context, seed, once=False):
     return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-def eval_batches(tokens, context, batch_size, rank=0, world=1, causal=True):
-    """Yields x, y int64 (batch_size, n): over all ranks, each of tokens[1:] is in y once.
-    A causal model predicts y; a masked one predicts x where y is not -1: each of tokens[:-1] once.
-    n is `context`, or less if the text is. y is -1 beyond the end and in rows that fill the last
-    batch. A causal model does not see the padding after a last window; any other would, so its last
-    window ends with the text and overlaps the one before. All ranks get equally many batches of one
-    shape: one compiled graph, and no rank waits in vain."""
+def eval_batches(tokens, context, batch_size, rank=0, world=1, whole=False):
+    """Yields x, y int64 (batch_size, n), n being `context`, or less if the text is: over all ranks,
+    each of tokens[1:] is in y once. y is -1 beyond the end and in rows that fill the last batch.
+    whole: a last window that is not full is left out, for a model that would see its padding.
+    All ranks get equally many batches of one shape: one compiled graph, no rank waits in vain."""
     last = len(tokens) - 1              # this token is a target alone
     n = min(context, last)
-    starts = np.arange(0, last, context)        # of the targets of each window
+    starts = np.arange(0, last // n * n if whole else last, n)
     for first in range(0, len(starts), batch_size * world):
         x = np.zeros((batch_size, n), dtype=np.int64)
         y = np.full((batch_size, n), -1, dtype=np.int64)
         for row, start in enumerate(starts[first + rank:first + batch_size * world:world]):
-            begin = start if causal else min(start, last - n)
-            end = min(begin + n, last)
-            x[row, :end - begin] = tokens[begin:end]
-            y[row, start - begin:end - begin] = tokens[start + 1:end + 1]
+            end = min(start + n, last)
+            x[row, :end - start] = tokens[start:end]
+            y[row, :end - start] = tokens[start + 1:end + 1]
         yield torch.from_numpy(x), torch.from_numpy(y)
 
 

@@ -30,7 +30,7 @@ from data import images
 from data.samples import spread
 from evaluate import classify
 from figures import print_table
-from flags import CacheFlags, option, parse, PrecisionFlags, ROOT, UserError
+from flags import CacheFlags, DeviceFlags, option, parse, ROOT, UserError
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, Processes
 
@@ -44,7 +44,7 @@ GRID = [dict(arch=arch, lr=lr, batch_size=batch_size, dropout=dropout, seed=seed
 
 
 @dataclass(kw_only=True)
-class Correlation(PrecisionFlags, CacheFlags):
+class Correlation(DeviceFlags, CacheFlags):
     out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)

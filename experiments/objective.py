@@ -18,7 +18,7 @@ from data.samples import batches
 from evaluate import at_norm, one_set, random_subspaces, unit_size
 from experiments.shared import FIVE
 from figures import legend_below, new_figure, print_table
-from flags import DataFlags, option, parse
+from flags import CacheFlags, CheckpointFlags, DeviceFlags, option, parse
 from model import coding_rate, subspace_coding_rate
 from processes import cli, Processes
 
@@ -26,8 +26,10 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(DataFlags):
+class Objective(CheckpointFlags, DeviceFlags, CacheFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+    seed: int = option(0, "draws the random weights and subspaces", low=0)
     split: str = option("val", "which part of the data", choices=("train", "val"))
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once", low=64)

@@ -27,7 +27,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import ARCHS, LanguageModel, MHSA, MSSA, TextConfig
+from model import LanguageModel, MHSA, MSSA, TextConfig
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -86,14 +86,15 @@ CHANGES = {"negated": Negated, "no self": NoSelf, "query=key": tied(0, 1),
 
 
 def build(c, arch):
+    config = TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers, shift=c.shift,
+                        context=4 * c.pairs - 1, vocab_size=2 * c.symbols)
     if c.change != "none":
-        row, arch = ARCHS[arch], f"{arch}, {c.change}"
-        if not issubclass(CHANGES[c.change], row.attention):
-            raise UserError(f"{arch}: this is a change of another attention")
-        ARCHS[arch] = row._replace(attention=CHANGES[c.change])
-    return LanguageModel(TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
-                                    shift=c.shift, context=4 * c.pairs - 1,
-                                    vocab_size=2 * c.symbols))
+        changed, attention = CHANGES[c.change], config.spec.attention
+        if not issubclass(changed, attention):
+            raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} "
+                            f"has {attention.__name__}")
+        config.spec = config.spec._replace(attention=changed)
+    return LanguageModel(config)
 
 
 def sequences(c, n, *purpose):

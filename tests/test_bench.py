@@ -13,10 +13,11 @@ TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 
 
 @pytest.mark.parametrize("table, fields", [("vit", IMAGE), ("gpt", TEXT)])
-@pytest.mark.parametrize("arch", bench.LITERAL)
-def test_literal_is_the_same_function(monkeypatch, table, fields, arch):
+@pytest.mark.parametrize("variant", [*bench.VARIANTS][1:])
+def test_literal_is_the_same_function(monkeypatch, table, fields, variant):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
-    fast, literal = (bench.build(table, name, fields).double() for name in ("crate", arch))
+    fast, literal = (bench.build(table, fields, **bench.VARIANTS[name]).double()
+                     for name in ("fast", variant))
     literal.load_state_dict(scrambled(fast).state_dict())
     losses = []
     for model in (fast, literal.eval()):

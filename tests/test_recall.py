@@ -47,5 +47,5 @@ def test_recall():
     assert row["learned"] == "2/2" and row["accuracy"] >= 0.95 and row["steps"] <= 400
     row, = recall.main([*flags, "--seeds=1", "--steps=1"])
     assert row["learned"] == "0/1" and row["steps"] is None and row["accuracy"] < 0.7
-    with pytest.raises(UserError, match="tost, negated: this is a change of another attention"):
+    with pytest.raises(UserError, match="--change=negated is of MSSA, and tost has TSSA"):
         recall.main(["--archs=tost", "--change=negated"])
