@@ -164,6 +164,18 @@ def at_norm(Z, other):
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
+def centered(Z):
+    """Tokens (..., n, d) less their mean."""
+    return Z - Z.mean(-2, keepdim=True)
+
+
+def rate_change(Z, step, U, eps):
+    """What `step` adds to R^c(Z | U) of tokens Z (B, n, d), with each sample back at its norm, as
+    longer tokens alone raise R^c: (B,)."""
+    after = at_norm(Z + step, Z)
+    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
+
+
 def unit_size(U):
     """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
@@ -194,8 +206,8 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
 
     Rc_tokens    R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code (its caption
                  has R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, and
-                 back at the norm of Z^l, as longer tokens alone raise R^c
+    Rc_change    what attention, derived to lower R^c, adds to it, as `rate_change`, of tokens less
+                 their mean
     Rc_alone     the same of its control, a step as long in which each token attends to itself alone
     R_change     what the layer adds to R at the norm of Z^l, the mean included; gain to R - R^c
     objective    R - Rc - lambda ||Z||_0 of Z^{l+1}; so are R, Rc and nonzeros
@@ -208,25 +220,18 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
         """R - R^c, at the norm of Z."""
         return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
 
-    def centered(T):
-        return T - T.mean(1, keepdim=True)
-
-    def change_by(step):
-        """Of the R^c of Z less its mean, by a step that is added to it."""
-        after = at_norm(centered(Z) + step, centered(Z))
-        return subspace_coding_rate(after, U, eps) - subspace_coding_rate(centered(Z), U, eps)
     attended = centered(half - Z)
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
     objective = sparse_rate_reduction(out, U, eps, lambd)
     numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=change_by(attended),
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(centered(Z), attended, U, eps),
         R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
         R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
         nonzeros=(out != 0).double().mean((-2, -1)),
         objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
     if isinstance(layer.attention, SoftmaxAttention):
-        step = one_set(alone(layer.attention, layer.norm1(trace.tokens)), together)
-        numbers["Rc_alone"] = change_by(at_norm(centered(step), attended))
+        step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
+        numbers["Rc_alone"] = rate_change(centered(Z), at_norm(step, attended), U, eps)
     return numbers
 
 

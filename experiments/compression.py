@@ -37,13 +37,13 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-import evaluate
-import model as models
 from checkpoint import each_model
 from data.samples import batches
+from evaluate import alone, at_norm, centered, random_subspaces, rate_change, unit_size
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
+from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 TABLES = {"tokens": "change of R^c, the norm of the tokens held",
@@ -76,13 +76,13 @@ def seen_by(U, Z):
 def steps(layer, Z, generator):
     """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
     the gradient."""
-    X, U, d = layer.norm1(Z), evaluate.unit_size(layer.attention.bases()), Z.shape[2]
+    X, U, d = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[2]
     A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
     swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(
         attention=attention, swapped=layer.attention.join(swapped @ values),
-        alone=evaluate.alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
+        alone=alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
         derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1))
 
@@ -91,17 +91,14 @@ def changes(layer, Z, generator, eps=0.1):
     """{(table, step): a number for each sample of Z (B, n, d)}. It is what a step adds to R^c,
     or in `cosines` its cosine with -grad R^c; there `length` is attention's, in units of the
     tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
-    def centered(T):
-        return T - T.mean(1, keepdim=True)
-
-    attention, U = layer.attention, evaluate.unit_size(layer.attention.bases())
-    V = evaluate.random_subspaces(*U.shape[1::-1], generator)
+    attention, U = layer.attention, unit_size(layer.attention.bases())
+    V = random_subspaces(*U.shape[1::-1], generator)
     added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
-    was, then = (models.subspace_coding_rate(T, U, eps)
+    was, then = (subspace_coding_rate(T, U, eps)
                  for T in (Z, Z + attention(layer.norm1(Z))))
     Z = centered(Z)
-    added["gradient"] = centered(-models.subspace_coding_rate_grad(Z, U, eps))
-    before = models.subspace_coding_rate(Z, U, eps)
+    added["gradient"] = centered(-subspace_coding_rate_grad(Z, U, eps))
+    before = subspace_coding_rate(Z, U, eps)
     downhill = tangent(added["gradient"], Z).flatten(1)
     numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
     if hasattr(attention, "W"):
@@ -109,16 +106,13 @@ def changes(layer, Z, generator, eps=0.1):
         numbers["cosines", "W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
         numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
-        moved = Z + evaluate.at_norm(step, added["attention"])
-        scaled = {"tokens": evaluate.at_norm(moved, Z),
-                  "projections": moved * seen_by(U, Z) / seen_by(U, moved)}
-        for norm, after in scaled.items():
-            numbers[norm, "before"] = before
-            numbers[norm, name] = models.subspace_coding_rate(after, U, eps) - before
+        step = at_norm(step, added["attention"])
+        numbers["tokens", "before"] = numbers["projections", "before"] = before
+        numbers["tokens", name] = rate_change(Z, step, U, eps)
+        after = (Z + step) * seen_by(U, Z) / seen_by(U, Z + step)
+        numbers["projections", name] = subspace_coding_rate(after, U, eps) - before
     numbers |= {("tokens", "as_it_was"): was, ("tokens", "as_it_is"): then - was}
-    after = evaluate.at_norm(Z + added["attention"], Z)
-    numbers["tokens", "random_subspaces"] = (models.subspace_coding_rate(after, V, eps)
-                                             - models.subspace_coding_rate(Z, V, eps))
+    numbers["tokens", "random_subspaces"] = rate_change(Z, added["attention"], V, eps)
     return numbers
 
 
@@ -127,7 +121,7 @@ def measured(loaded, c):
     """What `changes` returns, but (L, N) of N samples in L layers. In float64."""
     loaded.model.cpu().double()
     backbone = loaded.backbone
-    if not isinstance(backbone.layers[0].attention, models.SoftmaxAttention):
+    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
         raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
     generator, found = torch.Generator().manual_seed(c.seed), []
     for _, x in batches(loaded, c):
