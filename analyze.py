@@ -10,17 +10,89 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
-from data.samples import batches, split_for, spread
-from evaluate import check_classes, layer_numbers, validation_noise
+from data.samples import split_for, spread, traces
+from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
-from model import saliency
+from model import (
+    coding_rate,
+    saliency,
+    SoftmaxAttention,
+    sparse_rate_reduction,
+    subspace_coding_rate,
+)
 from processes import cli
 from run import read_metrics
 from web import page
+
+
+# ---- What a layer does to the rates, at one scale -----------------------------------------------
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def centered(Z):
+    """Tokens (..., n, d) less their mean."""
+    return Z - Z.mean(-2, keepdim=True)
+
+
+def rate_change(Z, step, U, eps):
+    """What `step` adds to R^c(Z | U) of Z (B, n, d) if each sample keeps its norm, since longer
+    tokens alone raise R^c: (B,)."""
+    after = at_norm(Z + step, Z)
+    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
+
+
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def random_subspaces(d, K, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
+
+
+def alone(attention, X):
+    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
+    neither --shift nor a bias of the values."""
+    return attention.join(X[:, None] @ attention.bases())
+
+
+def one_set(T, together):
+    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
+    if len(T) % together:
+        raise UserError(f"{len(T)} samples at once are no multiple of {together} coded together")
+    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
+
+
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
+    """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
+    float64, as float32 may give NaN."""
+    U = unit_size(layer.attention.bases().double())
+    X, Z, half, out = (one_set(T, together) for T in (
+        layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    start, attended, scaled = centered(Z), centered(half - Z), at_norm(out, Z)
+    objective = sparse_rate_reduction(out, U, eps, lambd)
+    numbers = dict(
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, attended, U, eps),
+        R_change=coding_rate(scaled, eps) - coding_rate(Z, eps),
+        gain=(sparse_rate_reduction(scaled, U, eps, lambd=0)
+              - sparse_rate_reduction(Z, U, eps, lambd=0)),
+        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
+        nonzeros=(out != 0).double().mean((-2, -1)),
+        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
+    if isinstance(layer.attention, SoftmaxAttention):
+        step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
+        numbers["Rc_alone"] = rate_change(start, at_norm(step, attended), U, eps)
+    return numbers
 
 
 @dataclass(kw_only=True)
@@ -31,8 +103,20 @@ class OutFlags:
 # ---- layers: rates and sparsity -----------------------------------------------------------------
 @dataclass(kw_only=True)
 class Layers(SampleFlags, OutFlags):
-    """Rates, nonzeros and the sparse rate reduction by layer, means over samples. MHSA has value
-    maps for U."""
+    """Rates, nonzeros and the objective by layer, means over samples. Rates are in nats, with U at
+    unit size; of a transformer U is its value maps. A layer takes Z to Z^{l+1/2} and Z^{l+1}.
+
+    Rc_tokens    R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its caption has
+                 R^c(Z^{l+1/2} | U)); without --shift and --rotary
+    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, each
+                 sample back at its norm, as longer tokens alone raise R^c
+    R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
+    gain         the same of R - R^c
+    R, Rc        the rates of Z^{l+1}
+    nonzeros     the share of the entries of Z^{l+1} that are not zero
+    objective    R - R^c - lambda ||Z||_0 of Z^{l+1}
+    rise         what the layer adds to the objective, [J] Eq. (21)
+    Rc_alone     the control of Rc_change: a step as long in which each token attends to itself"""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "
@@ -42,16 +126,12 @@ class Layers(SampleFlags, OutFlags):
     batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
-Layers.__doc__ += "\n\n    " + layer_numbers.__doc__      # for --help
-
-
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: mean and deviation over samples of each number."""
-    backbone = loaded.backbone
-    by_layer = [[] for _ in backbone.layers]
-    for _, x in batches(loaded, c):
-        for parts, layer, trace in zip(by_layer, backbone.layers, backbone.trace(x)):
+    by_layer = [[] for _ in loaded.backbone.layers]
+    for _, traced in traces(loaded, c):
+        for parts, (layer, trace) in zip(by_layer, traced):
             parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
 
     table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]

@@ -20,9 +20,9 @@ from model import ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencode
 from processes import is_main, note, Processes
 
 FORMAT = "crate-3"
-# Flags of the scripts with which a checkpoint's optimizer state or order of data would not fit
-FIXED = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
-         "batch_size", "seed")
+# Flags that a resumed run keeps: the optimizer's state and the order of the data depend on them
+KEPT = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
+        "batch_size", "seed")
 PRETRAINED = ROOT / "data" / "pretrained"
 # The model of each training script. SimDINO's checkpoints keep the teacher's encoder
 TASKS = dict(vit=ImageClassifier, mae=MaskedAutoencoder, simdino=ImageEncoder, gpt=LanguageModel)
@@ -112,11 +112,11 @@ def newest_whole(folder, task):
 
 
 def refuse_another(content, flags, model_config, data_meta, folder):
-    """UserError if the checkpoint of a run in `folder` is of another model, of other flags in FIXED
+    """UserError if the checkpoint of a run in `folder` is of another model, of other flags in KEPT
     or of another version of the data. With another --lr or --epochs a run goes on."""
     saved = content["run_config"] | content["model_config"]     # values that auto stands for
     given = flags | model_config
-    for name in (*FIXED, *model_config):
+    for name in (*KEPT, *model_config):
         if name in saved and saved[name] != given.get(name):
             raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
                             f"{given.get(name)}; give those of its config.json again")

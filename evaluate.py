@@ -1,4 +1,4 @@
-"""Numbers of a trained checkpoint, of its layers, and the scores that training scripts share.
+"""Numbers of a trained checkpoint, and the scores that training scripts share.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/ckpt.pt      top-1 on its validation split
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
@@ -18,7 +18,6 @@ from checkpoint import open_model
 from data import augment, images, text
 from data.samples import split_for
 from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
-from model import coding_rate, SoftmaxAttention, sparse_rate_reduction, subspace_coding_rate
 from processes import cli, derive_seed, is_main, with_bar
 
 
@@ -32,7 +31,7 @@ def check_classes(loaded, data):
 
 def batches_of(split, batch_size, processes):
     """This process's share of the images and labels, in batches."""
-    mine = torch.arange(len(split))[processes.rank::processes.world].split(batch_size)
+    mine = torch.arange(len(split))[processes.share].split(batch_size)
     index = [part.numpy() for part in mine]
     return with_bar(split.batches(index), "images", len(index))
 
@@ -67,7 +66,7 @@ def features(encoder, split, data, processes, kind="class", batch_size=500):
         parts.append(x)
     mine = torch.cat(parts)
     result = mine.new_zeros(len(split), mine.shape[1])
-    result[processes.rank::processes.world] = mine
+    result[processes.share] = mine
     return processes.sum(result), split.labels.to(result.device)
 
 
@@ -76,7 +75,7 @@ def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperatu
     exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
     right = torch.zeros((), device=x.device)
-    mine = torch.arange(len(x_test), device=x.device)[processes.rank::processes.world]
+    mine = torch.arange(len(x_test), device=x.device)[processes.share]
     for part in with_bar(mine.split(1000), "neighbours"):           # 1000: for memory
         cosine, index = (x_test[part] @ x.mT).topk(k)
         votes = torch.zeros(len(part), classes, device=x.device)
@@ -156,83 +155,6 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     loss, right, n = processes.sum(total).tolist()
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
-
-
-# ---- What a layer does to the rates, at one scale -----------------------------------------------
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def centered(Z):
-    """Tokens (..., n, d) less their mean."""
-    return Z - Z.mean(-2, keepdim=True)
-
-
-def rate_change(Z, step, U, eps):
-    """What `step` adds to R^c(Z | U) of tokens Z (B, n, d), with each sample back at its norm, as
-    longer tokens alone raise R^c: (B,)."""
-    after = at_norm(Z + step, Z)
-    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-def alone(attention, X):
-    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
-    neither --shift nor a bias of the values."""
-    return attention.join(X[:, None] @ attention.bases())
-
-
-def one_set(T, together):
-    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
-    if len(T) % together:
-        raise UserError(f"{len(T)} samples at once are no multiple of {together} coded together")
-    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
-
-
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
-    """Numbers of a layer that took the steps of `trace`, {name: one for each set of tokens}. Rates
-    are in nats, with U at unit size, and in float64, as float32 may give NaN.
-
-    Rc_tokens    R^c of U_k^* LN(Z^l), each token scaled to norm 1, as in [N]'s code (its caption
-                 has R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_change    what attention, derived to lower R^c, adds to it, as `rate_change`, of tokens less
-                 their mean
-    Rc_alone     the same of its control, a step as long in which each token attends to itself alone
-    R_change     what the layer adds to R at the norm of Z^l, the mean included; gain to R - R^c
-    objective    R - Rc - lambda ||Z||_0 of Z^{l+1}; so are R, Rc and nonzeros
-    rise         what the layer adds to the objective, [J] Eq. (21)"""
-    U = unit_size(layer.attention.bases().double())
-    X, Z, half, out = (one_set(T, together) for T in (
-        layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
-
-    def gain(T):
-        """R - R^c, at the norm of Z."""
-        return sparse_rate_reduction(at_norm(T, Z), U, eps, lambd=0)
-
-    attended = centered(half - Z)
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    objective = sparse_rate_reduction(out, U, eps, lambd)
-    numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(centered(Z), attended, U, eps),
-        R_change=coding_rate(at_norm(out, Z), eps) - coding_rate(Z, eps), gain=gain(out) - gain(Z),
-        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
-        nonzeros=(out != 0).double().mean((-2, -1)),
-        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
-    if isinstance(layer.attention, SoftmaxAttention):
-        step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
-        numbers["Rc_alone"] = rate_change(centered(Z), at_norm(step, attended), U, eps)
-    return numbers
 
 
 # ---- Commands -----------------------------------------------------------------------------------

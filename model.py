@@ -115,6 +115,7 @@ class Attention(nn.Module, ABC):
 class SoftmaxAttention(Attention):
     """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
     not U^* Z all three, a subclass has its own `queries_keys_values`."""
+    reads = "rotary", "shift"
 
     def __init__(self, config):
         super().__init__(config)
@@ -664,10 +665,11 @@ class Arch(NamedTuple):
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
+    sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
     text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
 
-    def reads(self):
-        """The fields of a config that this arch reads, and not every one."""
+    def fields_read(self):
+        """The fields of a config that this arch reads, and not every one does."""
         operators = filter(None, (self.attention, self.sparsification))
         names = {name for operator in operators for name in operator.reads}
         return names if self.output == "learned" else names | {"step_size"}
@@ -682,15 +684,16 @@ ARCHS = {
     "crate-relu": Arch(MSSA, Threshold, AS_CRATE),                  # an ablation: no dictionary
     "crate-residual": Arch(MSSA, ISTA, AS_CRATE, residual=True),    # an ablation: the residual
     "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True),        # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM),# Bai and Ma 2025
+    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM),     # Bai and Ma 2025
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
     "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0),
     "aot": Arch(MSSA, None, AS_VIT),                                # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, AS_VIT),                           # [B] Eq. (7.5.8) with MHSA
-    "transformer": Arch(MHSA, MLP, AS_VIT, residual=True),          # [B] Eq. (7.2.13)-(7.2.22)
+    # [B] Eq. (7.2.13)-(7.2.22)
+    "transformer": Arch(MHSA, MLP, AS_VIT, residual=True, sizes="transformer"),
     # what lies between: one matrix for query, key and value; ISTA in place of the MLP
-    "mssa-mlp": Arch(MSSA, MLP, AS_VIT, residual=True),
+    "mssa-mlp": Arch(MSSA, MLP, AS_VIT, residual=True, sizes="transformer"),
     "mhsa-ista": Arch(MHSA, ISTA, AS_CRATE),
     "crate-mlp": Arch(MSSA, MLP, AS_CRATE, residual=True),          # an MLP in CRATE's surroundings
     "mssa-ista": Arch(MSSA, ISTA, AS_VIT),                          # ISTA in a transformer's
@@ -706,7 +709,7 @@ CRATE_SIZES = dict(tiny=_size(384, 6, 12), small=SMALL, base=BASE, large=LARGE)
 VIT_SIZES = dict(tiny=_size(192, 3, 12), small=_size(384, 6, 12), base=BASE, large=LARGE)
 GPT_SIZES = dict(small=_size(512, 8, 12), base=BASE)
 
-# kind of model -> arch -> size -> fields. An arch without a row has that of crate or transformer.
+# kind of model -> arch -> size -> fields. An arch without a row has that of its Arch.sizes.
 # Image sizes are the released code's (vit: DeiT's tiny, small, ViT's base, large), aot's ours; text
 # sizes are inferred from the counts in [B] 7.4 and 7.5 (CRATE-alpha base has 109.4M here, not 120M)
 SIZES = {
@@ -763,8 +766,6 @@ class BackboneConfig:
             self.head_dim = d // K
         if self.spec.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
-        if (self.rotary or self.shift) and not issubclass(self.spec.attention, SoftmaxAttention):
-            raise ConfigError(f"rotary and shift are for archs with MSSA or MHSA, not {self.arch}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
@@ -830,7 +831,8 @@ class TextConfig(BackboneConfig):
 def check_read(arch, names):
     """ConfigError if one of the names is a field that other archs read, and this one does not."""
     check_word("arch", arch, ARCHS)
-    for name in {name for row in ARCHS.values() for name in row.reads()} - ARCHS[arch].reads():
+    read_by_some = {name for spec in ARCHS.values() for name in spec.fields_read()}
+    for name in read_by_some - ARCHS[arch].fields_read():
         if name in names:
             raise ConfigError(f"{arch} has no {name}")
 
@@ -841,8 +843,7 @@ def make_config(cls, size=None, arch="crate", **given):
     check_read(arch, given)
     if size is not None:
         table = SIZES[cls.kind]
-        like = "crate" if ARCHS[arch].image_family is AS_CRATE else "transformer"
-        sizes = table.get(arch, table[like])
+        sizes = table.get(arch, table[ARCHS[arch].sizes])
         check_word(f"{arch}: size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)

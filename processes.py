@@ -81,6 +81,7 @@ class Processes:
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
+        self.share = slice(self.rank, None, self.world)      # of the samples of an evaluation
         device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and not torch.cuda.is_available():
             raise UserError(f"--device={device}: this machine has none")

@@ -77,7 +77,7 @@ def build_model(c):
 def validate(model, val, data, c, processes, batch_size=250):
     """The mean loss over the validation images, every one once, shared among the processes."""
     model.eval()
-    noise = validation_noise(model, len(val))[processes.rank::processes.world].split(batch_size)
+    noise = validation_noise(model, len(val))[processes.share].split(batch_size)
     total = torch.zeros((), device=processes.device)
     for (pixels, _), part in zip(batches_of(val, batch_size, processes), noise):
         x = images.model_input(pixels, data, c.image_size)

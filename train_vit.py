@@ -21,7 +21,8 @@ from optim import count, make_optimizers, micro_batches, take_step, train_flops,
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
-FIXED_BY_FILE = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
+# What decides the shapes of an encoder's tensors: with --init_from the file does
+SHAPES = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
 
 
 @dataclass(kw_only=True)
@@ -36,7 +37,7 @@ class Config(RunFlags, ModelFlags):
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        displaces=("size", *FIXED_BY_FILE))
+        displaces=("size", *SHAPES))
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
@@ -131,7 +132,7 @@ def build_model(c, classes, loaded=None):
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling)
     check_read(theirs["arch"], ours)
-    for name in FIXED_BY_FILE:
+    for name in SHAPES:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
@@ -159,9 +160,11 @@ def srr_loss(model, x, layer=None, eps=0.5):
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
-    rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
+    with torch.no_grad():                       # a second pass, with another dropout
+        rates, Z = [], model.encoder.tokens(x)
     for l, part in enumerate(model.encoder.layers[:layer], 1):
-        Z = part(Z).detach()
+        with torch.no_grad():
+            Z = part(Z)
         if layer in (None, l):
             rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
     return torch.stack(rates).mean()

@@ -77,7 +77,7 @@ class ImageSet(NamedTuple):
             rows = [dict(image=dict(path=os.fsencode(path), bytes=None), label=name)
                     for path, name in part.items()]
             sets[split] = Dataset.from_list(rows).cast_column("label", classes)
-        return hold_out(sets, 0.1)
+        return with_val(sets, 0.1)
 
     def write_split(self, split, rows, draft):
         """Writes the pictures that can be read, and their labels."""
@@ -136,7 +136,7 @@ class TextSet(NamedTuple):
                     for split, files in folders.data_in(source, folders.TEXTS).items()}
         if self.one_text:
             return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
-        return {split: rows["text"] for split, rows in hold_out(sets, self.held_out).items()}
+        return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
 
     def write(self, source, draft):
         """Writes the tokens of all splits; returns what meta.json says of them."""
@@ -166,7 +166,7 @@ class TextSet(NamedTuple):
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
 
 
-def hold_out(sets, share):
+def with_val(sets, share):
     """The sets, named train, val and test. Of two rows for training or more, this share validates
     if no others do."""
     sets = {folders.split_of(name) or name: rows for name, rows in sets.items()}

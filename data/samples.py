@@ -17,6 +17,13 @@ def split_for(loaded, c):
     return data, images.Images(getattr(data, c.split), next(loaded.model.parameters()).device)
 
 
+def traces(loaded, c):
+    """Yields (numbers, [(layer, its LayerTrace) ...]) of each of `batches`."""
+    backbone = loaded.backbone
+    for index, x in batches(loaded, c):
+        yield index, [*zip(backbone.layers, backbone.trace(x))]
+
+
 def batches(loaded, c):
     """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
     c.samples images or windows of text, spread over the split. Images have the type of the weights;

@@ -1,35 +1,36 @@
 """Does the attention step lower R^c, and would anything else?
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
-R^c falls with the length of tokens alone, and as they draw together on one vector. So it is that of
-tokens less their mean, and after a step they are scaled to the norm before it: in the first table
-theirs, ||Z||. R^c also falls as tokens leave what U sees: in the second table it is the norm of
-their projections, (sum_k ||U_k^* Z||^2)^1/2. With U_k that fill the space orthogonally the two are
-one. U is at unit size. Every step has attention's length, without what moves the mean:
+But R^c also falls as tokens draw together on one vector, get shorter, or leave what U sees. So it
+is measured of tokens less their mean; every step has attention's length, and nothing that moves the
+mean; after it each sample is scaled back. A table of what the steps add, in nats, for each norm:
 
-    attention    MSSA(LN(Z)); `before` is R^c before it
-    as_it_is     the same, but nothing is held: neither mean nor norm; `as_it_was` is R^c before
-    swapped      attention with the map of another sample
-    alone        each token attends to itself alone, without --shift
-    rotated      attention, turned by a random rotation, as if its output were not learned
-    reversed     attention with the opposite sign
-    derived      -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34), no beta in (36)
-    derived_swapped, derived_alone    derived with the map of another sample, with the map I
-    shrinking    -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
-    gradient     -grad R^c, Eq. (31)
-    random_subspaces    what attention adds to R^c of random subspaces that fill the space
+    tokens         ||Z||, as before the step
+    projections    (sum_k ||U_k^* Z||^2)^1/2, as before: leaving U gains nothing
 
-These tables have what each step adds to R^c, in nats, by layer and in all. The third has the length
-of attention in units of the tokens' norm, the cosine of W with U, and that of each step with
--grad R^c, of both without the part along Z, which changes length alone. +- is the standard error
-over samples, or over checkpoints of a config. --csv keeps all.
+U is at unit size. If the U_k fill the space orthogonally, the two norms are one. The steps:
+
+    attention          MSSA(LN(Z))
+    swapped            attention with the map of another sample
+    alone              each token attends to itself alone, without --shift
+    rotated            attention, turned by a random rotation, as if its output were not learned
+    reversed           attention with the opposite sign
+    derived            -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) without
+                       the beta of (36)
+    derived_swapped    derived with the map of another sample
+    derived_alone      derived with the map I
+    shrinking          -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
+    gradient           -grad R^c, Eq. (31)
+
+Beside them, `before` is R^c of the tokens, `random_subspaces` what attention adds to the R^c of
+random subspaces that fill the space, `as_it_is` what it adds to R^c of the whole tokens at the
+length that it gives them; `as_it_was` is that R^c before.
+
+A third table, cosines, has `length`, attention's in units of the tokens' norm; `W_U`, the cosine of
+W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part along Z, which changes
+length alone. +- is the standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
-
-Verdict (2026-11-28): as it is, attention raises R^c in four of five models of CRATE. At the tokens'
-norm it lowers R^c in four; of that fall 0.2 to 0.5 are left reversed, 0.3 to 0.7 swapped, 1.0 to
-2.3 alone. At the projections' norm it lowers R^c on pictures, as its reverse does, and raises it on
-text; derived lowers it in all five, but nearly as far swapped.
 """
 import csv
 from dataclasses import dataclass
@@ -37,19 +38,18 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from analyze import alone, at_norm, centered, random_subspaces, rate_change, unit_size
 from checkpoint import each_model
-from data.samples import batches
-from evaluate import alone, at_norm, centered, random_subspaces, rate_change, unit_size
+from data.samples import traces
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
-TABLES = {"tokens": "change of R^c, the norm of the tokens held",
-          "projections": "change of R^c, the norm of their projections held",
-          "cosines": "attention's length in units of the tokens' norm; cosines of W with U, and of "
-                     "steps with -grad R^c"}
+TABLES = {"tokens": "added to R^c, the norm of the tokens held",
+          "projections": "added to R^c, the norm of their projections held",
+          "cosines": "attention's length; cosines of W with U, and of steps with -grad R^c"}
 
 
 @dataclass(kw_only=True)
@@ -73,98 +73,78 @@ def seen_by(U, Z):
     return (Z[:, None] @ U).square().sum((1, 2, 3)).sqrt().view(-1, 1, 1)
 
 
-def steps(layer, Z, generator):
-    """{name: what it adds to Z (B, n, d)}, at a length of its own: the steps of the docstring but
-    the gradient."""
+def steps(layer, Z, generator, eps=0.1):
+    """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
     X, U, d = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[2]
     A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
     swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
-    return dict(
+    found = dict(
         attention=attention, swapped=layer.attention.join(swapped @ values),
         alone=alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
         derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
-        derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1))
+        derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
+        gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
+    return {name: centered(step) for name, step in found.items()}
 
 
 def changes(layer, Z, generator, eps=0.1):
-    """{(table, step): a number for each sample of Z (B, n, d)}. It is what a step adds to R^c,
-    or in `cosines` its cosine with -grad R^c; there `length` is attention's, in units of the
-    tokens', and W_U the cosine of a learned W with [U_1 .. U_K]."""
+    """{table: {column: a number for each sample of Z (B, n, d)}}."""
     attention, U = layer.attention, unit_size(layer.attention.bases())
     V = random_subspaces(*U.shape[1::-1], generator)
-    added = {name: centered(step) for name, step in steps(layer, Z, generator).items()}
-    was, then = (subspace_coding_rate(T, U, eps)
-                 for T in (Z, Z + attention(layer.norm1(Z))))
-    Z = centered(Z)
-    added["gradient"] = centered(-subspace_coding_rate_grad(Z, U, eps))
-    before = subspace_coding_rate(Z, U, eps)
-    downhill = tangent(added["gradient"], Z).flatten(1)
-    numbers = {("cosines", "length"): added["attention"].norm(dim=(1, 2)) / Z.norm(dim=(1, 2))}
+    added, start = steps(layer, Z, generator, eps), centered(Z)
+    downhill = tangent(added["gradient"], start).flatten(1)
+    before = subspace_coding_rate(start, U, eps)
+    tokens, projections = dict(before=before), dict(before=before)
+    cosines = dict(length=added["attention"].norm(dim=(1, 2)) / start.norm(dim=(1, 2)))
     if hasattr(attention, "W"):
         W_U = F.cosine_similarity(attention.W.weight.flatten(), torch.cat([*U], 1).flatten(), 0)
-        numbers["cosines", "W_U"] = W_U.expand(len(Z))
+        cosines["W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
-        numbers["cosines", name] = F.cosine_similarity(tangent(step, Z).flatten(1), downhill)
+        cosines[name] = F.cosine_similarity(tangent(step, start).flatten(1), downhill)
         step = at_norm(step, added["attention"])
-        numbers["tokens", "before"] = numbers["projections", "before"] = before
-        numbers["tokens", name] = rate_change(Z, step, U, eps)
-        after = (Z + step) * seen_by(U, Z) / seen_by(U, Z + step)
-        numbers["projections", name] = subspace_coding_rate(after, U, eps) - before
-    numbers |= {("tokens", "as_it_was"): was, ("tokens", "as_it_is"): then - was}
-    numbers["tokens", "random_subspaces"] = rate_change(Z, added["attention"], V, eps)
-    return numbers
+        tokens[name] = rate_change(start, step, U, eps)
+        after = (start + step) * seen_by(U, start) / seen_by(U, start + step)
+        projections[name] = subspace_coding_rate(after, U, eps) - before
+    was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
+    tokens |= dict(as_it_was=was, as_it_is=then - was,
+                   random_subspaces=rate_change(start, added["attention"], V, eps))
+    return dict(tokens=tokens, projections=projections, cosines=cosines)
+
+
+def rows_of(by_layer):
+    """The rows of one table of {column: numbers of N samples} by layer: means, standard errors, and
+    those of the sum over layers."""
+    rows = [dict(layer=l) for l in range(1, len(by_layer) + 1)] + [dict(layer="all")]
+    for column in by_layer[0]:
+        numbers = torch.stack([values[column] for values in by_layer])              # (L, N)
+        for row, each in zip(rows, [*numbers, numbers.sum(0)]):
+            row[column] = each.mean().item()
+            row[f"{column}_error"] = (each.std() / len(each) ** 0.5).item()
+    return rows
 
 
 @torch.no_grad()
 def measured(loaded, c):
-    """What `changes` returns, but (L, N) of N samples in L layers. In float64."""
+    """{table: its rows} of one model, in float64. The layers' cosines have no sum."""
     loaded.model.cpu().double()
-    backbone = loaded.backbone
-    if not isinstance(backbone.layers[0].attention, SoftmaxAttention):
-        raise UserError(f"{backbone.config.arch} has no softmax, which the controls replace")
-    generator, found = torch.Generator().manual_seed(c.seed), []
-    for _, x in batches(loaded, c):
-        found.append([changes(layer, trace.tokens, generator, c.eps)
-                      for layer, trace in zip(backbone.layers, backbone.trace(x))])
-    layers = range(len(backbone.layers))
-    return {key: torch.stack([torch.cat([batch[l][key] for batch in found]) for l in layers])
-            for key in found[0][0]}
-
-
-def rows_of(found, table):
-    """The rows of one table of numbers (L, N): a mean and its standard error for each layer and,
-    of what steps add, for the sum over all layers."""
-    values = {step: each for (name, step), each in found.items() if name == table}
-    L = len(values["attention"])
-    rows = [dict(layer=l) for l in range(1, L + 1)] + [dict(layer="all")] * (table != "cosines")
-    for step, each in values.items():
-        for row, numbers in zip(rows, [*each, each.sum(0)]):
-            row[step] = numbers.mean().item()
-            row[f"{step}_error"] = (numbers.std() / len(numbers) ** 0.5).item()
-    return rows
-
-
-def measure(c):
-    """[{"names", "untrained", and the rows of each of TABLES}, ...], one for the checkpoints of one
-    config; of several checkpoints each one's mean is one of the N numbers."""
-    runs = {}
-    for loaded in each_model(c):
-        key = loaded.untrained, repr((loaded.meta.get("name"), loaded.model.config))
-        run = runs.setdefault(key, dict(names=[], untrained=loaded.untrained, each=[]))
-        run["names"].append(loaded.name)
-        run["each"].append(measured(loaded, c))
-    for run in runs.values():
-        first, *others = run.pop("each")
-        found = {key: torch.stack([one[key].mean(1) for one in (first, *others)], 1)
-                 for key in first} if others else first
-        run |= {table: rows_of(found, table) for table in TABLES}
-    return [*runs.values()]
+    config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
+    if not issubclass(config.spec.attention, SoftmaxAttention):
+        raise UserError(f"{config.arch} has no softmax, which the controls replace")
+    found = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
+             for _, traced in traces(loaded, c)]                    # by batch, layer and table
+    tables = {}
+    for table in TABLES:
+        by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
+                     for column in batches[0][table]} for batches in zip(*found)]
+        tables[table] = rows_of(by_layer)
+    tables["cosines"].pop()
+    return tables
 
 
 def show(run, c):
-    """Prints the tables of checkpoints of one config."""
-    print(f"{'; '.join(run['names'])}: {c.samples} samples of {c.split}, eps {c.eps:g}")
+    """Prints the tables of a model."""
+    print(f"{run['name']}: {c.samples} samples of {c.split}, eps {c.eps:g}")
     for table, words in TABLES.items():
         print(words)
         print_table(run[table])
@@ -172,7 +152,7 @@ def show(run, c):
 
 def keep(runs, path):
     """Writes the rows of all tables, four digits of each number."""
-    rows = [dict(models="; ".join(run["names"]), table=table) | row
+    rows = [dict(model=run["name"], table=table) | row
             for run in runs for table in TABLES for row in run[table]]
     with open(path, "w", newline="") as file:
         columns = dict.fromkeys(key for row in rows for key in row)
@@ -192,17 +172,18 @@ SHORT = "attention", "reversed", "alone"
 
 def draw(runs, path, rows):
     """What steps add to R^c in all layers, in % of R^c before them: a panel for each norm, both at
-    one scale, a mark for each of five models, filled for the fourth and fifth."""
+    one scale, a mark for each model, hollow for pictures and filled for text."""
     figure, (axes,) = new_figure(1, 2, 4, 1 + 0.4 * len(rows))
-    found = {run["names"][0]: run for run in runs}
+    found = {run["name"]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
     for ax, norm in zip(axes, ("tokens", "projections")):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
-            name, fill = run["names"][0], {} if place > 2 else dict(mfc="white")
+            fill = {} if run["task"] == "gpt" else dict(mfc="white")
             for row, (untrained, step) in enumerate(rows.values()):
-                last = found[f"{name}, untrained" if untrained else name][norm][-1]
-                ax.plot(100 * last[step] / last["before"], row + 0.17 * (place - 2), mark, ms=4.5,
+                name = f"{run['name']}, untrained" if untrained else run["name"]
+                total = found[name][norm][-1]
+                ax.plot(100 * total[step] / total["before"], row + 0.17 * (place - 2), mark, ms=4.5,
                         color="0.3" if row else "C0", **fill,
                         label=name.removeprefix("pretrained:") if row == 1 else None)
         for row in range(len(rows) + 1):
@@ -221,11 +202,13 @@ def draw(runs, path, rows):
 
 
 def main(argv):
-    """What `measure` returns."""
+    """[{"name", "task", "untrained", and the rows of each of TABLES}, ...]."""
     c = parse(Compression, argv, __doc__)
-    runs = measure(c)
-    for run in runs:
-        show(run, c)
+    runs = []
+    for loaded in each_model(c):
+        runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained)
+                    | measured(loaded, c))
+        show(runs[-1], c)
     if c.csv:
         keep(runs, c.csv)
     if c.figure:

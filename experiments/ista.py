@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from data.samples import batches, split_for
+from data.samples import batches, split_for, traces
 from experiments.shared import averages, each_sample, FIVE
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
@@ -99,12 +99,11 @@ def table(loaded, c):
     """The rows of the table."""
     loaded = copy.deepcopy(loaded)
     loaded.model.cpu().double()
-    backbone = loaded.backbone
-    if not isinstance(backbone.layers[0].sparsification, (ISTA, ODL)):
-        raise UserError(f"{backbone.config.arch} has no sparse code in a dictionary D")
+    if not isinstance(loaded.backbone.layers[0].sparsification, (ISTA, ODL)):
+        raise UserError(f"{loaded.model.config.arch} has no sparse code in a dictionary D")
     samples = {}
-    for _, x in batches(loaded, c):
-        for l, (layer, trace) in enumerate(zip(backbone.layers, backbone.trace(x)), 1):
+    for _, traced in traces(loaded, c):
+        for l, (layer, trace) in enumerate(traced, 1):
             X, operator = layer.norm2(trace.half), layer.sparsification
             D, lambd = operator.D, operator.lambd
             for name, A in codes(X, operator).items():

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from checkpoint import each_model
-from data.samples import batches, split_for
+from data.samples import split_for, traces
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages
@@ -74,8 +74,8 @@ def read_codes(loaded, c):
     if backbone.layers[-1].sparsification is None and not c.stream:
         raise UserError(f"the layers of {backbone.config.arch} have no code")
     indices, codes = [], []                     # indices are of images, or token ids
-    for index, x in batches(loaded, c):
-        trace = backbone.trace(x)[-1]
+    for index, traced in traces(loaded, c):
+        trace = traced[-1][1]
         code = trace.out if c.stream else trace.code
         indices.append(index.cpu())
         codes.append(code.float().cpu())

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from analyze import at_norm, one_set, random_subspaces, unit_size
 from checkpoint import load_model
-from data.samples import batches
-from evaluate import at_norm, one_set, random_subspaces, unit_size
+from data.samples import traces
 from experiments.shared import FIVE
 from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, CheckpointFlags, DeviceFlags, option, parse
@@ -41,9 +41,9 @@ def added(loaded, c, together, eps=0.1):
     """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
     random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
     generator, found = torch.Generator(), []
-    for _, x in batches(loaded, c):
+    for _, traced in traces(loaded, c):
         rows = []
-        for layer, trace in zip(loaded.backbone.layers, loaded.backbone.trace(x)):
+        for layer, trace in traced:
             Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
             out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
             V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed)).to(U)

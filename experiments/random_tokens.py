@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from evaluate import at_norm, random_subspaces
+from analyze import at_norm, random_subspaces
 from figures import print_table
 from flags import option, parse
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad

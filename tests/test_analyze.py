@@ -11,10 +11,10 @@ from torch.nn import functional as F
 import analyze
 import figures
 import model as models
+from analyze import layer_numbers
 from checkpoint import TASKS
 from data import augment, images
 from data.folders import read_picture
-from evaluate import layer_numbers
 
 TINY = dict(width=16, heads=2, layers=3, image_size=32, patch_size=8, classes=10)
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import crate
 import model as models
+from analyze import centered, random_subspaces, unit_size
 from data import images
-from evaluate import random_subspaces, unit_size
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 
@@ -78,23 +78,24 @@ def test_controls(text):
         values = attention.queries_keys_values(X)[2] if shift else attention.projections(X)
         return attention.W((A @ values).transpose(1, 2).flatten(2))
     found = compression.steps(layer, Z, torch.Generator())
-    assert_near(found["attention"], attention(X))
-    assert_near(found["alone"], heads_joined(torch.eye(9).double(), shift=False))
+    assert_near(found["attention"], centered(attention(X)))
+    assert_near(found["alone"], centered(heads_joined(torch.eye(9).double(), shift=False)))
     A = attention.map(X)
-    assert_near(found["swapped"], heads_joined(A[[2, 0, 1]]))
+    assert_near(found["swapped"], centered(heads_joined(A[[2, 0, 1]])))
     assert_near(found["reversed"], -found["attention"])
     turned, step = found["rotated"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     U = unit_size(attention.bases())
     first, _ = crate.neumann_terms(X, U)
     beta = 8 / (9 * 0.5 ** 2)
-    assert_near(found["shrinking"], -first / beta)
-    assert_near(found["derived_alone"], first / beta - X)
+    assert_near(found["shrinking"], centered(-first / beta))
+    assert_near(found["derived_alone"], centered(first / beta - X))
     if not text:
         back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
         swapped = ((A[[2, 0, 1]] @ (X[:, None] @ U)) @ U.mT).sum(1)
-        assert_near(found["derived_swapped"], swapped - X)
-        assert_near(found["derived"], back * (U / attention.bases()).square().mean() - X)
+        assert_near(found["derived_swapped"], centered(swapped - X))
+        back = back * (U / attention.bases()).square().mean()
+        assert_near(found["derived"], centered(back - X))
 
 
 @pytest.mark.parametrize("by_U", [False, True])
@@ -117,10 +118,12 @@ def test_changes(by_U, eps=0.3):
     Z = Z.detach()
     before, norm = seen(Z), (1, 2)
     with torch.no_grad():
-        added = compression.steps(layer, Z, torch.Generator())
+        added = compression.steps(layer, Z, torch.Generator(), eps)
         found = compression.changes(layer, Z, torch.Generator(), eps)
     norm_held = ("tokens", "projections")[by_U]
-    for name, step in (added | dict(gradient=-uphill)).items():
+    assert_near(added["gradient"], -uphill)
+    raw = layer.attention(layer.norm1(Z)).detach()
+    for name, step in added.items():
         length = seen(added["attention"]).norm(dim=norm, keepdim=True)
         after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
         after = after * scale(before) / scale(after)
@@ -130,44 +133,30 @@ def test_changes(by_U, eps=0.3):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
         if name != "rotated":               # which is drawn behind the random subspaces
-            assert_near(found[norm_held, name], rates[1] - rates[0])
-            assert_near(found["cosines", name], F.cosine_similarity(*across))
-    raw = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + added["attention"])]
-    assert_near(found["tokens", "as_it_is"], raw[1] - raw[0])
+            assert_near(found[norm_held][name], rates[1] - rates[0])
+            assert_near(found["cosines"][name], F.cosine_similarity(*across))
+    rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
+    assert_near(found["tokens"]["as_it_is"], rates[1] - rates[0])
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
-    assert_near(found["cosines", "W_U"], products.expand(3))
+    assert_near(found["cosines"]["W_U"], products.expand(3))
 
 
 @torch.no_grad()
 def test_tables_and_figure(tmp_path, cache, monkeypatch):
-    """One checkpoint: errors are over samples. Two of one config: over checkpoints. The last row is
-    of all layers, and what the figure has, in % of R^c before."""
-    meta, paths = images.load("shapes", cache).meta(), []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        model = models.ImageClassifier(models.ImageConfig(
-            width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10))
-        paths.append(str(tmp_path / f"{seed}.pt"))
-        write_model(paths[-1], model, "vit", meta)
-    flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4"]
-    each = [compression.main([f"--ckpt={path}", *flags])[0] for path in paths]
-    drawn = []
+    """The last row is of all layers, and what the figure has, in % of R^c before."""
+    model, path = models.ImageClassifier(models.ImageConfig(
+        width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10)), tmp_path / "a.pt"
+    write_model(path, model, "vit", images.load("shapes", cache).meta())
+    table, drawn = tmp_path / "a.csv", []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    table = tmp_path / "a.csv"
-    run, = compression.main([f"--ckpt={','.join(paths)}", *flags, f"--csv={table}",
-                             "--figure=a.png"])
-    assert run["names"] == paths
+    run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
+                             "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
     assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
     assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
     for norm, ax in zip(("tokens", "projections"), drawn[0].axes, strict=True):
-        for row, first, second in zip(run[norm], *(one[norm] for one in each), strict=True):
-            assert row.keys() == first.keys() and first["attention_error"] > 0
-            assert row["attention"] == pytest.approx((first["attention"] + second["attention"]) / 2)
-            assert row["attention_error"] == pytest.approx(
-                abs(first["attention"] - second["attention"]) / 2)
-        *layers, last = each[0][norm]
+        *layers, last = run[norm]
         assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
         assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
         percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]

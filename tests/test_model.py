@@ -327,7 +327,7 @@ def config(arch="crate", **fields):
 def test_layer(arch):
     """[J] Eq. (45) and [B] Section 7.5 from the operators, and every field of the config in use."""
     row, fields = model.ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
-    fields = {name: value for name, value in fields.items() if name in row.reads()}
+    fields = {name: value for name, value in fields.items() if name in row.fields_read()}
     norm_eps = 1e-5 if row.image_family is model.AS_CRATE else 1e-6
     layer = model.Layer(config(arch, layer_scale=0.5, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
@@ -395,7 +395,7 @@ def test_drop_path():
     eta=0.2, lambd=0.3, mm_eps=0.4, expansion=2, ista_steps=3, step_size=2.0).items())
 @torch.no_grad()
 def test_a_field_that_changes_nothing_is_refused(arch, name, value):
-    assert name in {name for row in model.ARCHS.values() for name in row.reads()}
+    assert name in {name for row in model.ARCHS.values() for name in row.fields_read()}
     Z, outs = torch.randn(1, 5, 16), []
     c = config(arch)
     for _ in range(2):

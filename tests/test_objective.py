@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 from helpers import scrambled
 
+import analyze
 import crate
-import evaluate
 import model as models
 from checkpoint import Loaded
 from experiments import objective
@@ -17,7 +17,7 @@ def test_added(monkeypatch):
     net = scrambled(models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=16, patch_size=8)))
     parts = torch.randn(2, 4, 3, 16, 16)
-    monkeypatch.setattr(objective, "batches", lambda loaded, c: enumerate(parts))
+    monkeypatch.setattr("data.samples.batches", lambda loaded, c: enumerate(parts))
     found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, eps=0.3)
     Zs = [net.tokens(parts.flatten(0, 1)).detach().double()]
     for layer in copy.deepcopy(net.layers).double():
@@ -27,7 +27,7 @@ def test_added(monkeypatch):
         after = after * (before.norm(dim=(1, 2)) / after.norm(dim=(1, 2)))[:, None, None]
         U = net.layers[l].attention.bases().detach().double()
         U = U * 4 / U.norm()                                    # ||U||^2 = K p = 16
-        V = evaluate.random_subspaces(16, 2, torch.Generator().manual_seed(3))
+        V = analyze.random_subspaces(16, 2, torch.Generator().manual_seed(3))
         rates = [torch.stack([crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
                               crate.subspace_coding_rate(T, V, 0.3)]) for T in (before, after)]
         torch.testing.assert_close(found[:, l], (rates[1] - rates[0]).mean(1), rtol=1e-4, atol=1e-4)

@@ -15,11 +15,11 @@ from functools import partial
 import torch
 
 import crate
+from analyze import layer_numbers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
-from evaluate import layer_numbers
 from experiments import compression
 from flags import ROOT
 from web import page
@@ -65,8 +65,8 @@ def of_attention(layer, trace):
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
         u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
-        cos=changes["cosines", "W_U"])
-    return numbers | {step: changes["tokens", step] for step in STEPS}
+        cos=changes["cosines"]["W_U"])
+    return numbers | {step: changes["tokens"][step] for step in STEPS}
 
 
 def of_layer(layer, trace):
@@ -115,7 +115,7 @@ def recorded():
     with open(ROOT / "records" / "compression.csv") as file:
         rows = [row for row in csv.DictReader(file)
                 if row["table"] == "tokens" and row["layer"] == "all"]
-    others = [row for row in rows if row["models"] in compression.FIVE.split(",")[1:]]
+    others = [row for row in rows if row["model"] in compression.FIVE.split(",")[1:]]
     return {f"other_{step}": "".join(f"<td>{listed([float(row[step])])}" for row in others)
             for step in STEPS}
 
