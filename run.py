@@ -51,6 +51,13 @@ def read_metrics(folder):
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
+def in_words(speed):
+    """Of the numbers that metrics.jsonl has: what follows a comma."""
+    words = {"tokens_per_s": ", {:,.0f} tokens/s", "examples_per_s": ", {:,.0f} images/s",
+             "mfu": ", mfu {:.1%}"}
+    return "".join(words[name].format(value) for name, value in speed.items())
+
+
 class Signals:
     """SIGINT and SIGTERM while a run trains. The first is kept as `received`, so that the run ends
     after its step. A Ctrl-C after that ends it at once, but not with several processes: torchrun
@@ -77,7 +84,7 @@ class Signals:
 
 
 class Run:
-    """One training run in one folder. A script calls its methods in this order: attach() may fill
+    """One training run in one folder. A script calls its methods in this order: resume() may fill
     the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
     an evaluation and a checkpoint, done() ends. Every process calls each of them, rank 0 alone
     writes. A failed write ends the run."""
@@ -94,7 +101,7 @@ class Run:
         self.evaluation_due = False     # after the step that log() counted last
         self.losses = []                # since the last line of metrics.jsonl
         self.seconds = []               # of each step, without evaluations and checkpoints
-        # what a checkpoint is made of, from attach()
+        # what a checkpoint is made of, from resume()
         self.model = self.optimizers = self.data_meta = self.extra = None
         # what a step is, from steps()
         self.total = self.eval_every = self.flops = self.tokens = self.began = self.bar = None
@@ -119,10 +126,10 @@ class Run:
         elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
 
-    def attach(self, model, optimizers, data_meta, extra=None):
-        """Keeps what a checkpoint is made of: the model that is evaluated, the optimizers, and in
-        `extra` tensors that change in place. If the run resumes, it fills model and optimizers,
-        sets the step and returns the checkpoint's content; else None."""
+    def resume(self, model, optimizers, data_meta, extra=None):
+        """Takes what checkpoints are made of: the model that is evaluated, the optimizers, and in
+        `extra` tensors that change in place. With --resume it fills model and optimizers, sets the
+        step and returns the checkpoint's content, else None."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.config.resume:
@@ -169,55 +176,41 @@ class Run:
                                    if line["step"] <= self.step))
             os.replace(tmp, path)
 
-    def log(self, loss, lr, numbers=None):
-        """Counts a step, and sets evaluation_due. After the first and every log_every steps it
-        writes a line of the steps since the last: the mean of the losses, which stay on the device
-        until then, lr, the speed, and numbers(), if given. RunEnded if a loss is not finite."""
+    def log(self, loss, lr, numbers=dict):
+        """Counts a step, and sets evaluation_due. After the first, every log_every steps and before
+        an evaluation it writes a line of the steps since the last: the mean of the losses, which
+        stay on the device until then, lr, the speed, numbers(). RunEnded if a loss is not
+        finite."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
-        is_last = self.step == self.total
-        line_due = is_last or self.step == 1 or self.step % self.config.log_every == 0
-        self.evaluation_due = is_last or self.step % self.eval_every == 0
-        if line_due or self.evaluation_due:     # so that no NaN is evaluated
-            mean = self._mean_loss()            # waits for a GPU, whose work is part of the step
-        self.seconds.append(time.perf_counter() - self.step_began)
-        if line_due:
-            self._report(mean, lr, numbers() if numbers else {})
-
-    def _report(self, loss, lr, numbers):
-        """Writes and shows what `log` says of the steps since its last line."""
-        seconds, speed, words = self._pace(len(self.losses))
-        self.losses = []
-        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **numbers))
-        words = f"loss {loss:.4f}{words}"
-        self.bar.set_postfix_str(words)
-        if self.bar.disable:
-            left = f", {seconds * (self.total - self.step):,.0f} s left" if seconds else ""
-            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
-
-    def _pace(self, steps):
-        """(seconds a step, {for metrics.jsonl}, words) of the last steps, without the first of all,
-        which may compile; (0, {}, "") if there is no other."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return 0, {}, ""
-        mean = sum(seconds) / len(seconds)
-        samples = self.config.batch_size / mean
-        key, unit = ("tokens_per_s", "tokens") if self.tokens else ("examples_per_s", "images")
-        speed = {key: samples * (self.tokens or 1)}
-        words = f", {speed[key]:,.0f} {unit}/s"
-        if mfu := share_of_peak(samples * self.flops, self.processes):
-            speed["mfu"] = mfu
-            words += f", mfu {mfu:.1%}"
-        return mean, speed, words
-
-    def _mean_loss(self):
-        """Of the losses since the last line and of all processes. RunEnded if one is not finite."""
+        self.evaluation_due = self.step == self.total or self.step % self.eval_every == 0
+        if not (self.evaluation_due or self.step == 1 or self.step % self.config.log_every == 0):
+            self.seconds.append(time.perf_counter() - self.step_began)
+            return
+        # this waits for a GPU, whose work is part of the step
         losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
+        self.seconds.append(time.perf_counter() - self.step_began)
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             self._check_finite(loss, step)
-        return sum(losses) / len(losses)
+        speed, loss, self.losses = self._speed(len(losses)), sum(losses) / len(losses), []
+        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **numbers()))
+        words = f"loss {loss:.4f}{in_words(speed)}"
+        self.bar.set_postfix_str(words)
+        if self.bar.disable:
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
+
+    def _speed(self, steps):
+        """The speed in the last steps without the first of all, which may compile; {} if there is
+        no other."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.config.batch_size * len(seconds) / sum(seconds)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        mfu = share_of_peak(samples * self.flops, self.processes)
+        return speed | dict(mfu=mfu) if mfu else speed
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
@@ -271,11 +264,12 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
         seconds = round(time.perf_counter() - self.began, 3)
-        _, speed, words = self._pace(self.total)
+        speed = self._speed(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
         if self.seconds:                # else nothing was left to do
             self.write(line)
-        self.say(f"done: {self.step} steps in {seconds:.0f} s{words}; written to {self.dir}")
+        self.say(f"done: {self.step} steps in {seconds:.0f} s{in_words(speed)}; written to "
+                 f"{self.dir}")
         for command in ("python analyze.py curves {dir}    # the loss, drawn", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()

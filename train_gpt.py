@@ -112,7 +112,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    run.attach(model, optimizers, data.meta())
+    run.resume(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

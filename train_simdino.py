@@ -222,7 +222,7 @@ def main(argv):
     # ---- run
     run = Run(c, "simdino", name, processes)
     extra = dict(student=student.state_dict(), center=center)
-    if resumed := run.attach(teacher, optimizers, data.meta(), extra):
+    if resumed := run.resume(teacher, optimizers, data.meta(), extra):
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
         del resumed                         # frees the file's tensors

@@ -208,7 +208,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.attach(model, optimizers, data.meta())
+    run.resume(model, optimizers, data.meta())
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
