@@ -66,6 +66,7 @@ PRESETS = {
         min_lr=2e-4, beta2=0.99, steps=600, warmup=50, eval_every=150, eval_windows=0,
         log_every=50),
 }
+PRESETS["mytext"] = PRESETS["pydoc"] | dict(data="mytext")      # as the README prepares it
 
 
 # ---- Model --------------------------------------------------------------------------------------

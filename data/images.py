@@ -100,7 +100,8 @@ def read_pictures(files, loaded):
 def steps_per_epoch(samples, batch_size):
     """Whole batches in an epoch. Raises UserError if there is none."""
     if batch_size > samples:
-        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images")
+        raise UserError(f"--batch_size={batch_size} is more than the {samples} training images: "
+                        "give a smaller one")
     return samples // batch_size
 
 

@@ -281,7 +281,8 @@ def opened(name, kind, cache):
     prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
     known = prepared | sets.keys() - {*LARGE}
     if name not in known:
-        how = f"{name} makes it ({LARGE[name]})" if name in sets else "NAME --source DIR for yours"
+        own = dict(images="for your pictures", text="--tokenizer=char for your texts")[kind]
+        how = f"{name} makes it ({LARGE[name]})" if name in sets else f"NAME --source DIR {own}"
         names = sorted(known - (SETS.keys() - sets.keys()))     # without those of the other kind
         raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
     if not folder.exists():

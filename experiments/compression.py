@@ -162,33 +162,41 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# row of the figure -> whether at random weights, step
-ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
-        "reversed": (False, "reversed"), "alone": (False, "alone"),
-        "rotated at random": (False, "rotated"),
-        "derived, Eq. (34)\nwithout $\\beta$": (False, "derived")}
-SHORT = "attention", "reversed", "alone"
+# row of the figure -> (whether at random weights, the step, R^c before it)
+ROWS = {"attention": (False, "attention", "before"),
+        "attention, random weights": (True, "attention", "before"),
+        "reversed": (False, "reversed", "before"), "alone": (False, "alone", "before"),
+        "rotated at random": (False, "rotated", "before"),
+        "derived, Eq. (34)\nwithout $\\beta$": (False, "derived", "before")}
+SHORT = {"attention as it stands": (False, "as_it_is", "as_it_was"),
+         "length taken out": (False, "attention", "before"),
+         "control: the opposite step": (False, "reversed", "before"),
+         "control: each token alone": (False, "alone", "before")}
 
 
-def draw(runs, path, rows):
-    """What steps add to R^c in all layers, in % of R^c before them: a panel for each norm, both at
-    one scale, a mark for each model, hollow for pictures and filled for text."""
-    figure, (axes,) = new_figure(1, 2, 4, 1 + 0.4 * len(rows))
+def draw(runs, path, rows, norms, names=True):
+    """What steps add to R^c in all layers, in % of R^c before them: a panel for each norm, all at
+    one scale, a mark for each model, hollow for pictures and filled for text. The legend has the
+    models' names, or says which are which."""
+    figure, (axes,) = new_figure(1, len(norms), 4 if names else 6, 1 + 0.4 * len(rows))
     found = {run["name"]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
-    for ax, norm in zip(axes, ("tokens", "projections")):
+    for ax, norm in zip(axes, norms):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
-            fill = {} if run["task"] == "gpt" else dict(mfc="white")
-            for row, (untrained, step) in enumerate(rows.values()):
+            text = run["task"] == "gpt"
+            label = run["name"].removeprefix("pretrained:") if names else (
+                "models of text" if text else "models of pictures")
+            for row, (untrained, step, before) in enumerate(rows.values()):
                 name = f"{run['name']}, untrained" if untrained else run["name"]
                 total = found[name][norm][-1]
-                ax.plot(100 * total[step] / total["before"], row + 0.17 * (place - 2), mark, ms=4.5,
-                        color="0.3" if row else "C0", **fill,
-                        label=name.removeprefix("pretrained:") if row == 1 else None)
+                ax.plot(100 * total[step] / total[before], row + 0.17 * (place - 2),
+                        mark if names else "o", ms=4.5, mfc=None if text else "white", label=label,
+                        color="C0" if step in ("attention", "as_it_is") else "0.3")
         for row in range(len(rows) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
-        ax.set_title(f"norm of the {norm} held", fontsize="medium")
+        if names:
+            ax.set_title(f"norm of the {norm} held", fontsize="medium")
         ax.set(xlabel="change of $R^c$, %", ylim=(len(rows) - 0.5, -0.5))
         ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(left=False, labelleft=ax is axes[0])
@@ -196,8 +204,10 @@ def draw(runs, path, rows):
         ax.spines[["top", "right", "left"]].set_visible(False)
     limits = [ax.get_xlim() for ax in axes]
     axes[0].get_gridspec().set_width_ratios([high - low for low, high in limits])
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5,
-                  frameon=False, columnspacing=1, handletextpad=0)
+    handles, labels = axes[0].get_legend_handles_labels()
+    last = dict(zip(labels, handles))               # of each label
+    figure.legend(last.values(), last, loc="outside lower center", ncols=5, frameon=False,
+                  columnspacing=1, handletextpad=0)
     figure.savefig(path, dpi=200)
 
 
@@ -213,10 +223,9 @@ def main(argv):
         keep(runs, c.csv)
     if c.figure:
         rows = {words: row for words, row in ROWS.items() if c.untrained or not row[0]}
-        draw(runs, c.figure, rows)
-        short = {words: row for words, row in rows.items() if row[1] in SHORT}
-        draw(runs, c.figure.replace(".png", "-short.png"), short)
-        print(f"wrote {c.figure}, and -short.png with fewer steps")
+        draw(runs, c.figure, rows, ("tokens", "projections"))
+        draw(runs, c.figure.replace(".png", "-short.png"), SHORT, ("tokens",), names=False)
+        print(f"wrote {c.figure}, and -short.png, README's")
     return runs
 
 

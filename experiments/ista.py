@@ -18,7 +18,7 @@ with D = 0.
 Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
 D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet a
 trained model uses D: without it scores fall by 2 to 4 points. RESULTS has the control trained
-without D; numbers by layer: records/TABLES.md.
+without D; numbers by layer: records/ista.csv.
 """
 import copy
 from dataclasses import dataclass, replace
