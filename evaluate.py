@@ -123,6 +123,19 @@ def validation_noise(model, n):
     return augment.BatchRandom(derive_seed("validation"), n).uniform(model.config.patches)
 
 
+@torch.no_grad()
+def reconstruction_loss(model, split, data, processes, batch_size=250):
+    """The mean loss of a masked autoencoder over a split: dict(loss, n)."""
+    model.eval()
+    noise = validation_noise(model, len(split))[processes.share].split(batch_size)
+    total = torch.zeros((), device=processes.device)
+    for (batch, _), part in zip(batches_of(split, batch_size, processes), noise):
+        x = images.model_input(batch, data, model.config.image_size)
+        with processes.autocast():
+            total += len(part) * model(x, part.to(processes.device))
+    return dict(loss=processes.sum(total).item() / len(split), n=len(split))
+
+
 # ---- Scores of text -----------------------------------------------------------------------------
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,

@@ -54,8 +54,8 @@ class CheckpointFlags:
 @dataclass(kw_only=True)
 class OpenFlags(CheckpointFlags, DeviceFlags, CacheFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    untrained: bool = option(False, "random weights instead (layers, experiments: too)")
-    seed: int = option(0, "draws the random weights, and linear's held-out tenth", low=0)
+    untrained: bool = option(False, "random weights instead; layers and experiments show both")
+    seed: int = option(0, "of the random weights, and of what else a command draws", low=0)
 
 
 @dataclass(kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from data import augment, images
-from evaluate import batches_of, validation_noise
+from evaluate import reconstruction_loss
 from flags import model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
 from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
@@ -68,22 +68,9 @@ def augmented(pixels, rng, c, data):
     return augment.normalize(augment.flip(x, rng), data.mean, data.std)
 
 
-# ---- Model, evaluation --------------------------------------------------------------------------
+# ---- Model --------------------------------------------------------------------------------------
 def build_model(c):
     return MaskedAutoencoder(make_config(MAEConfig, c.size, **model_fields(MAEConfig, c)))
-
-
-@torch.no_grad()
-def validate(model, val, data, c, processes, batch_size=250):
-    """The mean loss over the validation images, every one once, shared among the processes."""
-    model.eval()
-    noise = validation_noise(model, len(val))[processes.share].split(batch_size)
-    total = torch.zeros((), device=processes.device)
-    for (pixels, _), part in zip(batches_of(val, batch_size, processes), noise):
-        x = images.model_input(pixels, data, c.image_size)
-        with processes.autocast():
-            total += len(part) * model(x, part.to(processes.device))
-    return dict(loss=processes.sum(total).item() / len(val), n=len(val))
 
 
 def main(argv):
@@ -141,7 +128,7 @@ def main(argv):
         # log, and evaluate if that is due
         run.log(loss, schedule[step])
         if run.evaluation_due:
-            run.record(validate(model, val, data, c, processes))
+            run.record(reconstruction_loss(model, val, data, processes))
     return run.done("python evaluate.py linear --ckpt={dir}/ckpt.pt    # a linear probe",
                     "python analyze.py predict --ckpt={dir}/ckpt.pt    # reconstructions")
 

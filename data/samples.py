@@ -18,13 +18,13 @@ def split_for(loaded, c):
 
 
 def traces(loaded, c):
-    """Yields (numbers, [(layer, its LayerTrace) ...]) of each of `batches`."""
+    """Yields (numbers, [(layer, its LayerTrace) ...]) of each of `inputs`."""
     backbone = loaded.backbone
-    for index, x in batches(loaded, c):
+    for index, x in inputs(loaded, c):
         yield index, [*zip(backbone.layers, backbone.trace(x))]
 
 
-def batches(loaded, c):
+def inputs(loaded, c):
     """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
     c.samples images or windows of text, spread over the split. Images have the type of the weights;
     nothing is masked."""

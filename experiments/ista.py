@@ -27,7 +27,7 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from data.samples import batches, split_for, traces
+from data.samples import inputs, split_for, traces
 from experiments.shared import averages, each_sample, FIVE
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
@@ -121,7 +121,7 @@ def scores(loaded, c):
     """The score of each sample, (N,): 1 if its class is right, or its loss in nats per token."""
     model, found = loaded.model, []
     split = split_for(loaded, c)[1] if loaded.task == "vit" else None
-    for index, x in batches(loaded, replace(c, samples=c.scored)):
+    for index, x in inputs(loaded, replace(c, samples=c.scored)):
         if split is not None:
             found.append((model(x).argmax(-1) == split.labels[index]).double())
         else:

@@ -79,24 +79,28 @@ def read_codes(loaded, c):
         code = trace.out if c.stream else trace.code
         indices.append(index.cpu())
         codes.append(code.float().cpu())
-    indices = torch.cat(indices).numpy()
-    values = torch.cat(codes)                                              # (samples, tokens, m)
-    nonzeros = (values != 0).float().mean().item()
-    group = np.arange(len(indices))
-    if loaded.task == "gpt":                # a row is a token
-        decode = tokenizer_from_meta(loaded.meta).decode
-        rows = [text_properties([decode([i]) for i in window]) for window in indices]
-        properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-        return Codes(values.flatten(0, 1), nonzeros, properties, indices.flatten(),
-                     group.repeat(indices.shape[1]))
+    of_task = of_tokens if loaded.task == "gpt" else of_images
+    return of_task(loaded, c, torch.cat(indices).numpy(), torch.cat(codes))
 
-    # a row is an image
-    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(indices))
+
+def of_tokens(loaded, c, ids, values):
+    """The Codes of windows of text: token ids (B, n), codes (B, n, m)."""
+    decode = tokenizer_from_meta(loaded.meta).decode
+    rows = [text_properties([decode([i]) for i in window]) for window in ids]
+    properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
+    return Codes(values.flatten(0, 1), (values != 0).float().mean().item(), properties,
+                 ids.flatten(), np.arange(len(ids)).repeat(ids.shape[1]))
+
+
+def of_images(loaded, c, index, values):
+    """The Codes of the images number `index` (B,), from codes (B, 1 + n, m)."""
+    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(index))
     channel = images.mean((1, 2)).argmax(1)
     properties = {f"class {i}": labels == i for i in np.unique(labels)}
     properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
-    values = values[:, 0] if loaded.pooling == "class" else values[:, 1:].mean(1)
-    return Codes(values, nonzeros, properties, labels, group)
+    pooled = values[:, 0] if loaded.pooling == "class" else values[:, 1:].mean(1)
+    return Codes(pooled, (values != 0).float().mean().item(), properties, labels,
+                 np.arange(len(index)))
 
 
 def sparse_probe(codes, has, group, k, seed):

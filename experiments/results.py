@@ -15,6 +15,8 @@ from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
 
+EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
+CHARACTERS = 32 * 128       # of a step of the runs on books: 32 windows of 128
 NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
          "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
 
@@ -54,7 +56,7 @@ def images():
         for seed in range(3 if arch == "crate" else 1):
             steps, y = zip(*scores(f"cifar10-cpu-30-{arch}-{seed}", "acc"))
             y = [100 * value for value in y]
-            ax.plot([step / 391 for step in steps], y, "o-", color=COLORS[arch], ms=3)   # epochs
+            ax.plot([step / EPOCH for step in steps], y, "o-", color=COLORS[arch], ms=3)
         ends[NAMES[arch]] = y[-1], COLORS[arch]
     ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %")
     name_ends(ax, ends)
@@ -70,7 +72,7 @@ def text():
         # the last evaluation is of the whole split
         steps, losses = zip(*scores(f"bookchars-{arch}-0", "loss")[:-1])
         behind = [loss - best[step] for step, loss in zip(steps, losses)]
-        ax.plot([step * 32 * 128 / 1e6 for step in steps], behind, "o-", color=COLORS[arch], ms=3)
+        ax.plot([step * CHARACTERS / 1e6 for step in steps], behind, "o-", color=COLORS[arch], ms=3)
         ends[NAMES[arch].replace(", ", ",\n")] = behind[-1], COLORS[arch]
     ax.axhline(0, color=COLORS["transformer"])
     ax.set_xlabel("millions of characters of books read")

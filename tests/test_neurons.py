@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from checkpoint import load_model
 from data import images, text
-from data.samples import batches, spread
+from data.samples import inputs, spread
 from experiments import neurons
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
@@ -72,7 +72,7 @@ def test_neurons_of_images(pool, tmp_path, cache):
     assert np.array_equal(codes.kinds, data.val.labels[index])
     red = data.val.images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
     assert np.array_equal(codes.properties["red"], red)
-    x = torch.cat([x for _, x in batches(loaded, c)])
+    x = torch.cat([x for _, x in inputs(loaded, c)])
     with torch.no_grad():
         layer, last = loaded.encoder.layers[-1], loaded.encoder.trace(x)[-1]
         wanted = F.gelu(layer.sparsification.up(layer.norm2(last.half)))

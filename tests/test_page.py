@@ -107,7 +107,7 @@ console.log(JSON.stringify(pages.map(page => {
   return new Function(...Object.keys(browser), crate + script + `;
     const A = models.trained.layers.map(L => L.T.A.map(M => Array.from({length: M.rows},
       (_, i) => [...rowAt(M, i)])));
-    const first = {worst, verdict: $.verdict.children[0], attention: A};
+    const first = {worst, verdict: byId.verdict.children[0], attention: A};
     set({eta: 0.2, lambd: 0.03, off: ["1.2"]});
     const {rows, cols, at} = logits();
     return {...first, out: [...at.subarray(0, rows * cols)],

@@ -1,18 +1,15 @@
 """The trained models in data/pretrained still score what they scored when they were trained."""
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import checkpoint
 from data import images, shapes, text
-from evaluate import classify, features, language_scores, nearest_neighbours
+from evaluate import classify, features, language_scores, nearest_neighbours, reconstruction_loss
 from processes import Processes
-from train_mae import validate
 
 PROCESSES = Processes("cpu")
-CONFIG = SimpleNamespace(image_size=32)
 # With the tolerance: Python's manual and the drawing of shapes differ a little by versions
 SCORES = {"shapes-crate": (96.8, 0.3), "shapes-class": (95.4, 0.3), "shapes-mae": (0.232, 0.002),
           "shapes-simdino": (15.6, 0.5), "pydoc-crate": (1.341, 0.1),
@@ -53,7 +50,7 @@ def test_scores(name, text_cache, drawn):
     if task == "vit":
         found = 100 * classify(model, val, data, PROCESSES)["acc"]
     if task == "mae":
-        found = validate(model, val, data, CONFIG, PROCESSES)["loss"]
+        found = reconstruction_loss(model, val, data, PROCESSES)["loss"]
     if task == "simdino":
         first, second = (features(loaded.encoder, split, data, PROCESSES) for split in (train, val))
         found = 100 * nearest_neighbours(*first, *second, 10, PROCESSES)["acc"]

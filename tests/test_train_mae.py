@@ -6,7 +6,7 @@ from helpers import FLAGS
 import figures
 import train_mae
 from data import augment, images
-from evaluate import validation_noise
+from evaluate import reconstruction_loss, validation_noise
 from flags import parse_run
 from processes import Processes
 
@@ -22,7 +22,7 @@ def test_validation_and_the_sheet(cache):
     noise = validation_noise(model, 100)
     # every image hides 12 of 16 patches: the mean of means is the mean
     total = sum(model(x[i:i + 1], noise[i:i + 1]).item() for i in range(100))
-    found = train_mae.validate(model, val, data, c, Processes("cpu"), batch_size=30)
+    found = reconstruction_loss(model, val, data, Processes("cpu"), batch_size=30)
     assert found["n"] == 100 and found["loss"] == pytest.approx(total / 100, abs=1e-5)
 
     sheet, _ = figures.reconstructions(model, x[:3], noise[:3], data.mean, data.std)

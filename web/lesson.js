@@ -58,7 +58,7 @@ const chancesOf = (model, picture, switches) =>
 const [hot, dark] = [[217, 94, 30], [128, 128, 136]];   // as --accent and --soft, light or dark
 const degrees = Math.PI / 180;
 const percent = y => `${Math.round(100 * y)} %`;
-const put = (box, part, ...marks) => $(part, box).innerHTML = marks.flat().join("");
+const fill = (box, part, ...marks) => $(part, box).innerHTML = marks.flat().join("");
 const dot = ([x, y], r, more = "") => `<circle cx="${x}" cy="${y}" r="${r}" ${more}/>`;
 const line = (points, kind = "") => `<path class="${kind}" d="M${points.join("L")}"/>`;
 const text = ([x, y], words) => `<text x="${x}" y="${y}">${words}</text>`;
@@ -71,7 +71,7 @@ function bars(box, rows, high = 0) {                // [name, value, kind, words
   const values = rows.map(row => row[1]);
   const low = Math.min(0, ...values);
   const share = y => 100 * y / (Math.max(high, ...values) - low || 1);
-  put(box, ".bars", table(rows.map(([name, y, kind = "", words = show(y)]) => [name,
+  fill(box, ".bars", table(rows.map(([name, y, kind = "", words = show(y)]) => [name,
     `<i class="${kind}" style="left: ${share(Math.min(0, y) - low)}%;
     width: ${share(Math.abs(y))}%"></i>`, words])));
 }
@@ -88,7 +88,7 @@ function axesOf(Z) {                                // of Z Z^*, for tokens in t
 const inSpace = ([x, y, z]) => [.95 * y - .5 * x, .4 * x + .12 * y - z];
 function drawSpace(box, Z, U) {                     // tokens and two lines
   const along = (u, s) => inSpace(u.map(y => s * y));
-  put(box, "svg",
+  fill(box, "svg",
     [[2, 0, 0], [0, 2, 0], [0, 0, 1.6]].map(end => line([[0, 0], inSpace(end)], "faint")),
     rowsIn(U).map(u => line([along(u, -1.9), along(u, 1.9)], "hot")),
     rowsIn(Z).map(z => dot(inSpace(z), .06)),
@@ -104,12 +104,12 @@ function room(box) {
   const blur = eps ** 2 / 2;
   const {large, small, angle} = axesOf(Z);
   const [a, b] = [large, small].map(y => Math.sqrt(y / Z.rows + blur));
-  put(box, "svg",
+  fill(box, "svg",
     line([[-3.2, 0], [3.2, 0]], "faint"), line([[0, -2.6], [0, 2.6]], "faint"),
     dot([0, 0], Math.sqrt(blur), 'class="ball"'),
     `<ellipse rx="${a}" ry="${b}" transform="rotate(${angle / degrees})"/>`,
     rowsIn(Z).map((z, i) => dot(z, .08, `data-i="${i}"`)));
-  put(box, ".read",
+  fill(box, ".read",
     `<b>R = ${show(R)}</b>: the ellipse has the area of ${show(Math.exp(R))} balls.`);
   return {R};
 }
@@ -149,11 +149,11 @@ function gradient(box) {
   const Z = path.at(-1);
   const cost = subspaceRate(Z, plane, 2, .5);
   const downhill = rowsIn(times(-1, slope(Z)));
-  put(box, "svg",
+  fill(box, "svg",
     downhill.map((_, i) => line(path.map(M => rowAt(M, i)), "faint")),
     rowsIn(Z).map((z, i) => arrow(z, downhill[i], "hot") + dot(z, .05)));
   const left = axis => percent(Math.sqrt(axesOf(Z)[axis] / axesOf(head)[axis]));
-  put(box, ".read", `<b>R<sup>c</sup> = ${show(cost)}</b>. The strong direction has
+  fill(box, ".read", `<b>R<sup>c</sup> = ${show(cost)}</b>. The strong direction has
     ${left("large")} of its length left, the weak one ${left("small")}.`);
   return {cost};
 }
@@ -166,10 +166,10 @@ function withoutInverse(box) {
   const two = subspaceRateGrad(Z, plane, 2, eps, true);
   const shortened = v => v.map(y => y * Math.min(.6, 1.2 / Math.hypot(...v)));
   const stepOf = (M, i) => shortened(rowAt(times(-1 / beta / length, M), i));
-  put(box, "svg", rowsIn(head).map((z, i) =>
+  fill(box, "svg", rowsIn(head).map((z, i) =>
     arrow(z, stepOf(exact, i), "dark") + arrow(z, stepOf(two, i), "hot") + dot(z, .05)));
   const row = (name, s) => [name, show(s), show(1 / (1 + s)), `<b class="hot">${show(1 - s)}</b>`];
-  put(box, ".read", table([["direction", "s", "exact: 1/(1 + s)", "two terms: 1 − s"],
+  fill(box, ".read", table([["direction", "s", "exact: 1/(1 + s)", "two terms: 1 − s"],
     row("strong", beta * axesOf(Z).large), row("weak", beta * axesOf(Z).small)]));
   return {exact: sizeOf(exact), two: sizeOf(two)};
 }
@@ -190,7 +190,7 @@ function softmaxForGram(box) {
     t + 1 === token ? [...dark, 255] : [...hot, 255 * weights[t + 1] / most]);
   const row = (name, M) => [name, show(Math.min(...flat(M))), show(Math.max(...flat(M))),
     show(sumOf(rowAt(M, token)))];
-  put(box, ".read", table([["", "least", "most", "sum of the token’s row"],
+  fill(box, ".read", table([["", "least", "most", "sum of the token’s row"],
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
@@ -233,7 +233,7 @@ async function score(box, model, switches) {        // ends as soon as another o
     if (box.scored !== switches) return;
     const chances = chancesOf(model, pictureAt(many, i, H), switches);
     right += chances.indexOf(Math.max(...chances)) === data.many_labels[i];
-    put(box, ".score", `<b>${right} of ${i + 1}</b> drawn pictures right`);
+    fill(box, ".score", `<b>${right} of ${i + 1}</b> drawn pictures right`);
   }
 }
 const wayBack = box => classify(box, models[0], {...asTrained, out: knobs.out});
@@ -246,11 +246,11 @@ function dictionary(box) {
   heat($("figure canvas", box), multiply(L.Dt, L.Dt), 1);
   bars(box, [["R(X)", codingRate(X, .5)], ["R(DA)", codingRate(DA, .5), "hot"],
     ["R(A)", codingRate(code, .5), "hot"]]);
-  put(box, ".read", `‖X − DA‖ is <b>${Math.round(miss)} %</b> of ‖X‖.`);
+  fill(box, ".read", `‖X − DA‖ is <b>${Math.round(miss)} %</b> of ‖X‖.`);
   return {miss};
 }
 // ---- 10: a token before and after the step, and the LASSO
-function shrinking(box) {
+function sparsified(box) {
   const {L, X} = trace();
   const A = sparse(L, X, knobs);
   const relu = made(X.rows, X.cols, t => Math.max(0, X.at[t]));
@@ -261,9 +261,9 @@ function shrinking(box) {
     `<rect class="${kind}" x="${5 * i + (5 - wide) / 2}" y="${Math.min(y(v), 55)}"
     width="${wide}" height="${Math.abs(y(v) - 55)}"/>`);
   const threshold = knobs.eta * knobs.lambd;
-  put(box, "svg", sticks(X, 4, ""), sticks(A, 2, "hot"),
+  fill(box, "svg", sticks(X, 4, ""), sticks(A, 2, "hot"),
     [threshold, -threshold].map(v => line([[0, y(v)], [320, y(v)]], "dark")));
-  put(box, ".read", `Grey: a token of X. Colour: its code. Lines: ± ηλ.
+  fill(box, ".read", `Grey: a token of X. Colour: its code. Lines: ± ηλ.
     <b>${percent(nonzeros(A) / flat(A).length)}</b> of the entries of all codes are not 0.`);
   bars(box, firstHot({"the step’s code": costOf(A), "ReLU(X)": costOf(relu),
     "no code": costOf(times(0, X))}));
@@ -284,7 +284,7 @@ function wholeLayer(box) {
 }
 
 const steps = [() => ({}), room, subspaces, objective, gradient, withoutInverse, softmaxForGram,
-  leftOut, wayBack, dictionary, shrinking, wholeLayer, ablations];
+  leftOut, wayBack, dictionary, sparsified, wholeLayer, ablations];
 // ---- What changes, and what is drawn again -----------------------------------------------------
 const dirty = new Set();                            // steps to draw once they are in sight
 function drawNow(n) {

@@ -1,8 +1,8 @@
 // The page: what was chosen, what is drawn from it, what the hand does. crate.js runs the model.
 // ---- What was chosen
 const all = selector => [...document.querySelectorAll(selector)];
-const $ = Object.fromEntries(all("[id]").map(box => [box.id, box]));        // $.text has id="text"
-const data = JSON.parse($.data.textContent);
+const byId = Object.fromEntries(all("[id]").map(box => [box.id, box]));
+const data = JSON.parse(byId.data.textContent);
 const c = data.config;
 const isText = data.task === "gpt";
 const isMae = data.task === "mae";
@@ -30,7 +30,7 @@ function set(changes) {
 
 function run(model) {                                           // if anything is new
   const {eta, lambd, off, mask, pixels} = chosen;
-  const ids = isText ? idsOf(data, $.text.value || "\n").slice(-c.context) : [];
+  const ids = isText ? idsOf(data, byId.text.value || "\n").slice(-c.context) : [];
   const seen = [eta, lambd, off, mask, pixels, `${ids}`];
   if (seen.every((value, i) => value === model.seen?.[i])) return;
   const Z = isText ? embedText(model, ids) : embedPicture(model, data, pixels, new Set(mask));
@@ -46,8 +46,8 @@ function draw() {
   chosen.at = Math.min(chosen.at ?? n, n - 1);
   chosen.entry ??= order(own(L.T.code))[0];
   for (const knob of ["layer", "lambd", "eta"])
-    $[knob].nextElementSibling.value = $[knob].value = chosen[knob];
-  $.untrained.checked = chosen.kind === "untrained";
+    byId[knob].nextElementSibling.value = byId[knob].value = chosen[knob];
+  byId.untrained.checked = chosen.kind === "untrained";
   isText ? drawText() : drawPicture();
   isMae ? drawGuess() : drawAnswer();
   drawHeads();
@@ -104,7 +104,7 @@ function drawPicture() {
   const column = 1 + (at - 1) % side;
   const area = at ? [row, column, row + 1, column + 1] : [1, 1, -1, -1];
   document.body.style = `--side: ${side}; --chosen: ${area.join(" / ")}`;
-  put($.picture, patches(pixels, "mask", i => +mask.includes(i)));
+  put(byId.picture, patches(pixels, "mask", i => +mask.includes(i)));
 }
 
 function drawText() {                                           // below each, the likeliest to come
@@ -112,7 +112,7 @@ function drawText() {                                           // below each, t
   const Y = logits();
   const five = i => order(rowAt(Y, i)).slice(0, 5).map(id =>
     node(id === ids[i + 1] ? "u" : "s", {}, visible(letters[id])));
-  put($.tokens, ids.map((_, i) => character(i, "", five(i))));
+  put(byId.tokens, ids.map((_, i) => character(i, "", five(i))));
 }
 
 function drawGuess() {                                          // what an autoencoder fills in
@@ -124,8 +124,8 @@ function drawGuess() {                                          // what an autoe
       const pixel = pixelOf(patch, t / 3 | 0, side, P);
       filled[3 * pixel + k] = clamp(255 * (y * data.std[k] + data.mean[k]), 0, 255);
     });
-  put($.verdict, `It fills in ${chosen.mask.length} masked patches`);
-  put($.answer, patches(filled, "", () => 0));
+  put(byId.verdict, `It fills in ${chosen.mask.length} masked patches`);
+  put(byId.answer, patches(filled, "", () => 0));
 }
 
 function drawAnswer() {                                         // the likeliest classes or letters
@@ -134,14 +134,14 @@ function drawAnswer() {                                         // the likeliest
   const chances = softmax(rowAt(logits(), isText ? at : 0));
   const best = order(chances).slice(0, 10);
   const asked = isText ? `After ${names[model.ids[at]]} comes` : "It sees:";
-  put($.verdict, `${asked} ${names[best[0]]}, ${percent(chances[best[0]])}`);
-  put($.answer, node("table", {}, best.map(k => node("tr", {}, node("th", {}, names[k]),
+  put(byId.verdict, `${asked} ${names[best[0]]}, ${percent(chances[best[0]])}`);
+  put(byId.answer, node("table", {}, best.map(k => node("tr", {}, node("th", {}, names[k]),
     node("td", {}, node("i", {style: `width: ${100 * chances[k]}%`})),
     node("td", {}, percent(chances[k]))))));
 }
 
 function drawHeads() {
-  put($.heads, L.T.A.map((weights, k) => {
+  put(byId.heads, L.T.A.map((weights, k) => {
     const head = `${L.number}.${k + 1}`;
     const off = chosen.off.includes(head);
     const row = own(weights);
@@ -166,15 +166,15 @@ function drawCode() {                                           // before and af
       <path class="${kind}" d="${bars.join("")}"/></svg>`});
   };
   const nonzeros = after.filter(y => y !== 0).length;
-  put($.code, note("before the step"), strip(before, "before"),
+  put(byId.code, note("before the step"), strip(before, "before"),
     note(`after it: ${nonzeros} of ${m} entries are not zero`), strip(after, "after"));
-  put($.largest, note("largest"), order(after).slice(0, 6).map(j =>
+  put(byId.largest, note("largest"), order(after).slice(0, 6).map(j =>
     button(`${j}: ${show(after[j])}`, j === chosen.entry, () => set({entry: j}))));
 }
 
 function drawEntry() {                                          // at every token
-  $.entry.textContent = `Entry ${chosen.entry} of layer ${L.number}`;
-  put($.where, view(Float64Array.from({length: n}, (_, i) => rowAt(L.T.code, i)[chosen.entry])));
+  byId.entry.textContent = `Entry ${chosen.entry} of layer ${L.number}`;
+  put(byId.where, view(Float64Array.from({length: n}, (_, i) => rowAt(L.T.code, i)[chosen.entry])));
 }
 // ---- What the hand does
 const toggled = (list, item) =>
@@ -182,38 +182,38 @@ const toggled = (list, item) =>
 const point = at => at === chosen.at || set({at, entry: null});
 const toggleMask = () => isMae && chosen.at && set({mask: toggled(chosen.mask, chosen.at - 1)});
 for (const knob of ["lambd", "eta"])
-  $[knob].oninput = () => set({[knob]: $[knob].valueAsNumber});
-$.layer.oninput = () => set({layer: $.layer.valueAsNumber, entry: null});
-$.untrained.onchange = () => set({kind: $.untrained.checked ? "untrained" : "trained"});
-$.reset.onclick = () => set(start);
-$.code.onclick = e => e.target.closest("svg") &&
-  set({entry: Math.floor(e.offsetX / $.code.clientWidth * L.T.code.cols)});
-$.text.oninput = () => set({at: null, entry: null});
-$.class.onclick = () => point(0);
-$.picture.onclick = toggleMask;
-$.picture.onpointermove = $.picture.onpointerdown = e => {
+  byId[knob].oninput = () => set({[knob]: byId[knob].valueAsNumber});
+byId.layer.oninput = () => set({layer: byId.layer.valueAsNumber, entry: null});
+byId.untrained.onchange = () => set({kind: byId.untrained.checked ? "untrained" : "trained"});
+byId.reset.onclick = () => set(start);
+byId.code.onclick = e => e.target.closest("svg") &&
+  set({entry: Math.floor(e.offsetX / byId.code.clientWidth * L.T.code.cols)});
+byId.text.oninput = () => set({at: null, entry: null});
+byId.class.onclick = () => point(0);
+byId.picture.onclick = toggleMask;
+byId.picture.onpointermove = byId.picture.onpointerdown = e => {
   const [x, y] = [e.offsetX, e.offsetY].map(offset =>
-    clamp(offset / $.picture.clientWidth * H | 0, 0, H - 1));
+    clamp(offset / byId.picture.clientWidth * H | 0, 0, H - 1));
   point(1 + (y / P | 0) * side + (x / P | 0));
 };
 // ---- What stays: names, equations, the check; then what is shown first
 const depth = models.trained.layers.length;
 const worst = check(data, models.trained);
 document.body.className = [data.task, c.rotary && "rotary", c.shift && "shift"].join(" ");
-document.title = $.title.textContent = `Look inside ${data.name}`;
-$.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
-$.layer.max = depth;
-$.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
-$.alarm.hidden = worst < 1e-3;
+document.title = byId.title.textContent = `Look inside ${data.name}`;
+byId.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
+byId.layer.max = depth;
+byId.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
+byId.alarm.hidden = worst < 1e-3;
 for (const box of all(".math > span"))                          // _k, ^* and ^{...} as in papers
   box.innerHTML = box.innerHTML.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>")
     .replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>").replace(/[{}]/g, "").replace(/,/g, ", &ensp;")
     .replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
-$.text.value = data.text ?? "";
-put($.thumbs, (data.labels ?? []).map((label, i) => {
+byId.text.value = data.text ?? "";
+put(byId.thumbs, (data.labels ?? []).map((label, i) => {
   const pixels = pictureAt(bytes(data.pictures), i, H);
   const onclick = () => set({pixels, entry: null});
   return node("button", {ariaLabel: data.classes[label], onclick}, canvas(pixels));
 }));
-$.thumbs.firstChild?.click();
+byId.thumbs.firstChild?.click();
 set({});
