@@ -63,14 +63,16 @@ def split_of(name):
 
 def by_split(places):
     """{split: {file: the names below its split}}, given the names that lead to each file."""
-    parts = {"train": {}, "val": {}, "test": {}, None: {}}
+    parts, outside = {"train": {}, "val": {}, "test": {}}, []
     for file, names in places.items():
-        splits = [split_of(name) for name in names]
-        split = next(filter(None, splits), None)
-        parts[split][file] = names[splits.index(split) + 1:] if split else names
-    outside = any(parts.pop(None).values())     # a picture at the top has no names
+        for depth, name in enumerate(names, 1):
+            if split := split_of(name):
+                parts[split][file] = names[depth:]
+                break
+        else:
+            outside.append(names)
     parts = {split: part for split, part in parts.items() if part}
-    if not outside or "train" in parts and len(parts) > 1:
+    if not any(outside) or "train" in parts and len(parts) > 1:     # a picture at the top has none
         return parts
     for split in parts:
         print(f"note: `{split}` by itself is taken for a class or a text", file=sys.stderr)
