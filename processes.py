@@ -2,7 +2,6 @@
 import hashlib
 import os
 import shutil
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -181,17 +180,11 @@ def cli(main):
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # from here on without a traceback
-    flush_or_mute()
+    try:
+        sys.stdout.flush()
+    except OSError:                     # a closed pipe or a full disk: Python would try once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_initialized():
         dist.destroy_process_group()
         os._exit(status)                # skips gloo's destructors, which crash now and then
     sys.exit(status)
-
-
-def flush_or_mute():
-    """Writes what stdout still holds, or drops it: else Python would fail to write it at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,6 +1,5 @@
 """Flags: types, ranges, presets, subcommands, and how a command ends."""
 import os
-import signal
 from dataclasses import dataclass
 
 import pytest
@@ -87,17 +86,6 @@ def test_exit_statuses(monkeypatch, capsys, error, status, says):
     err = capsys.readouterr().err
     assert exit.value.code == status and err.count("\n") == bool(says)
     assert says in err and len(err) < 330 and err.startswith("script.py: " if says else "")
-
-
-@pytest.mark.parametrize("main", [list, lambda argv: signal.raise_signal(signal.SIGINT)])
-def test_ctrl_c_has_no_traceback(monkeypatch, main):
-    """Not in the end of a command either, and not a second one."""
-    def start(argv):
-        monkeypatch.setattr("processes.flush_or_mute", lambda: signal.raise_signal(signal.SIGINT))
-        main(argv)
-    monkeypatch.setattr(os, "_exit", flags.sys.exit)
-    with pytest.raises(SystemExit, match="130"):
-        processes.cli(start)
 
 
 def test_errors_are_told_by_their_type():
