@@ -167,7 +167,7 @@ ROWS = {"attention": (False, "attention", "before"),
         "attention, random weights": (True, "attention", "before"),
         "reversed": (False, "reversed", "before"), "alone": (False, "alone", "before"),
         "rotated at random": (False, "rotated", "before"),
-        "derived, Eq. (34)\nwithout $\\beta$": (False, "derived", "before")}
+        "derived, Eq. (34)": (False, "derived", "before")}
 SHORT = {"attention as it stands": (False, "as_it_is", "as_it_was"),
          "length taken out": (False, "attention", "before"),
          "control: the opposite step": (False, "reversed", "before"),

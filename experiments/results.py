@@ -68,7 +68,7 @@ def text():
     figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
     best = dict(scores("bookchars-transformer-0", "loss"))
     ends = {"transformer": (0, COLORS["transformer"])}
-    for arch in ("crate", "crate-alpha", "crate-alpha-one"):
+    for arch in ("crate", "crate-alpha-one"):
         # the last evaluation is of the whole split
         steps, losses = zip(*scores(f"bookchars-{arch}-0", "loss")[:-1])
         behind = [loss - best[step] for step, loss in zip(steps, losses)]
