@@ -15,16 +15,18 @@ U is at unit size. If the U_k fill the space orthogonally, the two norms are one
     alone              each token attends to itself alone, without --shift
     rotated            attention, turned by a random rotation, as if its output were not learned
     reversed           attention with the opposite sign
-    derived            -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) without
-                       the beta of (36)
+    derived            -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1
+                       for the beta of (36), which is far from 1 at this eps
+    derived_beta       derived with that beta, p / (n eps^2)
     derived_swapped    derived with the map of another sample
     derived_alone      derived with the map I
     shrinking          -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient           -grad R^c, Eq. (31)
 
-Beside them, `before` is R^c of the tokens, `random_subspaces` what attention adds to the R^c of
-random subspaces that fill the space, `as_it_is` what it adds to R^c of the whole tokens at the
-length that it gives them; `as_it_was` is that R^c before.
+Beside them, `before` is R^c of the tokens; `hundredth` what a hundredth of attention adds, times
+100: its slope; `random_subspaces` what attention adds to the R^c of random subspaces that fill the
+space; `as_it_is` what it adds to R^c of the whole tokens at the length that it gives them;
+`as_it_was` is that R^c before.
 
 A third table, cosines, has `length`, attention's in units of the tokens' norm; `W_U`, the cosine of
 W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part along Z, which changes
@@ -79,12 +81,13 @@ def steps(layer, Z, generator, eps=0.1):
     A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
     swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
+    beta = w.shape[3] / (w.shape[2] * eps ** 2)
     found = dict(
         attention=attention, swapped=layer.attention.join(swapped @ values),
         alone=alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
-        derived=(A @ w @ U.mT).sum(1) - X, derived_swapped=(swapped @ w @ U.mT).sum(1) - X,
-        derived_alone=(w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
-        gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
+        derived=(A @ w @ U.mT).sum(1) - X, derived_beta=beta * (A @ w @ U.mT).sum(1) - X,
+        derived_swapped=(swapped @ w @ U.mT).sum(1) - X, derived_alone=(w @ U.mT).sum(1) - X,
+        shrinking=-(w @ U.mT).sum(1), gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
     return {name: centered(step) for name, step in found.items()}
 
 
@@ -108,6 +111,7 @@ def changes(layer, Z, generator, eps=0.1):
         projections[name] = subspace_coding_rate(after, U, eps) - before
     was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
     tokens |= dict(as_it_was=was, as_it_is=then - was,
+                   hundredth=100 * rate_change(start, added["attention"] / 100, U, eps),
                    random_subspaces=rate_change(start, added["attention"], V, eps))
     return dict(tokens=tokens, projections=projections, cosines=cosines)
 
@@ -167,7 +171,7 @@ ROWS = {"attention": (False, "attention", "before"),
         "attention, random weights": (True, "attention", "before"),
         "reversed": (False, "reversed", "before"), "alone": (False, "alone", "before"),
         "rotated at random": (False, "rotated", "before"),
-        "derived, Eq. (34)": (False, "derived", "before")}
+        "derived, Eq. (34)\nwith $\\beta = 1$": (False, "derived", "before")}
 SHORT = {"attention as it stands": (False, "as_it_is", "as_it_was"),
          "length taken out": (False, "attention", "before"),
          "control: the opposite step": (False, "reversed", "before"),

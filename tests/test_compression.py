@@ -96,6 +96,8 @@ def test_controls(text):
         assert_near(found["derived_swapped"], centered(swapped - X))
         back = back * (U / attention.bases()).square().mean()
         assert_near(found["derived"], centered(back - X))
+        beta = 8 / (9 * 0.1 ** 2)                           # eps is 0.1
+        assert_near(found["derived_beta"], centered(beta * back - X))
 
 
 @pytest.mark.parametrize("by_U", [False, True])
@@ -137,6 +139,11 @@ def test_changes(by_U, eps=0.3):
             assert_near(found["cosines"][name], F.cosine_similarity(*across))
     rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
     assert_near(found["tokens"]["as_it_is"], rates[1] - rates[0])
+    slope = (uphill * seen(raw)).sum((1, 2))
+    if not by_U:                # R^c at the norm before has the part of the gradient across Z
+        along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
+        slope = slope - along / before.square().sum((1, 2))
+        torch.testing.assert_close(found["tokens"]["hundredth"], slope, rtol=0.05, atol=1e-3)
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
     assert_near(found["cosines"]["W_U"], products.expand(3))
