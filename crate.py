@@ -166,10 +166,11 @@ def at_norm(Z, other):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x. Of Z^l less its mean token: R^c, what
-    attention adds to it, and what a step as long adds if each token attends to itself alone, both
-    at the norm before, since longer tokens cost more. Of Z^{l+1}: objective and nonzeros. U has the
-    norm of orthonormal bases; eps is the released code's for arXiv 2306.01129, Figure 3."""
+    """A dict for each layer, of means over the pictures x. Of Z^l less its mean token, to which the
+    step is added: R^c, what attention adds to it, and what a step as long adds if each token attends
+    to itself alone, both at the norm before, since longer tokens cost more. Of Z^{l+1}, at its own
+    norm: objective, which zeros decide, and nonzeros. U has the norm of orthonormal bases; eps is
+    the released code's for arXiv 2306.01129, Figure 3."""
     centered = lambda T: T - T.mean(1, keepdim=True)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
