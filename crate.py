@@ -140,7 +140,7 @@ def newton_schulz(G):
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
-    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), 0.0
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
@@ -167,8 +167,8 @@ def at_norm(Z, other):
 @torch.no_grad()
 def look(model, x, eps=0.1):
     """A dict for each layer, of means over the pictures x. Of Z^l less its mean token, to which the
-    step is added: R^c, what attention adds to it, and what a step as long adds if each token attends
-    to itself alone, both at the norm before, since longer tokens cost more. Of Z^{l+1}, at its own
+    step is added: R^c, what attention adds to it, and what a step as long adds if tokens attend to
+    themselves alone, both at the norm before, since longer tokens cost more. Of Z^{l+1}, at its own
     norm: objective, which zeros decide, and nonzeros. U has the norm of orthonormal bases; eps is
     the released code's for arXiv 2306.01129, Figure 3."""
     centered = lambda T: T - T.mean(1, keepdim=True)

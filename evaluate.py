@@ -137,6 +137,17 @@ def reconstruction_loss(model, split, data, processes, batch_size=250):
 
 
 # ---- Scores of text -----------------------------------------------------------------------------
+def masked_batches(batches, n_vocab, mask_rate, rank, world):
+    """Windows of `text.eval_batches` with BERT's masks: inputs, and targets where one is masked."""
+    for i, (x, y) in enumerate(batches):
+        for row in range(len(x)):
+            window = (i * len(x) + row) * world + rank
+            rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
+            inputs, targets = text.mask_some(x[row:row + 1], rng, n_vocab, mask_rate)
+            x[row], y[row] = inputs[0], torch.where(y[row] >= 0, targets[0], -1)
+        yield x, y
+
+
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     context=None):
@@ -147,14 +158,10 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
                                 whole=masked)
+    if masked:
+        batches = masked_batches(batches, n_vocab, mask_rate, rank, world)
     total = torch.zeros(3, dtype=torch.float64, device=processes.device)
-    for i, (x, y) in enumerate(with_bar(batches, "batches")):
-        if masked:
-            for row in range(batch_size):
-                window = (i * batch_size + row) * world + rank
-                rng = torch.Generator().manual_seed(derive_seed("masked evaluation", window))
-                inputs, targets = text.mask_some(x[row:row + 1], rng, n_vocab, mask_rate)
-                x[row], y[row] = inputs[0], torch.where(y[row] >= 0, targets[0], -1)
+    for x, y in with_bar(batches, "batches"):
         x, y = x.to(processes.device), y.to(processes.device)
         count, right = (y >= 0).sum(), torch.zeros((), device=y.device)
         with processes.autocast():

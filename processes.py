@@ -114,13 +114,9 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def largest(self, number):
-        """The largest of the processes' integers."""
-        if self.world == 1:
-            return number
-        number = torch.tensor(number)
-        dist.all_reduce(number, dist.ReduceOp.MAX)
-        return int(number)
+    def any(self, number):
+        """Whether the number of one of the processes is not 0."""
+        return bool(self.sum(torch.tensor(number)) if self.world > 1 else number)
 
     def main_only(self, function, *args):
         """function(*args) on rank 0; its result, or its error as a UserError, on every process."""

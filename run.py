@@ -53,8 +53,8 @@ def read_metrics(folder):
 
 def in_words(speed):
     """Of the numbers that metrics.jsonl has: what follows a comma."""
-    words = {"tokens_per_s": ", {:,.0f} tokens/s", "examples_per_s": ", {:,.0f} images/s",
-             "mfu": ", mfu {:.1%}"}
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
     return "".join(words[name].format(value) for name, value in speed.items())
 
 
@@ -84,10 +84,10 @@ class Signals:
 
 
 class Run:
-    """One training run in one folder. A script calls its methods in this order: resume() may fill
-    the model from a checkpoint, steps() yields, log() counts a step, record() writes the scores of
-    an evaluation and a checkpoint, done() ends. Every process calls each of them, rank 0 alone
-    writes. A failed write ends the run."""
+    """One training run in one folder. A script calls its methods in this order: attach() takes what
+    is trained, resume() may fill it from a checkpoint, steps() yields, log() counts a step,
+    record() writes the scores of an evaluation and a checkpoint, done() ends. Every process calls
+    each of them, rank 0 alone writes. A failed write ends the run."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -101,7 +101,7 @@ class Run:
         self.evaluation_due = False     # after the step that log() counted last
         self.losses = []                # since the last line of metrics.jsonl
         self.seconds = []               # of each step, without evaluations and checkpoints
-        # what a checkpoint is made of, from resume()
+        # what a checkpoint is made of, from attach()
         self.model = self.optimizers = self.data_meta = self.extra = None
         # what a step is, from steps()
         self.total = self.eval_every = self.flops = self.tokens = self.began = self.bar = None
@@ -126,19 +126,21 @@ class Run:
         elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
 
-    def resume(self, model, optimizers, data_meta, extra=None):
+    def attach(self, model, optimizers, data_meta, extra=None):
         """Takes what checkpoints are made of: the model that is evaluated, the optimizers, and in
-        `extra` tensors that change in place. With --resume it fills model and optimizers, sets the
-        step and returns the checkpoint's content, else None."""
+        `extra` tensors that change in place."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
+
+    def resume(self):
+        """With --resume: fills model, optimizers and step, and returns the checkpoint's content."""
         if not self.config.resume:
             return None
-        content = newest_whole(self.dir, self.task)
-        refuse_another(content, vars(self.config), asdict(model.config), data_meta, self.dir)
+        content, config = newest_whole(self.dir, self.task), asdict(self.model.config)
+        refuse_another(content, vars(self.config), config, self.data_meta, self.dir)
         with reading(self.dir / "ckpt.pt"):
-            model.load_state_dict(content["model"])
-            for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
+            self.model.load_state_dict(content["model"])
+            for optimizer, state in zip(self.optimizers, content["optimizer"], strict=True):
                 optimizer.load_state_dict(state)
         self.step, self.best = content["step"], content["best"]
         return content
@@ -161,7 +163,8 @@ class Run:
                 yield self.step
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
-                if self.step < total and (number := self.processes.largest(signals.received)):
+                if self.step < total and self.processes.any(signals.received):
+                    number = signals.received or signal.SIGTERM         # another process's
                     self.save("ckpt.pt")
                     self.close()
                     raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "
@@ -176,11 +179,11 @@ class Run:
                                    if line["step"] <= self.step))
             os.replace(tmp, path)
 
-    def log(self, loss, lr, numbers=dict):
+    def log(self, loss, lr, numbers=None):
         """Counts a step, and sets evaluation_due. After the first, every log_every steps and before
         an evaluation it writes a line of the steps since the last: the mean of the losses, which
-        stay on the device until then, lr, the speed, numbers(). RunEnded if a loss is not
-        finite."""
+        stay on the device until then, lr, the speed, and numbers(), if given. RunEnded if a loss is
+        not finite."""
         self.step += 1
         self.losses.append(loss.detach())
         self.bar.update()
@@ -194,7 +197,8 @@ class Run:
         for step, loss in enumerate(losses, self.step - len(losses) + 1):
             self._check_finite(loss, step)
         speed, loss, self.losses = self._speed(len(losses)), sum(losses) / len(losses), []
-        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **numbers()))
+        more = numbers() if numbers else {}
+        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **more))
         words = f"loss {loss:.4f}{in_words(speed)}"
         self.bar.set_postfix_str(words)
         if self.bar.disable:

@@ -47,10 +47,8 @@ class Config(RunFlags, ModelFlags):
 _OWT = dict(data="openwebtext", size="base", micro_batch=12)
 PRESETS = {
     "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 have logits of 3.3 GB in float32
-    "crate-alpha": dict(_OWT, arch="crate-alpha"),
     "tost": dict(_OWT, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
-    "aot": dict(_OWT, arch="aot"),
     "gpt2": dict(_OWT, arch="transformer"),
     "bert": dict(           # BERT's peak lr, decay and length; its lr falls linearly
         _OWT, micro_batch=32, objective="masked", context=512, batch_size=256, lr=1e-4,
@@ -113,7 +111,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
+    run.resume()
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

@@ -221,11 +221,10 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    extra = dict(student=student.state_dict(), center=center)
-    if resumed := run.resume(teacher, optimizers, data.meta(), extra):
+    run.attach(teacher, optimizers, data.meta(), dict(student=student.state_dict(), center=center))
+    if resumed := run.resume():
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
-        del resumed                         # frees the file's tensors
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(student)
     if wants_compile(c.compile, device):

@@ -22,7 +22,7 @@ from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
 # What decides the shapes of an encoder's tensors: with --init_from the file does
-SHAPES = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
+SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class Config(RunFlags, ModelFlags):
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     init_from: str | None = option(
         None, "a checkpoint whose encoder to start from, ours or a published one; auto: none",
-        displaces=("size", *SHAPES))
+        displaces=("size", *SHAPE_FIELDS))
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
@@ -91,7 +91,8 @@ PRESETS = {
         optimizer="muon", lr=5e-3, weight_decay=0.5, pool="mean", log_every=50,
         padding=2, label_smoothing=0.0),        # objects reach close to the border
     "finetune-cifar10": dict(   # [N] B.1.2 and the released finetune.py: any checkpoint, at 224 px
-        data="cifar10", init_from=MISSING, image_size=224, lr=5e-5, weight_decay=0.01,
+        data="cifar10", init_from=MISSING,      # has to be given
+        image_size=224, lr=5e-5, weight_decay=0.01,
         beta2=0.999, batch_size=512, epochs=200, warmup_epochs=0, label_smoothing=0.0,
         crop="resized",     # bicubic, as all resampling here; the released code's is bilinear
         randaugment=2, magnitude=14, eval_every=388),       # four epochs
@@ -133,7 +134,7 @@ def build_model(c, classes, loaded=None):
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling)
     check_read(theirs["arch"], ours)
-    for name in SHAPES:
+    for name in SHAPE_FIELDS:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
     model = ImageClassifier(ImageConfig(**theirs | ours))
@@ -161,11 +162,9 @@ def srr_loss(model, x, layer=None, eps=0.5):
     [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
     output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
-    with torch.no_grad():                       # a second pass, with another dropout
-        rates, Z = [], model.encoder.tokens(x)
+    rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
     for l, part in enumerate(model.encoder.layers[:layer], 1):
-        with torch.no_grad():
-            Z = part(Z)
+        Z = part(Z).detach()
         if layer in (None, l):
             rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
     return torch.stack(rates).mean()
@@ -209,7 +208,8 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
+    run.resume()
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

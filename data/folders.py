@@ -138,7 +138,7 @@ def read_picture(file, size):
 
 
 # ---- Texts --------------------------------------------------------------------------------------
-TEXTS = (".parquet", ".jsonl", ".txt")
+TEXT_SUFFIXES = (".parquet", ".jsonl", ".txt")
 
 
 def rows_of(path):

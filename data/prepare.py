@@ -41,7 +41,7 @@ from processes import cli
 class DrawnSet(NamedTuple):
     """Pictures of shapes.py, with the exact mask of each object."""
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub = None
+    hub, disk = None, ""
 
     def write(self, source, draft):
         """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
@@ -60,6 +60,7 @@ class ImageSet(NamedTuple):
     image: str = "image"            # the column of the pictures
     label: str = "label"
     streamed: bool = False          # read as it comes, and keeps its order; else one is drawn
+    disk: str = ""                  # the room of a set that is too large to be made unasked
 
     def read(self, source, draft):
         """{split: rows}, of the Hub, of its files in a folder, or of a person's own folder."""
@@ -118,6 +119,7 @@ class TextSet(NamedTuple):
     held_out: float = 0.01          # of the rows, where none are for validation
     make: Callable | None = None    # returns the one text, where nothing is read
     characters: str | None = None   # of "char", in place of those of the training text
+    disk: str = ""                  # as of an ImageSet
 
     def read(self, source, draft):
         """{split: texts}, of the Hub or of a person's own folder. A single one has no val."""
@@ -133,7 +135,7 @@ class TextSet(NamedTuple):
             sets = {split: Dataset.from_generator(      # a list of paths would be a call for each
                         folders.documents, strings, str(draft / "scratch"),
                         gen_kwargs=dict(paths=tuple(files)), writer_batch_size=64)  # may be books
-                    for split, files in folders.data_in(source, folders.TEXTS).items()}
+                    for split, files in folders.data_in(source, folders.TEXT_SUFFIXES).items()}
         if self.one_text:
             return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
         return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
@@ -210,22 +212,22 @@ def pydoc():
 IMAGES = {
     "shapes": DrawnSet(),
     "cifar10": ImageSet(32, "uoft-cs/cifar10", val="test", image="img", streamed=True),
-    "cifar100": ImageSet(32, "uoft-cs/cifar100", "test", "img", "fine_label", True),
+    "cifar100": ImageSet(32, "uoft-cs/cifar100", val="test", image="img", label="fine_label",
+                         streamed=True),
     "pets": ImageSet(256, "timm/oxford-iiit-pet", val="test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
-    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", val="validation", streamed=True),
+    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", val="validation", streamed=True, disk="262 GB"),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 TEXTS = {
     # the share is nanoGPT's, so that losses compare
-    "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005),
+    "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005, disk="18 GB"),
     # its own files are a script, which the Hub has converted
     "shakespeare_char": TextSet("char", "karpathy/tiny_shakespeare",
                                 revision="refs/convert/parquet", one_text=True),
     "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}
-LARGE = dict(imagenet="262 GB", openwebtext="18 GB")     # not prepared unasked
 SEED = 2357         # of every order and part that is drawn
 
 
@@ -279,10 +281,10 @@ def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
     folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
     prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
-    known = prepared | sets.keys() - {*LARGE}
+    known = prepared | {other for other, row in sets.items() if not row.disk}
     if name not in known:
         own = dict(images="for your pictures", text="--tokenizer=char for your texts")[kind]
-        how = f"{name} makes it ({LARGE[name]})" if name in sets else f"NAME --source DIR {own}"
+        how = f"{name} makes it ({sets[name].disk})" if name in sets else f"NAME --source DIR {own}"
         names = sorted(known - (SETS.keys() - sets.keys()))     # without those of the other kind
         raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
     if not folder.exists():

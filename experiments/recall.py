@@ -27,7 +27,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import LanguageModel, MHSA, MSSA, TextConfig
+from model import LanguageModel, MHSA, MSSA, text_config
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -86,8 +86,9 @@ CHANGES = {"negated": Negated, "no self": NoSelf, "query=key": tied(0, 1),
 
 
 def build(c, arch):
-    config = TextConfig(arch=arch, width=c.width, heads=c.heads, layers=c.layers, shift=c.shift,
-                        context=4 * c.pairs - 1, vocab_size=2 * c.symbols)
+    shift = dict(shift=True) if c.shift else {}         # refused if the arch has none
+    config = text_config(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
+                         context=4 * c.pairs - 1, vocab_size=2 * c.symbols, **shift)
     if c.change != "none":
         changed, attention = CHANGES[c.change], config.spec.attention
         if not issubclass(changed, attention):
@@ -141,7 +142,7 @@ def main(argv):
                 if not file.tell():
                     print("arch,change,width,parameters,lr,seed,steps,accuracy", file=file)
                 for seed, run in enumerate(runs):
-                    change = "--shift" if c.shift else c.change
+                    change = " ".join(["--shift"] * c.shift + [c.change]).replace(" none", "")
                     print(arch, change, c.width, parameters, c.lr, seed, run["steps"] or "",
                           round(run["accuracy"], 4), sep=",", file=file)
         learned = sum(run["steps"] is not None for run in runs)

@@ -14,7 +14,8 @@ from data.shapes import draw_shapes
 from flags import UserError
 
 CHARACTERS = prepare.TextSet("char")
-LISTS = dict(pictures=folders.pictures, texts=lambda source: folders.data_in(source, folders.TEXTS))
+LISTS = dict(pictures=folders.pictures,
+             texts=lambda source: folders.data_in(source, folders.TEXT_SUFFIXES))
 
 
 def noise(width, height, seed, mode="RGB"):

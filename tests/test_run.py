@@ -27,7 +27,8 @@ def start(out, total=10, eval_every=100, version=None, **more):
     in each of the steps, and returns whether an evaluation is due."""
     run, model = run_in(out, **more), make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.resume(model, optimizers, dict(name="abc", version=version))
+    run.attach(model, optimizers, dict(name="abc", version=version))
+    run.resume()
     steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
