@@ -23,14 +23,15 @@ U is at unit size. If the U_k fill the space orthogonally, the two norms are one
     shrinking          -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient           -grad R^c, Eq. (31)
 
-Beside them, `before` is R^c of the tokens; `hundredth` what a hundredth of attention adds, times
-100: its slope; `random_subspaces` what attention adds to the R^c of random subspaces that fill the
-space; `as_it_is` what it adds to R^c of the whole tokens at the length that it gives them;
-`as_it_was` is that R^c before.
+Beside them, `before` is R^c of the tokens; `random_subspaces` what attention adds to the R^c of
+random subspaces that fill the space; `as_it_is` what it adds to R^c of the whole tokens at the
+length that it gives them; `as_it_was` is that R^c before.
 
-A third table, cosines, has `length`, attention's in units of the tokens' norm; `W_U`, the cosine of
-W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part along Z, which changes
-length alone. +- is the standard error over samples. --csv keeps all.
+Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a
+hundredth of a step adds, times 100, the norm of the tokens held. A fourth, cosines, has `length`,
+attention's in units of the tokens' norm; `W_U`, the cosine of W with [U_1 .. U_K]; and each step's
+with -grad R^c, both without their part along Z, which changes length alone. +- is the standard
+error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -51,6 +52,7 @@ from processes import cli
 
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
           "projections": "added to R^c, the norm of their projections held",
+          "slopes": "added by a hundredth of a step, times 100, the norm of the tokens held",
           "cosines": "attention's length; cosines of W with U, and of steps with -grad R^c"}
 
 
@@ -98,7 +100,7 @@ def changes(layer, Z, generator, eps=0.1):
     added, start = steps(layer, Z, generator, eps), centered(Z)
     downhill = tangent(added["gradient"], start).flatten(1)
     before = subspace_coding_rate(start, U, eps)
-    tokens, projections = dict(before=before), dict(before=before)
+    tokens, projections, slopes = dict(before=before), dict(before=before), dict(before=before)
     cosines = dict(length=added["attention"].norm(dim=(1, 2)) / start.norm(dim=(1, 2)))
     if hasattr(attention, "W"):
         W_U = F.cosine_similarity(attention.W.weight.flatten(), torch.cat([*U], 1).flatten(), 0)
@@ -107,13 +109,13 @@ def changes(layer, Z, generator, eps=0.1):
         cosines[name] = F.cosine_similarity(tangent(step, start).flatten(1), downhill)
         step = at_norm(step, added["attention"])
         tokens[name] = rate_change(start, step, U, eps)
+        slopes[name] = 100 * rate_change(start, step / 100, U, eps)
         after = (start + step) * seen_by(U, start) / seen_by(U, start + step)
         projections[name] = subspace_coding_rate(after, U, eps) - before
     was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
     tokens |= dict(as_it_was=was, as_it_is=then - was,
-                   hundredth=100 * rate_change(start, added["attention"] / 100, U, eps),
                    random_subspaces=rate_change(start, added["attention"], V, eps))
-    return dict(tokens=tokens, projections=projections, cosines=cosines)
+    return dict(tokens=tokens, projections=projections, slopes=slopes, cosines=cosines)
 
 
 def rows_of(by_layer):

@@ -143,7 +143,7 @@ def test_changes(by_U, eps=0.3):
     if not by_U:                # R^c at the norm before has the part of the gradient across Z
         along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
         slope = slope - along / before.square().sum((1, 2))
-        torch.testing.assert_close(found["tokens"]["hundredth"], slope, rtol=0.05, atol=1e-3)
+        torch.testing.assert_close(found["slopes"]["attention"], slope, rtol=0.05, atol=1e-3)
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
     assert_near(found["cosines"]["W_U"], products.expand(3))
@@ -160,7 +160,7 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3 + ["1", "2"]
     assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
     for norm, ax in zip(("tokens", "projections"), drawn[0].axes, strict=True):
         *layers, last = run[norm]
