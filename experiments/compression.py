@@ -27,8 +27,9 @@ Beside them, `before` is R^c of the tokens; `random_subspaces` what attention ad
 random subspaces that fill the space; `as_it_is` what it adds to R^c of the whole tokens at the
 length that it gives them; `as_it_was` is that R^c before.
 
-Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a
-hundredth of a step adds, times 100, the norm of the tokens held. A fourth, cosines, has `length`,
+Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a small
+part of a step adds, by its share: <grad R^c, step>, both without their part along Z, since the norm
+of the tokens is held. A fourth, cosines, has `length`,
 attention's in units of the tokens' norm; `W_U`, the cosine of W with [U_1 .. U_K]; and each step's
 with -grad R^c, both without their part along Z, which changes length alone. +- is the standard
 error over samples. --csv keeps all.
@@ -52,7 +53,7 @@ from processes import cli
 
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
           "projections": "added to R^c, the norm of their projections held",
-          "slopes": "added by a hundredth of a step, times 100, the norm of the tokens held",
+          "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
           "cosines": "attention's length; cosines of W with U, and of steps with -grad R^c"}
 
 
@@ -109,7 +110,7 @@ def changes(layer, Z, generator, eps=0.1):
         cosines[name] = F.cosine_similarity(tangent(step, start).flatten(1), downhill)
         step = at_norm(step, added["attention"])
         tokens[name] = rate_change(start, step, U, eps)
-        slopes[name] = 100 * rate_change(start, step / 100, U, eps)
+        slopes[name] = -(step.flatten(1) * downhill).sum(1)
         after = (start + step) * seen_by(U, start) / seen_by(U, start + step)
         projections[name] = subspace_coding_rate(after, U, eps) - before
     was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
