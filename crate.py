@@ -205,6 +205,6 @@ if __name__ == "__main__":
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
     adds, alone = (sum(row[f"{name} adds"] for row in after) for name in ("attention", "alone"))
-    print(f"In all layers attention adds {adds:.1f} nats to R^c, each token alone {alone:.1f}")
+    print(f"Length taken out, attention adds {adds:.1f} nats to R^c, each token alone {alone:.1f}")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

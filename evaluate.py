@@ -206,7 +206,7 @@ class Probe(ScoreFlags):
 
 
 def probe(c):
-    """(what was read, its features and labels [x, y, x_test, y_test], Processes, the data)."""
+    """(what was read, [x, y, x_test, y_test, number of classes], Processes)."""
     loaded, processes = open_model(c, "vit", "mae", "simdino")
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or loaded.pooling
     samples = []
@@ -215,17 +215,17 @@ def probe(c):
         samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
-    return what, samples, processes, data
+    return what, [*samples, len(data.classes)], processes
 
 
 def linear(c):
-    what, samples, _, data = probe(c)
-    return what | linear_probe(*samples, len(data.classes), c.seed)
+    what, samples, _ = probe(c)
+    return what | linear_probe(*samples, c.seed)
 
 
 def knn(c):
-    what, samples, processes, data = probe(c)
-    return what | nearest_neighbours(*samples, len(data.classes), processes)
+    what, samples, processes = probe(c)
+    return what | nearest_neighbours(*samples, processes)
 
 
 @dataclass(kw_only=True)

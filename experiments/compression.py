@@ -29,10 +29,9 @@ length that it gives them; `as_it_was` is that R^c before.
 
 Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a small
 part of a step adds, by its share: <grad R^c, step>, both without their part along Z, since the norm
-of the tokens is held. A fourth, cosines, has `length`,
-attention's in units of the tokens' norm; `W_U`, the cosine of W with [U_1 .. U_K]; and each step's
-with -grad R^c, both without their part along Z, which changes length alone. +- is the standard
-error over samples. --csv keeps all.
+of the tokens is held. A fourth, cosines, has `length`, attention's in units of the tokens' norm;
+`W_U`, the cosine of W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part
+along Z. +- is the standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -169,51 +168,48 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# row of the figure -> (whether at random weights, the step, R^c before it)
-ROWS = {"attention": (False, "attention", "before"),
-        "attention, random weights": (True, "attention", "before"),
-        "reversed": (False, "reversed", "before"), "alone": (False, "alone", "before"),
-        "rotated at random": (False, "rotated", "before"),
-        "derived, Eq. (34)\nwith $\\beta = 1$": (False, "derived", "before")}
-SHORT = {"attention as it stands": (False, "as_it_is", "as_it_was"),
-         "length taken out": (False, "attention", "before"),
-         "control: the opposite step": (False, "reversed", "before"),
-         "control: each token alone": (False, "alone", "before")}
+# row of the figure -> (whether at random weights, the step)
+ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
+        "turned at random": (False, "rotated"), "another sample's map": (False, "swapped"),
+        "each token alone": (False, "alone"), "derived, Eq. (34)": (False, "derived")}
+SHORT = "attention", "turned at random", "another sample's map", "each token alone"
+PANELS = {"tokens": "the whole step", "slopes": "the slope where it begins"}
 
 
-def draw(runs, path, rows, norms, names=True):
-    """What steps add to R^c in all layers, in % of R^c before them: a panel for each norm, all at
-    one scale, a mark for each model, hollow for pictures and filled for text. The legend has the
-    models' names, or says which are which."""
-    figure, (axes,) = new_figure(1, len(norms), 4 if names else 6, 1 + 0.4 * len(rows))
+def draw(runs, path, rows, panels):
+    """What steps add to R^c in all layers, in % of R^c before them: a panel for each of `panels`,
+    all at one scale, a mark for each model, hollow for pictures and filled for text. A single panel
+    does not name the models."""
+    names = len(panels) > 1
+    figure, (axes,) = new_figure(1, len(panels), 4 if names else 6, 1 + 0.4 * len(rows))
     found = {run["name"]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
-    for ax, norm in zip(axes, norms):
+    for ax, table in zip(axes, panels):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
             text = run["task"] == "gpt"
-            label = run["name"].removeprefix("pretrained:") if names else (
-                "models of text" if text else "models of pictures")
-            for row, (untrained, step, before) in enumerate(rows.values()):
+            kind = "models of text" if text else "models of pictures"
+            for row, (untrained, step) in enumerate(rows.values()):
                 name = f"{run['name']}, untrained" if untrained else run["name"]
-                total = found[name][norm][-1]
-                ax.plot(100 * total[step] / total[before], row + 0.17 * (place - 2),
-                        mark if names else "o", ms=4.5, mfc=None if text else "white", label=label,
-                        color="C0" if step in ("attention", "as_it_is") else "0.3")
+                total = found[name][table][-1]
+                ax.plot(100 * total[step] / total["before"], row + 0.17 * (place - 2),
+                        mark if names else "o", ms=4.5, mfc=None if text else "white",
+                        color="C0" if step == "attention" else "0.3",
+                        label=run["name"].removeprefix("pretrained:") if names else kind)
         for row in range(len(rows) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
         if names:
-            ax.set_title(f"norm of the {norm} held", fontsize="medium")
+            ax.set_title(PANELS[table], fontsize="medium")
         ax.set(xlabel="change of $R^c$, %", ylim=(len(rows) - 0.5, -0.5))
         ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(left=False, labelleft=ax is axes[0])
-        ax.locator_params(axis="x", nbins=7, steps=(5, 10))
+        ax.locator_params(axis="x", nbins=7, steps=(1, 2, 5, 10))
         ax.spines[["top", "right", "left"]].set_visible(False)
     limits = [ax.get_xlim() for ax in axes]
     axes[0].get_gridspec().set_width_ratios([high - low for low, high in limits])
     handles, labels = axes[0].get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
-    figure.legend(last.values(), last, loc="outside lower center", ncols=5, frameon=False,
+    figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=5,
                   columnspacing=1, handletextpad=0)
     figure.savefig(path, dpi=200)
 
@@ -230,8 +226,9 @@ def main(argv):
         keep(runs, c.csv)
     if c.figure:
         rows = {words: row for words, row in ROWS.items() if c.untrained or not row[0]}
-        draw(runs, c.figure, rows, ("tokens", "projections"))
-        draw(runs, c.figure.replace(".png", "-short.png"), SHORT, ("tokens",), names=False)
+        draw(runs, c.figure, rows, ("tokens", "slopes"))
+        short = {words: rows[words] for words in SHORT}
+        draw(runs, c.figure.replace(".png", "-short.png"), short, ("slopes",))
         print(f"wrote {c.figure}, and -short.png, README's")
     return runs
 

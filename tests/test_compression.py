@@ -162,10 +162,10 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     rows = [*csv.DictReader(table.open())]
     assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3 + ["1", "2"]
     assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
-    for norm, ax in zip(("tokens", "projections"), drawn[0].axes, strict=True):
+    for norm, ax in zip(("tokens", "slopes"), drawn[0].axes, strict=True):
         *layers, last = run[norm]
         assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
         assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
         percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]
-                   for step in ("attention", "reversed")]
+                   for step in ("attention", "rotated")]
         assert [line.get_xdata()[0] for line in ax.lines[1:3]] == pytest.approx(percent)
