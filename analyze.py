@@ -25,7 +25,7 @@ from model import (
     sparse_rate_reduction,
     subspace_coding_rate,
 )
-from processes import cli
+from processes import cli, Processes
 from run import read_metrics
 from web import page
 
@@ -187,7 +187,7 @@ class Pictures(SampleFlags, OutFlags):
 def open_pictures(c, *tasks):
     """(c.ckpt as `Loaded`, the names of c.files or of c.pictures images of the split, the images
     (B, 3, H, H) in [0, 1], the same normalized)."""
-    loaded, _ = open_model(c, *tasks)
+    loaded = open_model(c, Processes(c.device).device, *tasks)
     if c.files:
         pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x

@@ -174,18 +174,17 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     return Loaded(task, model, encoder, meta, content, name, untrained)
 
 
-def open_model(c, *tasks):
-    """(c.ckpt as `Loaded`, on its device, with --untrained at random initialization; Processes).
-    A command without --dtype computes in float32."""
+def open_model(c, device, *tasks):
+    """c.ckpt as `Loaded`, on the device; with c.untrained its weights are random."""
     loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
-    processes = Processes(c.device, getattr(c, "dtype", "float32"))
-    loaded.model.to(processes.device)
-    return loaded, processes
+    loaded.model.to(device)
+    return loaded
 
 
 def each_model(c):
     """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
     of them a second time, with random weights of its own."""
+    device = Processes(c.device).device
     for i, path in enumerate(c.ckpt.split(",")):
         for untrained in (False, True) if c.untrained else (False,):
-            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained))[0]
+            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained), device)

@@ -18,7 +18,7 @@ from checkpoint import open_model
 from data import augment, images, text
 from data.samples import split_for
 from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
-from processes import cli, derive_seed, is_main, with_bar
+from processes import cli, derive_seed, is_main, Processes, with_bar
 
 
 # ---- Scores of images ---------------------------------------------------------------------------
@@ -190,7 +190,8 @@ class Accuracy(ScoreFlags, SampleFlags):
 
 def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
-    loaded, processes = open_model(c, "vit")
+    processes = Processes(c.device, c.dtype)
+    loaded = open_model(c, processes.device, "vit")
     data, split = split_for(loaded, c)
     check_classes(loaded, data)
     return dict(data=data.name, split=c.split) | classify(
@@ -207,7 +208,8 @@ class Probe(ScoreFlags):
 
 def probe(c):
     """(what was read, [x, y, x_test, y_test, number of classes], Processes)."""
-    loaded, processes = open_model(c, "vit", "mae", "simdino")
+    processes = Processes(c.device, c.dtype)
+    loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or loaded.pooling
     samples = []
     for split in (data.train, data.val):
@@ -239,7 +241,8 @@ class LM(OpenFlags, PrecisionFlags):
 
 def lm(c):
     """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
-    loaded, processes = open_model(c, "gpt")
+    processes = Processes(c.device, c.dtype)
+    loaded = open_model(c, processes.device, "gpt")
     mask_rate = loaded.content["run_config"].get("mask_rate")
     data, split, tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)
     return dict(data=data.name, split=split) | language_scores(

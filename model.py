@@ -100,13 +100,12 @@ class Attention(nn.Module, ABC):
         return Cache(room)
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v, (B, K, m, p), by PyTorch's fused kernel; with the whole map where
-        that is faster, in bfloat16 on a CPU up to about 512 tokens, and where the kernel's causal
-        mask would be wrong, as it takes the m queries for the first of n tokens, not the last."""
+        """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        faster = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
-        if faster or 1 < m < n:
+        slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
+        wrong = 1 < m < n       # its causal mask takes m queries for the first of n tokens
+        if slower or wrong:
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)

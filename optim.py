@@ -22,7 +22,7 @@ def micro_batches(model, size, *batch):
     yield last
 
 
-def warmup_cosine(base, total, warmup=0, final=0.0):
+def cosine_schedule(base, total, warmup=0, final=0.0):
     """A list of `total` values: a straight rise to `base` over `warmup` steps, at most half of all,
     then half a cosine towards `final`. It starts at base / warmup; DINO and MAE start at 0."""
     warmup = min(warmup, total // 2)

@@ -15,7 +15,7 @@ from data import text
 from evaluate import language_scores
 from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import LanguageModel, text_config, TextConfig
-from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
+from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
@@ -107,7 +107,7 @@ def main(argv):
     # ---- optimizer
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
                                  hidden=[model.layers])
-    schedule = warmup_cosine(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
+    schedule = cosine_schedule(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "gpt", name, processes)

@@ -14,7 +14,7 @@ from data import augment, images
 from evaluate import reconstruction_loss
 from flags import model_fields, ModelFlags, option, parse_run
 from model import MAEConfig, make_config, MaskedAutoencoder
-from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
+from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
@@ -92,7 +92,7 @@ def main(argv):
     # ---- optimizer
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, 0.95),
                                  hidden=[model.encoder.layers, model.decoder, model.predict])
-    schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch))
+    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
     run = Run(c, "mae", name, processes)

@@ -21,7 +21,7 @@ from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
-from optim import count, make_optimizers, take_step, warmup_cosine
+from optim import cosine_schedule, count, make_optimizers, take_step
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -209,9 +209,9 @@ def main(argv):
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
     # ---- optimizer, and what changes over the run, [B] 7.2: lists of a value for each step
-    lr = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), final=1e-6)
-    weight_decay = warmup_cosine(0.04, total, final=0.4)
-    momentum = warmup_cosine(c.momentum, total, final=1.0)
+    lr = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), final=1e-6)
+    weight_decay = cosine_schedule(0.04, total, final=0.4)
+    momentum = cosine_schedule(c.momentum, total, final=1.0)
     rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
     temperature = [0.04 + (c.teacher_temp - 0.04) * min(i / rise, 1) for i in range(total)]
     optimizers = make_optimizers(student, c.optimizer, c.lr, weight_decay[0], (0.9, 0.999),

@@ -17,17 +17,16 @@ from data import augment, images
 from evaluate import classify
 from flags import model_fields, ModelFlags, option, parse_run, UserError
 from model import check_read, image_config, ImageClassifier, ImageConfig, subspace_coding_rate
-from optim import count, make_optimizers, micro_batches, take_step, train_flops, warmup_cosine
+from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
-# What decides the shapes of an encoder's tensors: with --init_from the file does
 SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "patch_size"
 
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """With --init_from, auto takes what the checkpoint has; --image_size is 32 unless given."""
+    """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS."""
     data: str = option("imagenet", "which images: a prepared set")
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
@@ -204,7 +203,7 @@ def main(argv):
     scale = partial(lr_scale, L=L, decay=c.layer_decay)
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
                                  hidden=[model.encoder.layers], scale=scale)
-    schedule = warmup_cosine(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
+    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "vit", name, processes)

@@ -96,7 +96,7 @@ def steps(layer, Z, generator, eps=0.1):
 def changes(layer, Z, generator, eps=0.1):
     """{table: {column: a number for each sample of Z (B, n, d)}}."""
     attention, U = layer.attention, unit_size(layer.attention.bases())
-    V = random_subspaces(*U.shape[1::-1], generator)
+    V = random_subspaces(U.shape[1], U.shape[0], generator)
     added, start = steps(layer, Z, generator, eps), centered(Z)
     downhill = tangent(added["gradient"], start).flatten(1)
     before = subspace_coding_rate(start, U, eps)

@@ -46,7 +46,7 @@ def added(loaded, c, together, eps=0.1):
         for layer, trace in traced:
             Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
             out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
-            V = random_subspaces(*U.shape[1::-1], generator.manual_seed(c.seed)).to(U)
+            V = random_subspaces(U.shape[1], U.shape[0], generator.manual_seed(c.seed)).to(U)
             before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
                                           subspace_coding_rate(T, V, eps)]) for T in (Z, out))
             rows.append((after - before).mean(1))

@@ -22,7 +22,7 @@ from evaluate import ScoreFlags
 from figures import stretched
 from flags import option, parse
 from model import saliency
-from processes import cli, with_bar
+from processes import cli, Processes, with_bar
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,8 @@ def segment(c):
     A score is the mean over images at one threshold for all, the best on as many pictures of train:
     "iou" of the mean over heads of the saliency maps. "iou_prior" takes the mean mask of train as
     the map of every image, which knows where objects lie on average."""
-    loaded, processes = open_model(c, "vit", "mae", "simdino")
+    processes = Processes(c.device, c.dtype)
+    loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
     data = images.load_for(c.data, loaded.meta, c.data_dir)
     n, overlaps, prior = len(data.val.masks), {}, None

@@ -15,7 +15,7 @@ LR, DECAY, BETAS = 0.01, 0.3, (0.9, 0.95)
 
 def test_a_warm_up_takes_half_of_a_run_at_most():
     """test_train_simdino.py has the schedule by hand."""
-    assert optim.warmup_cosine(1.0, 4, 100)[:2] == [0.5, 1.0]
+    assert optim.cosine_schedule(1.0, 4, 100)[:2] == [0.5, 1.0]
 
 
 def test_lion_is_its_definition():
