@@ -173,7 +173,8 @@ ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "
         "turned at random": (False, "rotated"), "another sample's map": (False, "swapped"),
         "each token alone": (False, "alone"), "derived, Eq. (34)": (False, "derived")}
 SHORT = "attention", "turned at random", "another sample's map", "each token alone"
-PANELS = {"tokens": "the whole step", "slopes": "the slope where it begins"}
+PANELS = {"tokens": ("the whole step", "change of $R^c$, %"),
+          "slopes": ("where it begins", "slope of $R^c$, % a step")}
 
 
 def draw(runs, path, rows, panels):
@@ -199,8 +200,8 @@ def draw(runs, path, rows, panels):
         for row in range(len(rows) + 1):
             ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
         if names:
-            ax.set_title(PANELS[table], fontsize="medium")
-        ax.set(xlabel="change of $R^c$, %", ylim=(len(rows) - 0.5, -0.5))
+            ax.set_title(PANELS[table][0], fontsize="medium")
+        ax.set(xlabel=PANELS[table][1], ylim=(len(rows) - 0.5, -0.5))
         ax.set_yticks(range(len(rows)), rows)
         ax.tick_params(left=False, labelleft=ax is axes[0])
         ax.locator_params(axis="x", nbins=7, steps=(1, 2, 5, 10))

@@ -47,7 +47,7 @@ def best_multiple(gram):
     return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
 
 
-STEPS = "attention", "reversed", "alone", "derived", "shrinking"
+STEPS = "attention", "alone", "derived", "shrinking"
 
 
 def of_attention(layer, trace):
