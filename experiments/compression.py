@@ -2,36 +2,36 @@
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
 But R^c also falls as tokens draw together on one vector, get shorter, or leave what U sees. So it
-is measured of tokens less their mean; every step has attention's length, and nothing that moves the
-mean; after it each sample is scaled back. A table of what the steps add, in nats, for each norm:
+is measured of tokens less their mean, steps lose what moves the mean, and after a step each sample
+is scaled back. A table of what the steps add, in nats, for each norm that is held:
 
-    tokens         ||Z||, as before the step
-    projections    (sum_k ||U_k^* Z||^2)^1/2, as before: leaving U gains nothing
+    tokens         ||Z||
+    projections    (sum_k ||U_k^* Z||^2)^1/2: leaving U gains nothing
 
 U is at unit size. If the U_k fill the space orthogonally, the two norms are one. The steps:
 
-    attention          MSSA(LN(Z))
-    swapped            attention with the map of another sample
-    alone              each token attends to itself alone, without --shift
-    rotated            attention, turned by a random rotation, as if its output were not learned
-    reversed           attention with the opposite sign
-    derived            -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1
-                       for the beta of (36), which is far from 1 at this eps
-    derived_beta       derived with that beta, p / (n eps^2)
-    derived_swapped    derived with the map of another sample
-    derived_alone      derived with the map I
-    shrinking          -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
-    gradient           -grad R^c, Eq. (31)
+    attention       MSSA(LN(Z))
+    own, others     its two parts, by a token's weight on itself and by those on other tokens
+    shuffled        attention, each row's weights on other tokens dealt out among them at random
+    alone           each token attends to itself alone, without --shift
+    rotated         attention, turned by a random rotation, as if its output were not learned
+    derived         -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1 for
+                    the beta of (36), which is far from 1 at this eps
+    derived_beta    derived with that beta, p / (n eps^2)
+    shrinking       -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
+    gradient        -grad R^c, Eq. (31)
 
-Beside them, `before` is R^c of the tokens; `random_subspaces` what attention adds to the R^c of
-random subspaces that fill the space; `as_it_is` what it adds to R^c of the whole tokens at the
-length that it gives them; `as_it_was` is that R^c before.
+The parts and `shuffled` have their own length, the others attention's. Beside them, `before` is R^c
+of the tokens; `random_subspaces` what attention adds to the R^c of random subspaces that fill the
+space; `as_it_is` what it adds to R^c of the whole tokens at the length that it gives them;
+`as_it_was` is that R^c before.
 
 Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a small
 part of a step adds, by its share: <grad R^c, step>, both without their part along Z, since the norm
-of the tokens is held. A fourth, cosines, has `length`, attention's in units of the tokens' norm;
-`W_U`, the cosine of W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part
-along Z. +- is the standard error over samples. --csv keeps all.
+of the tokens is held; own and others add up. Its `tenth` is what a tenth of attention adds, times
+10. A fourth, cosines, has `length`, attention's in units of the tokens' norm; `W_U`, the cosine of
+W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part along Z. +- is the
+standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -50,6 +50,7 @@ from flags import option, parse, SampleFlags, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
+OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
           "projections": "added to R^c, the norm of their projections held",
           "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
@@ -77,20 +78,35 @@ def seen_by(U, Z):
     return (Z[:, None] @ U).square().sum((1, 2, 3)).sqrt().view(-1, 1, 1)
 
 
+def shuffled(A, generator):
+    """Attention maps A (..., n, n) with the weights of each row on other tokens in random order. A
+    token's weight on itself stays, and so do weights of 0, as on later tokens."""
+    stays = torch.eye(A.shape[-1], dtype=torch.bool) | (A == 0)
+    noise = torch.rand(A.shape, generator=generator, dtype=A.dtype)
+    place, order = (scores.masked_fill(stays, torch.inf).argsort(dim=-1, stable=True)
+                    for scores in (torch.zeros_like(A), noise))
+    return torch.empty_like(A).scatter(-1, order, A.gather(-1, place))
+
+
 def steps(layer, Z, generator, eps=0.1):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
-    X, U, d = layer.norm1(Z), unit_size(layer.attention.bases()), Z.shape[2]
-    A, values = layer.attention.map(X), layer.attention.queries_keys_values(X)[2]
-    swapped, attention, w = A.roll(1, 0), layer.attention(X), X[:, None] @ U    # w (B, K, n, p)
+    attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
+    A, values = attention.map(X), attention.queries_keys_values(X)[2]
+    U = unit_size(attention.bases())
+    w = X[:, None] @ U                                                  # (B, K, n, p)
+    itself = torch.eye(A.shape[-1], dtype=torch.bool)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     beta = w.shape[3] / (w.shape[2] * eps ** 2)
     found = dict(
-        attention=attention, swapped=layer.attention.join(swapped @ values),
-        alone=alone(layer.attention, X), rotated=attention @ rotation, reversed=-attention,
-        derived=(A @ w @ U.mT).sum(1) - X, derived_beta=beta * (A @ w @ U.mT).sum(1) - X,
-        derived_swapped=(swapped @ w @ U.mT).sum(1) - X, derived_alone=(w @ U.mT).sum(1) - X,
-        shrinking=-(w @ U.mT).sum(1), gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
-    return {name: centered(step) for name, step in found.items()}
+        attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
+        others=attention.join(A.where(~itself, 0) @ values),
+        shuffled=attention.join(shuffled(A, generator) @ values), alone=alone(attention, X),
+        rotated=attention(X) @ rotation, derived=(A @ w @ U.mT).sum(1) - X,
+        derived_beta=beta * (A @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
+        gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
+    return {name: centered(step) if name in OWN_LENGTH
+            else at_norm(centered(step), centered(found["attention"]))
+            for name, step in found.items()}
 
 
 def changes(layer, Z, generator, eps=0.1):
@@ -98,7 +114,7 @@ def changes(layer, Z, generator, eps=0.1):
     attention, U = layer.attention, unit_size(layer.attention.bases())
     V = random_subspaces(U.shape[1], U.shape[0], generator)
     added, start = steps(layer, Z, generator, eps), centered(Z)
-    downhill = tangent(added["gradient"], start).flatten(1)
+    downhill = tangent(centered(-subspace_coding_rate_grad(start, U, eps)), start).flatten(1)
     before = subspace_coding_rate(start, U, eps)
     tokens, projections, slopes = dict(before=before), dict(before=before), dict(before=before)
     cosines = dict(length=added["attention"].norm(dim=(1, 2)) / start.norm(dim=(1, 2)))
@@ -107,11 +123,11 @@ def changes(layer, Z, generator, eps=0.1):
         cosines["W_U"] = W_U.expand(len(Z))
     for name, step in added.items():
         cosines[name] = F.cosine_similarity(tangent(step, start).flatten(1), downhill)
-        step = at_norm(step, added["attention"])
         tokens[name] = rate_change(start, step, U, eps)
         slopes[name] = -(step.flatten(1) * downhill).sum(1)
         after = (start + step) * seen_by(U, start) / seen_by(U, start + step)
         projections[name] = subspace_coding_rate(after, U, eps) - before
+    slopes["tenth"] = 10 * rate_change(start, added["attention"] / 10, U, eps)
     was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
     tokens |= dict(as_it_was=was, as_it_is=then - was,
                    random_subspaces=rate_change(start, added["attention"], V, eps))
@@ -170,9 +186,10 @@ def keep(runs, path):
 
 # row of the figure -> (whether at random weights, the step)
 ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
-        "turned at random": (False, "rotated"), "another sample's map": (False, "swapped"),
-        "each token alone": (False, "alone"), "derived, Eq. (34)": (False, "derived")}
-SHORT = "attention", "turned at random", "another sample's map", "each token alone"
+        "turned at random": (False, "rotated"), "part of the token itself": (False, "own"),
+        "part of other tokens": (False, "others"), "other tokens shuffled": (False, "shuffled"),
+        "derived, Eq. (34)": (False, "derived")}
+SHORT = "attention", "turned at random", "part of the token itself", "part of other tokens"
 PANELS = {"tokens": ("the whole step", "change of $R^c$, %"),
           "slopes": ("where it begins", "slope of $R^c$, % a step")}
 

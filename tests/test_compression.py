@@ -63,8 +63,8 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """Each is attention with another map, on the layer's values: with --shift they have a part of
-    the token before, but not for `alone`. (34) and the first term of (33) are crate.py's."""
+    """Of the layer's values: with --shift they have a part of the token before, but not for
+    `alone`. The parts add up to attention. (34) and the first term of (33) are crate.py's."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -77,33 +77,38 @@ def test_controls(text):
     def heads_joined(A, shift=True):
         values = attention.queries_keys_values(X)[2] if shift else attention.projections(X)
         return attention.W((A @ values).transpose(1, 2).flatten(2))
+    def same(found, step):              # but for its length
+        step = centered(step)
+        assert_near(found, step / step.norm(dim=(1, 2), keepdim=True) * length)
     found = compression.steps(layer, Z, torch.Generator())
+    length = centered(attention(X)).norm(dim=(1, 2), keepdim=True)
     assert_near(found["attention"], centered(attention(X)))
-    assert_near(found["alone"], centered(heads_joined(torch.eye(9).double(), shift=False)))
+    same(found["alone"], heads_joined(torch.eye(9).double(), shift=False))
     A = attention.map(X)
-    assert_near(found["swapped"], centered(heads_joined(A[[2, 0, 1]])))
-    assert_near(found["reversed"], -found["attention"])
+    assert_near(found["own"], centered(heads_joined(A * torch.eye(9))))
+    assert_near(found["own"] + found["others"], found["attention"])
+    B = compression.shuffled(A, torch.Generator())
+    assert torch.equal(A.diagonal(dim1=-2, dim2=-1), B.diagonal(dim1=-2, dim2=-1))
+    assert torch.equal(A.sort(-1).values, B.sort(-1).values) and not torch.equal(A, B)
+    assert not text or torch.equal(A == 0, B == 0)
     turned, step = found["rotated"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     U = unit_size(attention.bases())
     first, _ = crate.neumann_terms(X, U)
     beta = 8 / (9 * 0.5 ** 2)
-    assert_near(found["shrinking"], centered(-first / beta))
-    assert_near(found["derived_alone"], centered(first / beta - X))
+    same(found["shrinking"], -first)
     if not text:
         back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
-        swapped = ((A[[2, 0, 1]] @ (X[:, None] @ U)) @ U.mT).sum(1)
-        assert_near(found["derived_swapped"], centered(swapped - X))
         back = back * (U / attention.bases()).square().mean()
-        assert_near(found["derived"], centered(back - X))
+        same(found["derived"], back - X)
         beta = 8 / (9 * 0.1 ** 2)                           # eps is 0.1
-        assert_near(found["derived_beta"], centered(beta * back - X))
+        same(found["derived_beta"], beta * back - X)
 
 
 @pytest.mark.parametrize("by_U", [False, True])
 def test_changes(by_U, eps=0.3):
-    """Of tokens less their mean, at attention's length, and at the norm before of the tokens or of
-    their projections; cosines with the gradient that autograd finds, across Z."""
+    """Of tokens less their mean, at the norm before of the tokens or of their projections; slopes
+    and cosines with the gradient that autograd finds, across Z."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
@@ -123,18 +128,18 @@ def test_changes(by_U, eps=0.3):
         added = compression.steps(layer, Z, torch.Generator(), eps)
         found = compression.changes(layer, Z, torch.Generator(), eps)
     norm_held = ("tokens", "projections")[by_U]
-    assert_near(added["gradient"], -uphill)
+    assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
     raw = layer.attention(layer.norm1(Z)).detach()
     for name, step in added.items():
-        length = seen(added["attention"]).norm(dim=norm, keepdim=True)
-        after = before + seen(step) / seen(step).norm(dim=norm, keepdim=True) * length
-        after = after * scale(before) / scale(after)
+        if name not in compression.OWN_LENGTH:
+            assert_near(step.norm(dim=norm), seen(raw).norm(dim=norm))
+        after = (before + step) * scale(before) / scale(before + step)
         rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
         across = []
         for T, along in ((seen(step), before), (-uphill, before)):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
-        if name != "rotated":               # which is drawn behind the random subspaces
+        if name not in ("rotated", "shuffled"):         # which are drawn
             assert_near(found[norm_held][name], rates[1] - rates[0])
             assert_near(found["cosines"][name], F.cosine_similarity(*across))
     rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
@@ -144,6 +149,7 @@ def test_changes(by_U, eps=0.3):
         along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
         slope = slope - along / before.square().sum((1, 2))
         assert_near(found["slopes"]["attention"], slope)
+        assert_near(found["slopes"]["own"] + found["slopes"]["others"], slope)
     W, bases = layer.attention.W.weight, layer.attention.bases()
     products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
     assert_near(found["cosines"]["W_U"], products.expand(3))
