@@ -18,13 +18,7 @@ from data import augment, images, text
 from data.samples import split_for, spread, traces
 from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
-from model import (
-    coding_rate,
-    saliency,
-    SoftmaxAttention,
-    sparse_rate_reduction,
-    subspace_coding_rate,
-)
+from model import coding_rate, saliency, SoftmaxAttention, subspace_coding_rate
 from processes import cli, Processes
 from run import read_metrics
 from web import page
@@ -79,16 +73,15 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     X, Z, half, out = (one_set(T, together) for T in (
         layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
     w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    start, attended, scaled = centered(Z), centered(half - Z), at_norm(out, Z)
-    objective = sparse_rate_reduction(out, U, eps, lambd)
+    start, attended = centered(Z), centered(half - Z)
+    (R_Z, Rc_Z), (R, Rc), (R_scaled, Rc_scaled) = (
+        (coding_rate(T, eps), subspace_coding_rate(T, U, eps)) for T in (Z, out, at_norm(out, Z)))
+    before, objective = (rates - lambd * (T != 0).sum((-2, -1), dtype=T.dtype)
+                         for rates, T in ((R_Z - Rc_Z, Z), (R - Rc, out)))
     numbers = dict(
         Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, attended, U, eps),
-        R_change=coding_rate(scaled, eps) - coding_rate(Z, eps),
-        gain=(sparse_rate_reduction(scaled, U, eps, lambd=0)
-              - sparse_rate_reduction(Z, U, eps, lambd=0)),
-        R=coding_rate(out, eps), Rc=subspace_coding_rate(out, U, eps),
-        nonzeros=(out != 0).double().mean((-2, -1)),
-        objective=objective, rise=objective - sparse_rate_reduction(Z, U, eps, lambd))
+        R_change=R_scaled - R_Z, gain=(R_scaled - Rc_scaled) - (R_Z - Rc_Z), R=R, Rc=Rc,
+        nonzeros=(out != 0).double().mean((-2, -1)), objective=objective, rise=objective - before)
     if isinstance(layer.attention, SoftmaxAttention):
         step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
         numbers["Rc_alone"] = rate_change(start, at_norm(step, attended), U, eps)

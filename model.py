@@ -77,7 +77,6 @@ class Attention(nn.Module, ABC):
         super().__init__()
         self.heads, self.p, self.causal = config.heads, config.head_dim, config.causal
         self.dropout = config.dropout
-        self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
 
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
@@ -99,6 +98,24 @@ class Attention(nn.Module, ABC):
         """An empty cache of at most `room` tokens."""
         return Cache(room)
 
+
+class SoftmaxAttention(Attention):
+    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
+    not U^* Z all three, a subclass has its own `queries_keys_values`."""
+    reads = "rotary", "shift"
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = self.p ** -0.5         # products of two different tokens stay of order 1
+        self.rotary = config.rotary
+        self.mix = first_mix(self.heads) if config.shift else None
+
+    def queries_keys_values(self, Z, cache=None):
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
+        w = self.projections(Z)
+        seen = w if cache is None else cache.append(w)
+        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
+
     def attend(self, q, k, v):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
         m, n = q.shape[2], k.shape[2]
@@ -109,23 +126,6 @@ class Attention(nn.Module, ABC):
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
-
-
-class SoftmaxAttention(Attention):
-    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
-    not U^* Z all three, a subclass has its own `queries_keys_values`."""
-    reads = "rotary", "shift"
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.rotary = config.rotary
-        self.mix = first_mix(self.heads) if config.shift else None
-
-    def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
-        w = self.projections(Z)
-        seen = w if cache is None else cache.append(w)
-        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
 
     def join(self, heads):
         """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""

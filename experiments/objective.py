@@ -69,23 +69,24 @@ def table(path, c):
 
 
 def draw(tables, path):
-    """What layers after the first add to R - R^c, by the number coded together."""
-    figure, (axes,) = new_figure(1, len(tables), 1.8, 2.4)
-    for ax, (name, rows) in zip(axes, tables.items()):
-        for weights, key, words, style in (
-                ("trained", "later", "trained", "C0o-"),
-                ("trained", "later_elsewhere", "trained, on random subspaces", "C0o:"),
-                ("at random weights", "later", "at random weights", "C7o--")):
-            y = [row[key] for row in rows if row["weights"] == weights]
-            ax.plot(TOGETHER, y, style, mfc="white" if ":" in style else None, label=words)
-        ax.axhline(0, color="black", lw=0.8)
-        ax.set_xscale("log", base=4)
-        ax.set(xticks=TOGETHER, xticklabels=TOGETHER)
-        ax.set_title(name.removeprefix("pretrained:"), fontsize="medium")
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("what layers after the\nfirst add to $R - R^c$, nats")
-    axes[len(tables) // 2].set_xlabel("pictures, or texts of 128 characters, coded together")
-    legend_below(figure, axes[0])
+    """What layers after the first add to R - R^c of 64 samples coded together, in % of what trained
+    layers add on their own subspaces."""
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
+    for x in (0, 100):
+        ax.axvline(x, color="black", lw=0.8)
+    for place, rows in enumerate(tables.values()):
+        found = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
+        for weights, key, words, mark in (
+                ("trained", "later_elsewhere", "trained layers, random subspaces", "o"),
+                ("at random weights", "later", "random weights", "s")):
+            share = 100 * found[weights][key] / found["trained"]["later"]
+            ax.plot(share, place, mark, color="C0" if mark == "o" else "0.3", mfc="white",
+                    label=words if place == 0 else None)
+    ax.set_yticks(range(len(tables)), [name.removeprefix("pretrained:") for name in tables])
+    ax.set(xlabel="gain of $R - R^c$, % of that of trained layers on their own subspaces",
+           ylim=(len(tables) - 0.5, -0.5))
+    ax.spines[["top", "right"]].set_visible(False)
+    legend_below(figure, ax)
     figure.savefig(path, dpi=200)
 
 

@@ -85,7 +85,7 @@ def recall():
     """Steps until each of five runs of records/recall.csv has learned; a cross: how many do not."""
     figure, (axes,) = new_figure(1, 3, 2.6, 2.8)
     panels = {"attention and an MLP": ("transformer", "mssa-mlp"),
-              "attention alone": ("aot-mhsa", "aot"), "CRATE": ("mhsa-ista", "crate")}
+              "attention alone": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
     settings = {"three matrices": (0, "none", "64"), "query = key": (0, "query=key", "64"),
                 "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
                 "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),
@@ -97,7 +97,7 @@ def recall():
         for place, (which, *setting) in enumerate(settings.values()):
             steps = [row["steps"] for row in rows if row["arch"] == archs[which]
                      and [row["change"], row["width"]] == setting]
-            learned, color = [int(n) for n in steps if n], COLORS["crate"] if which else "black"
+            learned, color = [int(n) for n in steps if n], "C1" if which else "black"
             ax.plot(learned, [place] * len(learned), "o", mfc="none", color=color)
             if len(learned) < len(steps):
                 ax.plot(3150, place, "x", color=color)

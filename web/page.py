@@ -45,6 +45,10 @@ def image_examples(model, task, data):
     return examples, model(x)
 
 
+READ = ("arch", "width", "heads", "layers", "eta", "lambd", "causal", "rotary", "shift", "context",
+        "image_size", "patch_size", "pool")         # the fields of a config that the scripts read
+
+
 @torch.no_grad()
 def content(name, loaded, untrained, data, tokens=None):
     """What the page has for its scripts, as JSON can say it: both models in float16, and what
@@ -55,7 +59,7 @@ def content(name, loaded, untrained, data, tokens=None):
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     return examples | dict(
-        name=name, task=loaded.task, config=asdict(c),
+        name=name, task=loaded.task, config={k: v for k, v in asdict(c).items() if k in READ},
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in model.state_dict().items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
