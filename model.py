@@ -682,11 +682,12 @@ ARCHS = {
     "crate-mm": Arch(MSSA, MMProx, AS_CRATE),                       # [N] Eq. (92), Table 3
     "crate-relu": Arch(MSSA, Threshold, AS_CRATE),                  # an ablation: no dictionary
     "crate-residual": Arch(MSSA, ISTA, AS_CRATE, residual=True),    # an ablation: the residual
-    "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True),        # [B] Eq. (7.5.3)-(7.5.5)
-    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM),     # Bai and Ma 2025
+    # [B] Eq. (7.5.3)-(7.5.5); Bai and Ma 2025
+    "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True, sizes="transformer"),
+    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM, sizes="transformer"),
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
-    "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0),
+    "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0, sizes="transformer"),
     "aot": Arch(MSSA, None, AS_VIT),                                # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, AS_VIT),                           # [B] Eq. (7.5.8) with MHSA
     # [B] Eq. (7.2.13)-(7.2.22)
@@ -754,6 +755,7 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         self.spec = ARCHS[self.arch]
+        check_read(self.arch, [name for name in ("rotary", "shift") if getattr(self, name)])
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:

@@ -129,7 +129,8 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
                       scale=scale(key) if scale else 1.0, parts=3 if by_muon and p in three else 1)
         groups = muon if by_muon else rest
         groups.setdefault(tuple(common.items()), common | dict(params=[]))["params"].append(p)
-    muon, rest = [*muon.values()], [*rest.values()]
+    muon, rest = (sorted(groups.values(), reverse=True, key=lambda group: (     # as checkpoints do
+        group["decays"], group["scale"], group["parts"])) for groups in (muon, rest))
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
     adamw = torch.optim.AdamW(rest, lr=lr, betas=betas, fused=True)

@@ -12,9 +12,10 @@ U is at unit size. If the U_k fill the space orthogonally, the two norms are one
 
     attention       MSSA(LN(Z))
     own, others     its two parts, by a token's weight on itself and by those on other tokens
-    shuffled        attention, each row's weights on other tokens dealt out among them at random
+    shuffled        others, with each row's weights on other tokens dealt out among them at random
     alone           each token attends to itself alone, without --shift
-    rotated         attention, turned by a random rotation, as if its output were not learned
+    rotated         attention, turned in each sample by another random rotation, as if its output
+                    were not learned
     derived         -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1 for
                     the beta of (36), which is far from 1 at this eps
     derived_beta    derived with that beta, p / (n eps^2)
@@ -95,12 +96,14 @@ def steps(layer, Z, generator, eps=0.1):
     U = unit_size(attention.bases())
     w = X[:, None] @ U                                                  # (B, K, n, p)
     itself = torch.eye(A.shape[-1], dtype=torch.bool)
-    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
+    Q, R = torch.linalg.qr(torch.randn(len(Z), d, d, generator=generator, dtype=Z.dtype))
+    rotation = Q * R.diagonal(dim1=1, dim2=2).sign()[:, None]       # uniform with these signs
     beta = w.shape[3] / (w.shape[2] * eps ** 2)
     found = dict(
         attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
         others=attention.join(A.where(~itself, 0) @ values),
-        shuffled=attention.join(shuffled(A, generator) @ values), alone=alone(attention, X),
+        shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
+        alone=alone(attention, X),
         rotated=attention(X) @ rotation, derived=(A @ w @ U.mT).sum(1) - X,
         derived_beta=beta * (A @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
@@ -184,12 +187,11 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# row of the figure -> (whether at random weights, the step)
-ROWS = {"attention": (False, "attention"), "attention, random weights": (True, "attention"),
-        "turned at random": (False, "rotated"), "part of the token itself": (False, "own"),
-        "part of other tokens": (False, "others"), "other tokens shuffled": (False, "shuffled"),
-        "derived, Eq. (34)": (False, "derived")}
-SHORT = "attention", "turned at random", "part of the token itself", "part of other tokens"
+# row of the figure -> the step; README's has four of them
+ROWS = {"attention": "attention", "from the token itself": "own", "from other tokens": "others",
+        "from others, shuffled": "shuffled", "turned at random": "rotated",
+        "derived, Eq. (34)": "derived"}
+SHORT = "attention", "from the token itself", "from other tokens", "turned at random"
 PANELS = {"tokens": ("the whole step", "change of $R^c$, %"),
           "slopes": ("where it begins", "slope of $R^c$, % a step")}
 
@@ -200,16 +202,14 @@ def draw(runs, path, rows, panels):
     does not name the models."""
     names = len(panels) > 1
     figure, (axes,) = new_figure(1, len(panels), 4 if names else 6, 1 + 0.4 * len(rows))
-    found = {run["name"]: run for run in runs}
     trained = [run for run in runs if not run["untrained"]]
     for ax, table in zip(axes, panels):
         ax.axvline(0, color="black", lw=0.8)
         for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
             text = run["task"] == "gpt"
             kind = "models of text" if text else "models of pictures"
-            for row, (untrained, step) in enumerate(rows.values()):
-                name = f"{run['name']}, untrained" if untrained else run["name"]
-                total = found[name][table][-1]
+            for row, step in enumerate(rows.values()):
+                total = run[table][-1]
                 ax.plot(100 * total[step] / total["before"], row + 0.17 * (place - 2),
                         mark if names else "o", ms=4.5, mfc=None if text else "white",
                         color="C0" if step == "attention" else "0.3",
@@ -243,9 +243,8 @@ def main(argv):
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
-        rows = {words: row for words, row in ROWS.items() if c.untrained or not row[0]}
-        draw(runs, c.figure, rows, ("tokens", "slopes"))
-        short = {words: rows[words] for words in SHORT}
+        draw(runs, c.figure, ROWS, ("tokens", "slopes"))
+        short = {words: ROWS[words] for words in SHORT}
         draw(runs, c.figure.replace(".png", "-short.png"), short, ("slopes",))
         print(f"wrote {c.figure}, and -short.png, README's")
     return runs

@@ -173,5 +173,5 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
         assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
         assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
         percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]
-                   for step in ("attention", "rotated")]
+                   for step in ("attention", "own")]
         assert [line.get_xdata()[0] for line in ax.lines[1:3]] == pytest.approx(percent)
