@@ -24,6 +24,11 @@ from run import read_metrics
 from web import page
 
 
+@dataclass(kw_only=True)
+class OutFlags:
+    out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
+
+
 # ---- What a layer does to the rates, at one scale -----------------------------------------------
 def at_norm(Z, other):
     """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
@@ -86,11 +91,6 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
         step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
         numbers["Rc_alone"] = rate_change(start, at_norm(step, attended), U, eps)
     return numbers
-
-
-@dataclass(kw_only=True)
-class OutFlags:
-    out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------

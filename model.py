@@ -120,7 +120,7 @@ class SoftmaxAttention(Attention):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
+        slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512      # measured
         wrong = 1 < m < n       # its causal mask takes m queries for the first of n tokens
         if slower or wrong:
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v

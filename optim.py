@@ -129,7 +129,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
                       scale=scale(key) if scale else 1.0, parts=3 if by_muon and p in three else 1)
         groups = muon if by_muon else rest
         groups.setdefault(tuple(common.items()), common | dict(params=[]))["params"].append(p)
-    muon, rest = (sorted(groups.values(), reverse=True, key=lambda group: (     # as checkpoints do
+    muon, rest = (sorted(groups.values(), reverse=True, key=lambda group: (     # as in checkpoints
         group["decays"], group["scale"], group["parts"])) for groups in (muon, rest))
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
