@@ -52,6 +52,7 @@ from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_g
 from processes import cli
 
 OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
+ATTENTION = "attention", "as_it_is"             # the layer's own step
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
           "projections": "added to R^c, the norm of their projections held",
           "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
@@ -187,48 +188,44 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# row of the figure -> the step; README's has four of them
-ROWS = {"attention": "attention", "from the token itself": "own", "from other tokens": "others",
-        "from others, shuffled": "shuffled", "turned at random": "rotated",
-        "derived, Eq. (34)": "derived"}
-SHORT = "attention", "from the token itself", "from other tokens", "turned at random"
-PANELS = {"tokens": ("the whole step", "change of $R^c$, %"),
-          "slopes": ("where it begins", "slope of $R^c$, % a step")}
+# figure -> what its axis shows, and row -> table, step, and R^c before it
+FIGURES = {
+    "": ("change of $R^c$, %", {
+        "attention": ("tokens", "as_it_is", "as_it_was"),
+        "the same, length held": ("tokens", "attention", "before"),
+        "turned at random, length held": ("tokens", "rotated", "before")}),
+    "-slopes": ("slope of $R^c$, % a step", {
+        "attention": ("slopes", "attention", "before"),
+        "from the token itself": ("slopes", "own", "before"),
+        "from other tokens": ("slopes", "others", "before"),
+        "from others, shuffled": ("slopes", "shuffled", "before"),
+        "turned at random": ("slopes", "rotated", "before")})}
 
 
-def draw(runs, path, rows, panels):
-    """What steps add to R^c in all layers, in % of R^c before them: a panel for each of `panels`,
-    all at one scale, a mark for each model, hollow for pictures and filled for text. A single panel
-    does not name the models."""
-    names = len(panels) > 1
-    figure, (axes,) = new_figure(1, len(panels), 4 if names else 6, 1 + 0.4 * len(rows))
-    trained = [run for run in runs if not run["untrained"]]
-    for ax, table in zip(axes, panels):
-        ax.axvline(0, color="black", lw=0.8)
-        for place, (run, mark) in enumerate(zip(trained, "os^Dv")):
-            text = run["task"] == "gpt"
-            kind = "models of text" if text else "models of pictures"
-            for row, step in enumerate(rows.values()):
-                total = run[table][-1]
-                ax.plot(100 * total[step] / total["before"], row + 0.17 * (place - 2),
-                        mark if names else "o", ms=4.5, mfc=None if text else "white",
-                        color="C0" if step == "attention" else "0.3",
-                        label=run["name"].removeprefix("pretrained:") if names else kind)
-        for row in range(len(rows) + 1):
-            ax.axhline(row - 0.5, color="0.85", lw=0.6, zorder=0)
-        if names:
-            ax.set_title(PANELS[table][0], fontsize="medium")
-        ax.set(xlabel=PANELS[table][1], ylim=(len(rows) - 0.5, -0.5))
-        ax.set_yticks(range(len(rows)), rows)
-        ax.tick_params(left=False, labelleft=ax is axes[0])
-        ax.locator_params(axis="x", nbins=7, steps=(1, 2, 5, 10))
-        ax.spines[["top", "right", "left"]].set_visible(False)
-    limits = [ax.get_xlim() for ax in axes]
-    axes[0].get_gridspec().set_width_ratios([high - low for low, high in limits])
-    handles, labels = axes[0].get_legend_handles_labels()
+def draw(runs, path, label, lines):
+    """What steps add to R^c, in % of R^c before them: `lines` of the figure as in FIGURES. A circle
+    is a trained model, its layers summed, hollow for pictures and filled for text; a dot, of
+    slopes, is a layer."""
+    figure, ((ax,),) = new_figure(1, 1, 6.5, 1 + 0.45 * len(lines))
+    ax.axvline(0, color="black", lw=0.8)
+    for place, run in enumerate(run for run in runs if not run["untrained"]):
+        text = run["task"] == "gpt"
+        for line, (table, step, before) in enumerate(lines.values()):
+            *layers, model = (100 * row[step] / row[before] for row in run[table])
+            y, color = line + 0.16 * (place - 2), "C0" if step in ATTENTION else "0.3"
+            if table == "slopes":
+                ax.plot(layers, [y] * len(layers), ".", ms=3.5, mew=0, color=color, alpha=0.6)
+            ax.plot(model, y, "o", ms=5, mfc=None if text else "white", color=color,
+                    label="models of text" if text else "models of pictures")
+    for line in range(len(lines) + 1):
+        ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
+    ax.set(xlabel=label, ylim=(len(lines) - 0.5, -0.5))
+    ax.set_yticks(range(len(lines)), lines)
+    ax.tick_params(left=False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    handles, labels = ax.get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
-    figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=5,
-                  columnspacing=1, handletextpad=0)
+    figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)
     figure.savefig(path, dpi=200)
 
 
@@ -243,10 +240,9 @@ def main(argv):
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
-        draw(runs, c.figure, ROWS, ("tokens", "slopes"))
-        short = {words: ROWS[words] for words in SHORT}
-        draw(runs, c.figure.replace(".png", "-short.png"), short, ("slopes",))
-        print(f"wrote {c.figure}, and -short.png, README's")
+        for name, (label, lines) in FIGURES.items():
+            draw(runs, c.figure.replace(".png", f"{name}.png"), label, lines)
+        print(f"wrote {c.figure}, and -slopes.png")
     return runs
 
 

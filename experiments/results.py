@@ -1,24 +1,22 @@
 """Figures of RESULTS.md that are drawn from records/.
 
     python -m experiments.results               to docs/figures
-    python -m experiments.results text          one of them
+    python -m experiments.results recall        one of them
 """
 import csv
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
-from experiments.shared import COLORS
 from figures import new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
 
 EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
-CHARACTERS = 32 * 128       # of a step of the runs on books: 32 windows of 128
-NAMES = {"crate": "CRATE", "crate-alpha": "CRATE-alpha", "crate-alpha-one": "CRATE-alpha, one step",
-         "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
+NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp: CRATE's attention and an MLP",
+         "transformer": "transformer"}
+COLORS = {"crate": "C0", "mssa-mlp": "0.5", "transformer": "C3"}
 
 
 @dataclass(kw_only=True)
@@ -32,52 +30,17 @@ def scores(folder, key):
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
 
 
-def name_ends(ax, ends, line=0.06):
-    """Writes labels {text: (y, color)} at the right of the axes, apart from each other. `line` is
-    the height of a line of text as a share of the axes'."""
-    low, high = ax.get_ylim()
-    places = {text: y for text, (y, _) in ends.items()}
-    for _ in range(20):
-        for a, b in pairwise(sorted(places, key=places.get)):
-            lines = 1 + (a.count("\n") + b.count("\n")) / 2
-            overlap = places[a] + line * lines * (high - low) - places[b]
-            places[a] -= max(0, overlap) / 2
-            places[b] += max(0, overlap) / 2
-    for text, y in places.items():
-        ax.annotate(text, (1.02, y), xycoords=("axes fraction", "data"), color=ends[text][1],
-                    va="center", fontsize="small")
-
-
 def images():
     """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
-    ends = {}
-    for arch in ("crate", "mssa-mlp", "transformer"):
+    for arch in NAMES:
         for seed in range(3 if arch == "crate" else 1):
             steps, y = zip(*scores(f"cifar10-cpu-30-{arch}-{seed}", "acc"))
             y = [100 * value for value in y]
-            ax.plot([step / EPOCH for step in steps], y, "o-", color=COLORS[arch], ms=3)
-        ends[NAMES[arch]] = y[-1], COLORS[arch]
+            ax.plot([step / EPOCH for step in steps], y, "o-", color=COLORS[arch], ms=3,
+                    label=None if seed else NAMES[arch])
     ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %")
-    name_ends(ax, ends)
-    return figure
-
-
-def text():
-    """How far the runs bookchars-* of records/ are behind the transformer's while they read."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
-    best = dict(scores("bookchars-transformer-0", "loss"))
-    ends = {"transformer": (0, COLORS["transformer"])}
-    for arch in ("crate", "crate-alpha-one"):
-        # the last evaluation is of the whole split
-        steps, losses = zip(*scores(f"bookchars-{arch}-0", "loss")[:-1])
-        behind = [loss - best[step] for step, loss in zip(steps, losses)]
-        ax.plot([step * CHARACTERS / 1e6 for step in steps], behind, "o-", color=COLORS[arch], ms=3)
-        ends[NAMES[arch].replace(", ", ",\n")] = behind[-1], COLORS[arch]
-    ax.axhline(0, color=COLORS["transformer"])
-    ax.set_xlabel("millions of characters of books read")
-    ax.set_ylabel("nats behind the transformer\n(above 0: worse)")
-    name_ends(ax, ends)
+    ax.legend(frameon=False, loc="lower right")
     return figure
 
 
@@ -129,7 +92,7 @@ def pretraining():
     return figure
 
 
-FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining)
+FIGURES = dict(images=images, recall=recall, pretraining=pretraining)
 
 
 def main(argv):

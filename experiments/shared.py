@@ -1,10 +1,6 @@
-"""What several experiments use: colours, titles, means with their errors."""
+"""What several experiments use: five checkpoints, means with their errors."""
 import numpy as np
 import torch
-
-# the same arch has the same colour in every figure
-COLORS = {"crate": "C0", "crate-alpha": "C2", "crate-alpha-one": "C8", "mssa-mlp": "0.5",
-          "transformer": "C3"}
 
 FIVE = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))

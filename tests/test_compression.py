@@ -156,8 +156,8 @@ def test_changes(by_U, eps=0.3):
 
 
 @torch.no_grad()
-def test_tables_and_figure(tmp_path, cache, monkeypatch):
-    """The last row is of all layers, and what the figure has, in % of R^c before."""
+def test_tables_and_figures(tmp_path, cache, monkeypatch):
+    """The last row is of all layers, and what the figures have, in % of R^c before."""
     model, path = models.ImageClassifier(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10)), tmp_path / "a.pt"
     write_model(path, model, "vit", images.load("shapes", cache).meta())
@@ -168,10 +168,13 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     rows = [*csv.DictReader(table.open())]
     assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3 + ["1", "2"]
     assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
-    for norm, ax in zip(("tokens", "slopes"), drawn[0].axes, strict=True):
-        *layers, last = run[norm]
-        assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
-        assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
-        percent = [100 * run[norm][-1][step] / run[norm][-1]["before"]
-                   for step in ("attention", "own")]
-        assert [line.get_xdata()[0] for line in ax.lines[1:3]] == pytest.approx(percent)
+    *layers, last = run["slopes"]
+    assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
+    assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
+
+    change, slope = ([[*line.get_xdata()] for line in figure.axes[0].lines] for figure in drawn)
+    tokens = run["tokens"][-1]
+    assert change[1:3] == [[pytest.approx(100 * tokens[step] / tokens[before])] for step, before in
+                           (("as_it_is", "as_it_was"), ("attention", "before"))]
+    attention = [100 * row["attention"] / row["before"] for row in run["slopes"]]
+    assert slope[1:3] == [pytest.approx(attention[:2]), pytest.approx(attention[2:])]
