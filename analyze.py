@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 import figures
 from checkpoint import each_model, load_model, open_model
@@ -18,8 +17,9 @@ from data import augment, images, text
 from data.samples import split_for, spread, traces
 from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
-from model import coding_rate, saliency, SoftmaxAttention, subspace_coding_rate
+from model import saliency
 from processes import cli, Processes
+from rates import layer_numbers
 from run import read_metrics
 from web import page
 
@@ -27,70 +27,6 @@ from web import page
 @dataclass(kw_only=True)
 class OutFlags:
     out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
-
-
-# ---- What a layer does to the rates, at one scale -----------------------------------------------
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def centered(Z):
-    """Tokens (..., n, d) less their mean."""
-    return Z - Z.mean(-2, keepdim=True)
-
-
-def rate_change(Z, step, U, eps):
-    """What `step` adds to R^c(Z | U) of Z (B, n, d) if each sample keeps its norm, since longer
-    tokens alone raise R^c: (B,)."""
-    after = at_norm(Z + step, Z)
-    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-def alone(attention, X):
-    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
-    neither --shift nor a bias of the values."""
-    return attention.join(X[:, None] @ attention.bases())
-
-
-def one_set(T, together):
-    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
-    if len(T) % together:
-        raise UserError(f"{len(T)} samples at once are no multiple of {together} coded together")
-    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
-
-
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
-    """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
-    float64, as float32 may give NaN."""
-    U = unit_size(layer.attention.bases().double())
-    X, Z, half, out = (one_set(T, together) for T in (
-        layer.norm1(trace.tokens), trace.tokens, trace.half, trace.out))
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    start, attended = centered(Z), centered(half - Z)
-    (R_Z, Rc_Z), (R, Rc), (R_scaled, Rc_scaled) = (
-        (coding_rate(T, eps), subspace_coding_rate(T, U, eps)) for T in (Z, out, at_norm(out, Z)))
-    before, objective = (rates - lambd * (T != 0).sum((-2, -1), dtype=T.dtype)
-                         for rates, T in ((R_Z - Rc_Z, Z), (R - Rc, out)))
-    numbers = dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, attended, U, eps),
-        R_change=R_scaled - R_Z, gain=(R_scaled - Rc_scaled) - (R_Z - Rc_Z), R=R, Rc=Rc,
-        nonzeros=(out != 0).double().mean((-2, -1)), objective=objective, rise=objective - before)
-    if isinstance(layer.attention, SoftmaxAttention):
-        step = centered(one_set(alone(layer.attention, layer.norm1(trace.tokens)), together))
-        numbers["Rc_alone"] = rate_change(start, at_norm(step, attended), U, eps)
-    return numbers
 
 
 # ---- layers: rates and sparsity -----------------------------------------------------------------

@@ -42,7 +42,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from analyze import alone, at_norm, centered, random_subspaces, rate_change, unit_size
 from checkpoint import each_model
 from data.samples import traces
 from experiments.shared import FIVE
@@ -50,6 +49,7 @@ from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
+from rates import alone, at_norm, centered, random_subspaces, rate_change, unit_size
 
 OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
 ATTENTION = "attention", "as_it_is"             # the layer's own step

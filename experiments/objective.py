@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 
-from analyze import at_norm, one_set, random_subspaces, unit_size
 from checkpoint import load_model
 from data.samples import traces
 from experiments.shared import FIVE
@@ -21,6 +20,7 @@ from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, CheckpointFlags, DeviceFlags, option, parse
 from model import coding_rate, subspace_coding_rate
 from processes import cli, Processes
+from rates import at_norm, one_set, random_subspaces, unit_size
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 

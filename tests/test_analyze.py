@@ -11,7 +11,6 @@ from torch.nn import functional as F
 import analyze
 import figures
 import model as models
-from analyze import layer_numbers
 from checkpoint import TASKS
 from data import augment, images
 from data.folders import read_picture
@@ -50,29 +49,6 @@ def validation(cache, index):
     """Images of the validation split, normalized."""
     data = images.load("shapes", cache)
     return images.model_input(torch.from_numpy(data.val.images[index]), data, 32)
-
-
-@torch.no_grad()
-def test_rates_of_large_tokens_and_bases():
-    """Tokens of a trained layer are far from 0 and close together: float32 cannot factor them. The
-    size of U does not matter, and orthonormal ones are left as they are."""
-    layer = models.ImageClassifier(models.ImageConfig(**TINY)).encoder.layers[0]
-
-    def numbers(Z, **flags):
-        trace = models.LayerTrace(Z, Z, None, Z, None)
-        return layer_numbers(layer, trace, **flags)
-    Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
-    assert models.coding_rate(Z, 0.1).isnan().any()
-    found = numbers(Z)
-    assert all(values.isfinite().all() for values in found.values())
-    assert torch.allclose(found["R"], models.coding_rate(Z.double(), 0.1))
-
-    out = torch.randn(3, 5, 16).relu()
-    U = torch.nn.init.orthogonal_(layer.attention.U.weight)
-    wanted = models.sparse_rate_reduction(out.double(), layer.attention.bases().double(), 0.1)
-    for size in (1, 3):
-        U /= size
-        torch.testing.assert_close(numbers(out)["objective"], wanted)
 
 
 @pytest.mark.parametrize("arch", ["crate", "tost", "aot"])

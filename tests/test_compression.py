@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 import crate
 import model as models
-from analyze import centered, random_subspaces, unit_size
 from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
+from rates import centered, random_subspaces, unit_size
 
 
 def start(seed, norm):

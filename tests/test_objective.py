@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import torch
 from helpers import scrambled
 
-import analyze
 import crate
 import model as models
 from checkpoint import Loaded
 from experiments import objective
+from rates import random_subspaces
 
 
 def test_added(monkeypatch):
@@ -27,7 +27,7 @@ def test_added(monkeypatch):
         after = after * (before.norm(dim=(1, 2)) / after.norm(dim=(1, 2)))[:, None, None]
         U = net.layers[l].attention.bases().detach().double()
         U = U * 4 / U.norm()                                    # ||U||^2 = K p = 16
-        V = analyze.random_subspaces(16, 2, torch.Generator().manual_seed(3))
+        V = random_subspaces(16, 2, torch.Generator().manual_seed(3))
         rates = [torch.stack([crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
                               crate.subspace_coding_rate(T, V, 0.3)]) for T in (before, after)]
         torch.testing.assert_close(found[:, l], (rates[1] - rates[0]).mean(1), rtol=1e-4, atol=1e-4)

@@ -15,13 +15,13 @@ from functools import partial
 import torch
 
 import crate
-from analyze import layer_numbers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from experiments import compression
 from flags import ROOT
+from rates import layer_numbers
 from web import page
 from web.mathml import mathml
 

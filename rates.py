@@ -1,0 +1,74 @@
+"""What a step or a layer does to the rates of tokens, at one scale: analyze.py and experiments/."""
+import torch
+from torch.nn import functional as F
+
+from flags import UserError
+from model import coding_rate, SoftmaxAttention, sparse_rate_reduction, subspace_coding_rate
+
+
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def centered(Z):
+    """Tokens (..., n, d) less their mean."""
+    return Z - Z.mean(-2, keepdim=True)
+
+
+def rate_change(Z, step, U, eps):
+    """What `step` adds to R^c(Z | U) of Z (B, n, d) if each sample keeps its norm, since longer
+    tokens alone raise R^c: (B,)."""
+    after = at_norm(Z + step, Z)
+    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
+
+
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def random_subspaces(d, K, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
+
+
+def alone(attention, X):
+    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
+    neither --shift nor a bias of the values."""
+    return attention.join(X[:, None] @ attention.bases())
+
+
+def one_set(T, together):
+    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
+    if len(T) % together:
+        raise UserError(f"{len(T)} samples at once are no multiple of {together} coded together")
+    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
+
+
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
+    """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
+    float64, as float32 may give NaN."""
+    U, X = unit_size(layer.attention.bases().double()), layer.norm1(trace.tokens)
+    Z, half, out = (one_set(T, together) for T in (trace.tokens, trace.half, trace.out))
+    w = F.normalize(one_set(X, together)[:, None] @ U, dim=-1)                  # (B, K, n, p)
+    start, step = centered(Z), centered(half - Z)
+    numbers = dict(Rc_tokens=coding_rate(w, eps).sum(-1),
+                   Rc_change=rate_change(start, step, U, eps))
+    numbers |= output_numbers(Z, out, U, eps, lambd)
+    if isinstance(layer.attention, SoftmaxAttention):
+        own = centered(one_set(alone(layer.attention, X), together))
+        numbers["Rc_alone"] = rate_change(start, at_norm(own, step), U, eps)
+    return numbers
+
+
+def output_numbers(Z, out, U, eps, lambd):
+    """The columns of layer_numbers that compare a layer's output with its input Z."""
+    scaled, R, Rc = at_norm(out, Z), coding_rate(out, eps), subspace_coding_rate(out, U, eps)
+    R_change = coding_rate(scaled, eps) - coding_rate(Z, eps)
+    Rc_change = subspace_coding_rate(scaled, U, eps) - subspace_coding_rate(Z, U, eps)
+    before, objective = (sparse_rate_reduction(T, U, eps, lambd) for T in (Z, out))
+    return dict(R_change=R_change, gain=R_change - Rc_change, R=R, Rc=Rc,
+                nonzeros=(out != 0).double().mean((-2, -1)), objective=objective,
+                rise=objective - before)
