@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, DeviceFlags, option, PrecisionFlags, ROOT, UserError
-from optim import share_of_peak
+from optim import in_words, Meter
 from processes import is_main, SharedError
 
 
@@ -49,13 +49,6 @@ def read_metrics(folder):
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
-
-
-def in_words(speed):
-    """Of the numbers that metrics.jsonl has: what follows a comma."""
-    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
-                 mfu=", mfu {:.1%}")
-    return "".join(words[name].format(value) for name, value in speed.items())
 
 
 class Signals:
@@ -99,12 +92,10 @@ class Run:
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.evaluation_due = False     # after the step that log() counted last
-        self.losses = []                # since the last line of metrics.jsonl
-        self.seconds = []               # of each step, without evaluations and checkpoints
         # what a checkpoint is made of, from attach()
         self.model = self.optimizers = self.data_meta = self.extra = None
-        # what a step is, from steps()
-        self.total = self.eval_every = self.flops = self.tokens = self.began = self.bar = None
+        # from steps()
+        self.total = self.eval_every = self.meter = self.bar = self.began = None
         processes.main_only(self._take_folder)
 
     def _take_folder(self):
@@ -147,10 +138,10 @@ class Run:
 
     def steps(self, total, text, eval_every, flops=0, tokens=None):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained. A sample takes `flops`, 0 if nobody counted, and if
-        it is text it has `tokens`: its speed is in tokens."""
+        checkpoint. `text` says what is trained; flops and tokens are a Meter's."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
-        self.flops, self.tokens, self.began = flops, tokens, time.perf_counter()
+        self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
+        self.began = time.perf_counter()
         if self.step < total:           # else the files stay as they are
             self.processes.main_only(self._begin_files)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
@@ -159,7 +150,7 @@ class Run:
                         disable=None if is_main() and self.step < total else True)
         with self.bar, Signals(self) as signals:
             while self.step < total:
-                self.step_began = time.perf_counter()
+                self.meter.start()
                 yield self.step
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
@@ -181,40 +172,25 @@ class Run:
 
     def log(self, loss, lr, numbers=None):
         """Counts a step, and sets evaluation_due. After the first, every log_every steps and before
-        an evaluation it writes a line of the steps since the last: the mean of the losses, which
-        stay on the device until then, lr, the speed, and numbers(), if given. RunEnded if a loss is
-        not finite."""
+        an evaluation it writes a line of the steps since the last: the mean loss, lr, the speed,
+        and numbers(), if given. RunEnded if a loss is not finite."""
         self.step += 1
-        self.losses.append(loss.detach())
         self.bar.update()
+        self.meter.losses.append(loss.detach())
         self.evaluation_due = self.step == self.total or self.step % self.eval_every == 0
-        if not (self.evaluation_due or self.step == 1 or self.step % self.config.log_every == 0):
-            self.seconds.append(time.perf_counter() - self.step_began)
-            return
-        # this waits for a GPU, whose work is part of the step
-        losses = (self.processes.sum(torch.stack(self.losses)) / self.processes.world).tolist()
-        self.seconds.append(time.perf_counter() - self.step_began)
-        for step, loss in enumerate(losses, self.step - len(losses) + 1):
-            self._check_finite(loss, step)
-        speed, loss, self.losses = self._speed(len(losses)), sum(losses) / len(losses), []
-        more = numbers() if numbers else {}
-        self.write(dict(step=self.step, split="train", loss=loss, lr=lr, **speed, **more))
-        words = f"loss {loss:.4f}{in_words(speed)}"
-        self.bar.set_postfix_str(words)
-        if self.bar.disable:
-            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
-
-    def _speed(self, steps):
-        """The speed in the last steps without the first of all, which may compile; {} if there is
-        no other."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return {}
-        samples = self.config.batch_size * len(seconds) / sum(seconds)
-        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
-            examples_per_s=samples)
-        mfu = share_of_peak(samples * self.flops, self.processes)
-        return speed | dict(mfu=mfu) if mfu else speed
+        line_due = self.step == 1 or self.step % self.config.log_every == 0 or self.evaluation_due
+        losses = self.meter.read() if line_due else []      # before stop(): it waits for the step
+        self.meter.stop()
+        for step, each in enumerate(losses, self.step - len(losses) + 1):
+            self._check_finite(each, step)
+        if line_due:
+            mean, speed = sum(losses) / len(losses), self.meter.speed(len(losses))
+            more = numbers() if numbers else {}
+            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
+            words = f"loss {mean:.4f}{in_words(speed)}"
+            self.bar.set_postfix_str(words)
+            if self.bar.disable:
+                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
@@ -268,9 +244,9 @@ class Run:
         """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
         commands to try next, with the folder in place of {dir}."""
         seconds = round(time.perf_counter() - self.began, 3)
-        speed = self._speed(self.total)
+        speed = self.meter.speed(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
-        if self.seconds:                # else nothing was left to do
+        if self.meter.seconds:          # else nothing was left to do
             self.write(line)
         self.say(f"done: {self.step} steps in {seconds:.0f} s{in_words(speed)}; written to "
                  f"{self.dir}")
