@@ -204,11 +204,14 @@ class ISTA(Sparsification):
         self.eta, self.lambd = config.eta, config.lambd
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(config.width, config.width)))
 
-    def code(self, Z):
+    def descend(self, Z):
+        """Z - eta D^*(DZ - Z), the gradient step."""
         if Z.numel() < self.D.numel():      # fewer tokens than d (generation): G would cost more
-            return ista(Z, self.D, self.eta, self.lambd)
-        G = self.eta * (self.D - self.D.mT @ self.D)
-        return F.relu(Z + Z @ G - self.eta * self.lambd)
+            return Z - self.eta * (Z @ self.D.mT - Z) @ self.D
+        return Z + Z @ (self.eta * (self.D - self.D.mT @ self.D))
+
+    def code(self, Z):
+        return F.relu(self.descend(Z) - self.eta * self.lambd)
 
 
 class LayerTrace(NamedTuple):
@@ -238,15 +241,15 @@ class Layer(nn.Module):
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, arch = config, config.spec
-        self.norm1, self.attention = layer_norm(c), arch.attention(c)
+        c, spec = config, config.spec
+        self.norm1, self.attention = layer_norm(c), spec.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if arch.sparsification is not None:
-            self.norm2, self.sparsification = layer_norm(c), arch.sparsification(c)
-        self.residual, self.dropout, self.drop_path = arch.residual, c.dropout, drop_path
+        if spec.sparsification is not None:
+            self.norm2, self.sparsification = layer_norm(c), spec.sparsification(c)
+        self.residual, self.dropout, self.drop_path = spec.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
-            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if arch.residual else None
+            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if spec.residual else None
 
     def scale_and_drop(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
@@ -755,7 +758,10 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         self.spec = ARCHS[self.arch]
-        check_read(self.arch, [name for name in ("rotary", "shift") if getattr(self, name)])
+        on = [name for name in ("rotary", "shift") if getattr(self, name)]
+        check_read(self.arch, on)
+        if on and self.kind != "text":
+            raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:
@@ -787,6 +793,9 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         self.stem = self.stem or self.family.stem
+        for name, words in (("stem", ("norm", "plain")), ("positions", ("learned", "sincos")),
+                            ("pool", ("class", "mean"))):
+            check_word(name, getattr(self, name), words)
         if self.final_norm is None:
             self.final_norm = self.family.final_norm
         if self.image_size % self.patch_size:
