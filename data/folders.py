@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -44,15 +43,6 @@ def files_in(folder):
             yield from files_in(path)
 
 
-def refuse_missing_shards(files):
-    """Raises UserError unless files such as train-00000-of-00002.parquet are all there."""
-    shards = [re.match(r"(.+-)\d+(-of-(\d+).*)", shown(path)) for path in files]
-    counts = Counter(shard.groups() for shard in shards if shard)
-    for (start, end, whole), n in counts.items():
-        if n != int(whole):
-            raise UserError(f"incomplete: there are {n} of {whole} files such as {start}00000{end}")
-
-
 def split_of(name):
     """train, val or test, if the name of a folder or a file ends in it, or in training, testing,
     valid, validation; in any case, and with numbers behind: seg_train, ptb.valid.txt, test1."""
@@ -61,50 +51,53 @@ def split_of(name):
     return told and told[2]
 
 
+def split_at(names):
+    """(split, the names below it) for the names that lead to a file; (None, all) without one."""
+    for depth, name in enumerate(names, 1):
+        if split := split_of(name):
+            return split, names[depth:]
+    return None, names
+
+
 def by_split(places):
-    """{split: {file: the names below its split}}, given the names that lead to each file."""
-    parts, outside = {"train": {}, "val": {}, "test": {}}, []
-    for file, names in places.items():
-        for depth, name in enumerate(names, 1):
-            if split := split_of(name):
-                parts[split][file] = names[depth:]
-                break
-        else:
-            outside.append(names)
-    parts = {split: part for split, part in parts.items() if part}
-    if not any(outside) or "train" in parts and len(parts) > 1:     # a picture at the top has none
-        return parts
-    for split in parts:
+    """{split: {file: the names below its split}}, given {file: the names that lead to it}. Whether
+    there are splits is said above; a file that no name leads to does not count."""
+    found = {file: split_at(names) for file, names in places.items()}
+    splits = {split for split, _ in found.values() if split}
+    everywhere = all(split for file, (split, _) in found.items() if places[file])
+    if splits and everywhere or "train" in splits and len(splits) > 1:
+        return {split: {file: below for file, (of, below) in found.items() if of == split}
+                for split in ("train", "val", "test") if split in splits}
+    for split in splits:
         print(f"note: `{split}` by itself is taken for a class or a text", file=sys.stderr)
     return dict(train=places)
 
 
-def data_in(source, suffixes, classes=False):
-    """{split: {file: the names below its split}}, of the files with these suffixes. With classes,
-    only folders have names, and a file that has none below its split is left out."""
-    every = list(files_in(source))
-    places = {path: path.relative_to(source).parts for path in every        # a link may be broken
-              if path.suffix.lower() in suffixes and path.is_file()}
-    if not places:
+def data_in(source, suffixes):
+    """The files with these suffixes, however deep. Raises UserError if there are none."""
+    files = [path for path in files_in(source)
+             if path.suffix.lower() in suffixes and path.is_file()]        # a link may be broken
+    if not files:
         raise UserError(f"{shown(source)} has no such data: pictures lie in DIR/CLASS/FILE, text "
                         "(it needs --tokenizer) in .parquet, .jsonl or .txt files")
-    refuse_missing_shards(places)
-    if classes:
-        places = {path: names[:-1] for path, names in places.items()}
-    parts = {split: {path: below for path, below in part.items() if below or not classes}
-             for split, part in by_split(places).items()}
+    return files
+
+
+def tell_unused(source, parts):
     used = set().union(*parts.values())
-    tell_left_out("files", [path.relative_to(source) for path in every if path not in used])
-    return parts
+    unused = [path.relative_to(source) for path in files_in(source) if path not in used]
+    tell_left_out("files", unused)
 
 
 # ---- Pictures -----------------------------------------------------------------------------------
 def pictures(source):
     """{split: {file: its class}}; test validates if there is no val. Raises UserError unless there
     are two classes to train on, and one of them in val."""
-    parts = data_in(source, Image.registered_extensions(), classes=True)
-    parts = {split: {file: shown(folders[0]) for file, folders in part.items()}
+    files = data_in(source, Image.registered_extensions())
+    parts = by_split({path: path.relative_to(source).parts[:-1] for path in files})
+    parts = {split: {path: shown(folders[0]) for path, folders in part.items() if folders}
              for split, part in parts.items()}
+    tell_unused(source, parts)
     if "test" in parts:
         parts.setdefault("val", parts.pop("test"))
     classes, where = set(parts.get("train", {}).values()), "pictures lie in DIR/[SPLIT/]CLASS/FILE"
@@ -138,7 +131,12 @@ def read_picture(file, size):
 
 
 # ---- Texts --------------------------------------------------------------------------------------
-TEXT_SUFFIXES = (".parquet", ".jsonl", ".txt")
+def texts(source):
+    """{split: its files}."""
+    files = data_in(source, (".parquet", ".jsonl", ".txt"))
+    parts = by_split({path: path.relative_to(source).parts for path in files})
+    tell_unused(source, parts)
+    return {split: [*part] for split, part in parts.items()}
 
 
 def rows_of(path):

@@ -41,7 +41,8 @@ from processes import cli
 class DrawnSet(NamedTuple):
     """Pictures of shapes.py, with the exact mask of each object."""
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub, disk = None, ""
+    hub: str | None = None              # it is drawn, whatever the source
+    disk: str = ""
 
     def write(self, source, draft):
         """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
@@ -67,8 +68,6 @@ class ImageSet(NamedTuple):
         from datasets import ClassLabel, Dataset, Image, load_dataset
 
         if self.hub:
-            if source:
-                folders.refuse_missing_shards(folders.files_in(source))
             sets = load_dataset(str(source or self.hub),
                                 cache_dir=str(draft / "scratch"), streaming=self.streamed)
             return sets.cast_column(self.image, Image(decode=False))
@@ -135,7 +134,7 @@ class TextSet(NamedTuple):
             sets = {split: Dataset.from_generator(      # a list of paths would be a call for each
                         folders.documents, strings, str(draft / "scratch"),
                         gen_kwargs=dict(paths=tuple(files)), writer_batch_size=64)  # may be books
-                    for split, files in folders.data_in(source, folders.TEXT_SUFFIXES).items()}
+                    for split, files in folders.texts(source).items()}
         if self.one_text:
             return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
         return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
@@ -276,18 +275,25 @@ def mapped(path, dtype, shape):
     return numbers.reshape(shape)
 
 
+def refuse_unknown(name, kind, sets, cache):
+    """Raises UserError for a set that is not prepared, and that is not made unasked."""
+    if name in sets:
+        raise UserError(f"--data={name} is not prepared: python data/prepare.py {name} makes it "
+                        f"({sets[name].disk})")
+    own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")} - SETS.keys()
+    names = sorted(own | {small for small, row in sets.items() if not row.disk})
+    how = "for your pictures" if kind == "images" else "--tokenizer=char for your texts"
+    raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py NAME --source DIR "
+                    f"{how}")
+
+
 @contextlib.contextmanager
 def opened(name, kind, cache):
     """The folder and the meta.json of a prepared set; a small one that is missing is prepared."""
-    folder, sets = Path(cache) / name, dict(images=IMAGES, text=TEXTS)[kind]
-    prepared = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")}
-    known = prepared | {other for other, row in sets.items() if not row.disk}
-    if name not in known:
-        own = dict(images="for your pictures", text="--tokenizer=char for your texts")[kind]
-        how = f"{name} makes it ({sets[name].disk})" if name in sets else f"NAME --source DIR {own}"
-        names = sorted(known - (SETS.keys() - sets.keys()))     # without those of the other kind
-        raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py {how}")
-    if not folder.exists():
+    folder, sets = Path(cache) / name, IMAGES if kind == "images" else TEXTS
+    if folder.name != name or not folder.exists():          # "../set" is no name
+        if name not in sets or sets[name].disk:
+            refuse_unknown(name, kind, sets, cache)
         prepare(name, sets[name], cache=cache)
     with one_line(name, f"delete {folder} and prepare it again"):
         meta = json.loads((folder / "meta.json").read_bytes())
@@ -298,15 +304,15 @@ def opened(name, kind, cache):
 
 @dataclass(kw_only=True)
 class Flags(CacheFlags):
-    name: tuple = option((), f"{', '.join(SETS)}, or your own")
     source: str | None = option(None, "where the files are; auto is the Hub")
     tokenizer: str | None = option(None, "of your own text", choices=("gpt2", "char"))
     size: int | None = option(None, "of your own pictures, pixels; auto is 32", low=1, high=512)
 
 
 def main(argv):
-    c = parse(Flags, argv, __doc__)
-    name = " ".join(c.name)
+    name, *flags = argv if argv and not argv[0].startswith("-") else ["", *argv]
+    c = parse(Flags, flags, __doc__, usage=" NAME",
+              epilog=f"NAME: your own, or one of {', '.join(SETS)}")
     row = SETS.get(name)
     if row and any([c.tokenizer, c.size, c.source and not row.hub]):
         raise UserError(f"{name} is ours and takes no such flag: give your own set another name")

@@ -14,8 +14,7 @@ from data.shapes import draw_shapes
 from flags import UserError
 
 CHARACTERS = prepare.TextSet("char")
-LISTS = dict(pictures=folders.pictures,
-             texts=lambda source: folders.data_in(source, folders.TEXT_SUFFIXES))
+LISTS = dict(pictures=folders.pictures, texts=folders.texts)
 
 
 def noise(width, height, seed, mode="RGB"):
@@ -75,9 +74,6 @@ def test_small_images_are_stored_as_they_are(tmp_path):
     assert_fails("is there already", prepare.main, command)
     assert_fails("has a plain name", prepare.main, [str(tmp_path / "cifar10"), *command[1:]])
     assert_fails("is not one of", images.load, str(tmp_path / "cifar10"), tmp_path)
-    (tmp_path / "source/data/train-00001-of-00003.parquet").write_bytes(b"")
-    assert_fails("incomplete: there are 1 of 00003 .*", prepare.main,
-                 [*command[:2], f"--data_dir={tmp_path / 'other'}"])
 
 
 def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
@@ -133,8 +129,7 @@ def test_large_images_are_resized_and_cropped_as_by_torchvision(tmp_path):
     ("texts", "in/test/val/a.txt in/test/val/b.txt", dict(test="a.txt b.txt")),
     ("texts", "a_train.txt a_val.txt", dict(train="a_train.txt", val="a_val.txt")),
     ("texts", "a.csv", "has no such data"),
-    ("texts", "web[en]-00000-of-00001.parquet", dict(train="web[en]-00000-of-00001.parquet")),
-    ("texts", "web[en]-00001-of-00002.parquet", "there are 1 of 00002 files")])
+    ("texts", "web[en]-00000-of-00001.parquet", dict(train="web[en]-00000-of-00001.parquet"))])
 def test_splits_and_classes_by_names(read, names, expected, tmp_path):
     for name in names.split():
         path = tmp_path / name
@@ -349,7 +344,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
-    assert_fails("imagenet is not one of .*prepare.py imagenet makes it", images.load,
+    assert_fails("imagenet is not prepared: .*prepare.py imagenet makes it", images.load,
                  "imagenet", tmp_path)
     assert_fails("pets: .*it needs a network, or .*prepare.py pets .*--source DIR", images.load,
                  "pets", tmp_path)
