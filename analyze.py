@@ -8,7 +8,6 @@
 from dataclasses import dataclass, MISSING
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import figures
@@ -39,13 +38,13 @@ class Layers(SampleFlags, OutFlags):
                  R^c(Z^{l+1/2} | U)); without --shift and --rotary
     Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, each
                  sample back at its norm, as longer tokens alone raise R^c
+    Rc_turned    its control: the same step, turned in each sample by a random rotation
     R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
     gain         the same of R - R^c
     R, Rc        the rates of Z^{l+1}
     nonzeros     the share of the entries of Z^{l+1} that are not zero
     objective    R - R^c - lambda ||Z||_0 of Z^{l+1}
-    rise         what the layer adds to the objective, [J] Eq. (21)
-    Rc_alone     the control of Rc_change: a step as long in which each token attends to itself"""
+    rise         what the layer adds to the objective, [J] Eq. (21)"""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "
@@ -57,18 +56,15 @@ class Layers(SampleFlags, OutFlags):
 
 @torch.no_grad()
 def layer_table(loaded, c):
-    """One dict a layer: mean and deviation over samples of each number."""
-    by_layer = [[] for _ in loaded.backbone.layers]
+    """One dict a layer: the mean over samples of each number."""
+    by_layer, generator = [[] for _ in loaded.backbone.layers], torch.Generator()
+    generator.manual_seed(c.seed)
     for _, traced in traces(loaded, c):
         for parts, (layer, trace) in zip(by_layer, traced):
-            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
+            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together, generator))
 
-    table = [dict(layer=l) for l in range(1, len(by_layer) + 1)]
-    for row, parts in zip(table, by_layer):
-        for key in parts[0]:
-            values = torch.cat([part[key] for part in parts])
-            row |= {key: values.mean().item(), f"{key}_std": values.std(correction=0).item()}
-    return table
+    return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
+                             for key in parts[0]} for l, parts in enumerate(by_layer, 1)]
 
 
 def layers(c):
@@ -80,27 +76,25 @@ def layers(c):
         runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
                          layers=table))
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
-        figures.print_table([{key: y for key, y in row.items() if not key.endswith("_std")}
-                             for row in table])
+        figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change is what attention adds to R^c, less length; --help says all columns")
+    print("Rc_change is what attention adds to R^c, less length; Rc_turned is a random step's; "
+          "--help says all columns")
     draw_layers(runs, c)
     return runs
 
 
 def draw_layers(runs, c):
-    """Three numbers of the table over the layers; bands are one deviation."""
+    """Three numbers of the table over the layers."""
     panels = {"Rc_tokens": f"rate $R^c$ of the projections\n(nats, $\\epsilon$ = {c.eps:g})",
               "nonzeros": "share of entries\nthat are not zero",
               "objective": f"objective $R - R^c - {c.lambd:g}\\,|Z|_0$\n(nats, higher is better)"}
     figure, axes = figures.new_figure(1, 3, 3, 3)
     for ax, (key, title) in zip(axes.flat, panels.items()):
         for run in runs:
-            l, y, std = (np.array([row[name] for row in run["layers"]])
-                         for name in ("layer", key, f"{key}_std"))
+            l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
             name = "/".join(Path(run["name"]).parts[-2:]).removeprefix("pretrained:")
             ax.plot(l, y, "o--" if run["untrained"] else "o-", label=name)
-            ax.fill_between(l, y - std, y + std, alpha=0.15, linewidth=0)
         figures.over_layers(ax, title)
     figures.legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)
@@ -132,18 +126,14 @@ def open_pictures(c, *tasks):
 class Saliency(Pictures):
     """What the class token attends to, in red over the image: the mean of the heads, then each head
     ([B] Eq. (7.2.41)). For a mean-pooled model or a masked autoencoder: what the patches attend to
-    on average. For TSSA, without a map: each patch's membership Pi."""
-    layer: int | None = option(None, "l, counted from 1; auto is the last", low=1)
+    on average. For TSSA, without a map: each patch's membership Pi. Of the last layer."""
 
 
 @torch.no_grad()
 def saliency_maps(c):
     """(images, 1 + heads, patches), the mean of the heads first."""
     loaded, names, pixels, x = open_pictures(c, "vit", "mae", "simdino")
-    traces = loaded.encoder.trace(x)
-    if c.layer and c.layer > len(traces):
-        raise UserError(f"--layer={c.layer}: {c.ckpt} has {len(traces)}")
-    maps = saliency(traces[(c.layer or 0) - 1].attention, loaded.pooling)
+    maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
     figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
@@ -209,13 +199,12 @@ def curves(c):
 class Page(CheckpointFlags, CacheFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    seed: int = option(0, "draws the untrained weights", low=0)
 
 
 def write_page(c):
     """Raises UserError for a model that the page cannot run."""
     loaded, untrained = (load_model(c.ckpt, c.heads, ("vit", "mae", "gpt"), seed)
-                         for seed in (None, c.seed))
+                         for seed in (None, 0))
     if (arch := loaded.model.config.arch) != "crate":       # before the data is prepared
         raise UserError(f"{c.ckpt} is of arch {arch}; the page runs crate")
     if loaded.task == "gpt":

@@ -148,8 +148,6 @@ def ending(error):
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, ""
-    if isinstance(error, BrokenPipeError):
-        return 141, ""              # as of any command before `| head`, which SIGPIPE ends
     # the CPU's allocator has no class of error of its own
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return 2, "this does not fit in memory: try a smaller --micro_batch, --batch_size or model"
@@ -159,14 +157,13 @@ def ending(error):
 
 def cli(main):
     """Runs main(argv) and exits: 0 done, 2 a user's error, 3 a loss that is not finite, 130 Ctrl-C,
-    141 a closed pipe, 128 + signal after a saved one. An error prints one line, those two none."""
+    128 + signal after a saved one. An error prints one line, Ctrl-C none."""
     sys.stdout.reconfigure(errors="replace")    # a terminal that is not UTF-8 shows ? in a text
     status = 0
     try:
         main(sys.argv[1:])
         if dist.is_initialized():
             dist.barrier()              # gloo aborts a process whose peers have left before it
-        sys.stdout.flush()              # a full disk shows here at the latest
     except (KeyboardInterrupt, Exception) as error:
         if ending(error) is None:
             raise
@@ -176,11 +173,8 @@ def cli(main):
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
         if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
-    try:
-        sys.stdout.flush()
-    except OSError:                     # a closed pipe or a full disk: Python would try once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if dist.is_initialized():
+        sys.stdout.flush()
         dist.destroy_process_group()
         os._exit(status)                # skips gloo's destructors, which crash now and then
     sys.exit(status)

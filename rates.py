@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from flags import UserError
-from model import coding_rate, SoftmaxAttention, sparse_rate_reduction, subspace_coding_rate
+from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 
 
 def at_norm(Z, other):
@@ -28,16 +28,13 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def random_subspaces(d, K, generator):
-    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
-    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
-
-
-def alone(attention, X):
-    """What softmax attention would give X (B, n, d) if each token attended to itself alone, with
-    neither --shift nor a bias of the values."""
-    return attention.join(X[:, None] @ attention.bases())
+def turned(step, generator=None):
+    """A step (B, n, d), turned in each sample by another random rotation of R^d, as if its output
+    were not learned: lengths and angles of tokens stay."""
+    B, _, d = step.shape
+    Q, R = torch.linalg.qr(torch.randn(B, d, d, generator=generator, dtype=step.dtype))
+    rotation = Q * R.diagonal(dim1=1, dim2=2).sign()[:, None]       # uniform with these signs
+    return step @ rotation.to(step.device)
 
 
 def one_set(T, together):
@@ -47,28 +44,19 @@ def one_set(T, together):
     return T.double().unflatten(0, (-1, together)).flatten(1, 2)
 
 
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1, generator=None):
     """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
-    float64, as float32 may give NaN."""
+    float64, as float32 may give NaN. The generator draws the rotations."""
     U, X = unit_size(layer.attention.bases().double()), layer.norm1(trace.tokens)
     Z, half, out = (one_set(T, together) for T in (trace.tokens, trace.half, trace.out))
     w = F.normalize(one_set(X, together)[:, None] @ U, dim=-1)                  # (B, K, n, p)
     start, step = centered(Z), centered(half - Z)
-    numbers = dict(Rc_tokens=coding_rate(w, eps).sum(-1),
-                   Rc_change=rate_change(start, step, U, eps))
-    numbers |= output_numbers(Z, out, U, eps, lambd)
-    if isinstance(layer.attention, SoftmaxAttention):
-        own = centered(one_set(alone(layer.attention, X), together))
-        numbers["Rc_alone"] = rate_change(start, at_norm(own, step), U, eps)
-    return numbers
-
-
-def output_numbers(Z, out, U, eps, lambd):
-    """The columns of layer_numbers that compare a layer's output with its input Z."""
     scaled, R, Rc = at_norm(out, Z), coding_rate(out, eps), subspace_coding_rate(out, U, eps)
     R_change = coding_rate(scaled, eps) - coding_rate(Z, eps)
     Rc_change = subspace_coding_rate(scaled, U, eps) - subspace_coding_rate(Z, U, eps)
     before, objective = (sparse_rate_reduction(T, U, eps, lambd) for T in (Z, out))
-    return dict(R_change=R_change, gain=R_change - Rc_change, R=R, Rc=Rc,
+    return dict(Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, step, U, eps),
+                Rc_turned=rate_change(start, turned(step, generator), U, eps), R_change=R_change,
+                gain=R_change - Rc_change, R=R, Rc=Rc,
                 nonzeros=(out != 0).double().mean((-2, -1)), objective=objective,
                 rise=objective - before)

@@ -51,29 +51,26 @@ def read_metrics(folder):
     return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
 
 
-class Signals:
-    """SIGINT and SIGTERM while a run trains. The first is kept as `received`, so that the run ends
-    after its step. A Ctrl-C after that ends it at once, but not with several processes: torchrun
-    may send them every signal again."""
+@contextlib.contextmanager
+def signals_kept(say, alone):
+    """A list of the SIGINTs and SIGTERMs that come, for a run that ends after its step. A Ctrl-C
+    after the first ends it at once, but not with several processes: torchrun may send them every
+    signal again."""
+    received = []
 
-    def __init__(self, run):
-        self.run, self.received = run, 0
-
-    def __enter__(self):
-        self.handlers = {number: signal.signal(number, self.receive)
-                         for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *error):
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-
-    def receive(self, number, frame):
-        if not self.received:
-            self.received = number
-            self.run.say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT and self.run.processes.world == 1:
+    def receive(number, frame):
+        if not received:
+            say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and alone:
             raise KeyboardInterrupt
+        received.append(number)
+    handlers = {number: signal.signal(number, receive)
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 class Run:
@@ -148,14 +145,14 @@ class Run:
         self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
-        with self.bar, Signals(self) as signals:
+        with self.bar, signals_kept(self.say, self.processes.world == 1) as received:
             while self.step < total:
                 self.meter.start()
                 yield self.step
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
-                if self.step < total and self.processes.any(signals.received):
-                    number = signals.received or signal.SIGTERM         # another process's
+                if self.step < total and self.processes.any(len(received)):
+                    number = (received or [signal.SIGTERM])[0]          # another process's
                     self.save("ckpt.pt")
                     self.close()
                     raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "

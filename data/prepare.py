@@ -278,8 +278,7 @@ def mapped(path, dtype, shape):
 def refuse_unknown(name, kind, sets, cache):
     """Raises UserError for a set that is not prepared, and that is not made unasked."""
     if name in sets:
-        raise UserError(f"--data={name} is not prepared: python data/prepare.py {name} makes it "
-                        f"({sets[name].disk})")
+        raise UserError(f"--data={name}: data/prepare.py {name} makes it, {sets[name].disk}")
     own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")} - SETS.keys()
     names = sorted(own | {small for small, row in sets.items() if not row.disk})
     how = "for your pictures" if kind == "images" else "--tokenizer=char for your texts"

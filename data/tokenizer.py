@@ -10,9 +10,8 @@ class CharTokenizer:
     eot = None
 
     def __init__(self, characters):
-        if not 0 < len(characters) < 2 ** 16:           # ids are uint16, and one is of the others
-            raise UserError(f"its training text has {len(characters)} different characters; a "
-                            "vocabulary has 1 to 65,535: --tokenizer=gpt2 takes any text")
+        if len(characters) >= 2 ** 16:      # ids are uint16
+            raise UserError(f"{len(characters)} different characters: --tokenizer=gpt2 takes any")
         self.characters = characters
         self.known = len(characters)            # the ids below it mean text
         self.n_vocab = len(characters) + 1

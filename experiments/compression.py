@@ -1,38 +1,30 @@
 """Does the attention step lower R^c, and would anything else?
 
 [J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
-But R^c also falls as tokens draw together on one vector, get shorter, or leave what U sees. So it
-is measured of tokens less their mean, steps lose what moves the mean, and after a step each sample
-is scaled back. A table of what the steps add, in nats, for each norm that is held:
-
-    tokens         ||Z||
-    projections    (sum_k ||U_k^* Z||^2)^1/2: leaving U gains nothing
-
-U is at unit size. If the U_k fill the space orthogonally, the two norms are one. The steps:
+But R^c also falls as tokens get shorter or draw together on one vector. So it is measured of tokens
+less their mean, and after a step each sample is scaled back to its norm. U is at unit size. Steps:
 
     attention       MSSA(LN(Z))
     own, others     its two parts, by a token's weight on itself and by those on other tokens
     shuffled        others, with each row's weights on other tokens dealt out among them at random
-    alone           each token attends to itself alone, without --shift
-    rotated         attention, turned in each sample by another random rotation, as if its output
+    turned          attention, turned in each sample by another random rotation, as if its output
                     were not learned
     derived         -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1 for
                     the beta of (36), which is far from 1 at this eps
-    derived_beta    derived with that beta, p / (n eps^2)
-    shrinking       -sum_k U_k U_k^* X, the first term of Eq. (33), which compares no tokens
     gradient        -grad R^c, Eq. (31)
 
-The parts and `shuffled` have their own length, the others attention's. Beside them, `before` is R^c
-of the tokens; `random_subspaces` what attention adds to the R^c of random subspaces that fill the
-space; `as_it_is` what it adds to R^c of the whole tokens at the length that it gives them;
-`as_it_was` is that R^c before.
+The parts and `shuffled` have their own length, the others attention's. There are three tables:
 
-Steps this long can raise R^c although they begin downhill. A third table, slopes, has what a small
-part of a step adds, by its share: <grad R^c, step>, both without their part along Z, since the norm
-of the tokens is held; own and others add up. Its `tenth` is what a tenth of attention adds, times
-10. A fourth, cosines, has `length`, attention's in units of the tokens' norm; `W_U`, the cosine of
-W with [U_1 .. U_K]; and each step's with -grad R^c, both without their part along Z. +- is the
-standard error over samples. --csv keeps all.
+    tokens      what a step adds to R^c, in nats; `before` is R^c of the tokens. Of attention also
+                `as_it_is`, with neither mean nor norm held, `as_it_was` being R^c before, and
+                `projections_held`, at the norm of (U_k^* Z)_k before: leaving U gains nothing
+    slopes      what a small part of a step adds, by its share: <grad R^c, step> without their part
+                along Z. Steps this long can raise R^c although they begin downhill. `tenth` is what
+                a tenth of attention adds, times 10
+    cosines     of a step with -grad R^c, without their part along Z; `length` is attention's, in
+                units of the tokens' norm
+
++- is the standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -49,14 +41,13 @@ from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
-from rates import alone, at_norm, centered, random_subspaces, rate_change, unit_size
+from rates import at_norm, centered, rate_change, turned, unit_size
 
 OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
 ATTENTION = "attention", "as_it_is"             # the layer's own step
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
-          "projections": "added to R^c, the norm of their projections held",
           "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
-          "cosines": "attention's length; cosines of W with U, and of steps with -grad R^c"}
+          "cosines": "attention's length; cosines of steps with -grad R^c"}
 
 
 @dataclass(kw_only=True)
@@ -90,52 +81,43 @@ def shuffled(A, generator):
     return torch.empty_like(A).scatter(-1, order, A.gather(-1, place))
 
 
-def steps(layer, Z, generator, eps=0.1):
+def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
-    attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
+    attention, X = layer.attention, layer.norm1(Z)
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
     U = unit_size(attention.bases())
     w = X[:, None] @ U                                                  # (B, K, n, p)
     itself = torch.eye(A.shape[-1], dtype=torch.bool)
-    Q, R = torch.linalg.qr(torch.randn(len(Z), d, d, generator=generator, dtype=Z.dtype))
-    rotation = Q * R.diagonal(dim1=1, dim2=2).sign()[:, None]       # uniform with these signs
-    beta = w.shape[3] / (w.shape[2] * eps ** 2)
     found = dict(
         attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
         others=attention.join(A.where(~itself, 0) @ values),
         shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
-        alone=alone(attention, X),
-        rotated=attention(X) @ rotation, derived=(A @ w @ U.mT).sum(1) - X,
-        derived_beta=beta * (A @ w @ U.mT).sum(1) - X, shrinking=-(w @ U.mT).sum(1),
+        turned=turned(attention(X), generator), derived=(A @ w @ U.mT).sum(1) - X,
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
     return {name: centered(step) if name in OWN_LENGTH
             else at_norm(centered(step), centered(found["attention"]))
             for name, step in found.items()}
 
 
-def changes(layer, Z, generator, eps=0.1):
+def changes(layer, Z, generator, eps):
     """{table: {column: a number for each sample of Z (B, n, d)}}."""
     attention, U = layer.attention, unit_size(layer.attention.bases())
-    V = random_subspaces(U.shape[1], U.shape[0], generator)
     added, start = steps(layer, Z, generator, eps), centered(Z)
-    downhill = tangent(centered(-subspace_coding_rate_grad(start, U, eps)), start).flatten(1)
-    before = subspace_coding_rate(start, U, eps)
-    tokens, projections, slopes = dict(before=before), dict(before=before), dict(before=before)
-    cosines = dict(length=added["attention"].norm(dim=(1, 2)) / start.norm(dim=(1, 2)))
-    if hasattr(attention, "W"):
-        W_U = F.cosine_similarity(attention.W.weight.flatten(), torch.cat([*U], 1).flatten(), 0)
-        cosines["W_U"] = W_U.expand(len(Z))
-    for name, step in added.items():
-        cosines[name] = F.cosine_similarity(tangent(step, start).flatten(1), downhill)
-        tokens[name] = rate_change(start, step, U, eps)
-        slopes[name] = -(step.flatten(1) * downhill).sum(1)
-        after = (start + step) * seen_by(U, start) / seen_by(U, start + step)
-        projections[name] = subspace_coding_rate(after, U, eps) - before
-    slopes["tenth"] = 10 * rate_change(start, added["attention"] / 10, U, eps)
-    was, then = (subspace_coding_rate(T, U, eps) for T in (Z, Z + attention(layer.norm1(Z))))
-    tokens |= dict(as_it_was=was, as_it_is=then - was,
-                   random_subspaces=rate_change(start, added["attention"], V, eps))
-    return dict(tokens=tokens, projections=projections, slopes=slopes, cosines=cosines)
+    before, step = subspace_coding_rate(start, U, eps), added["attention"]
+    as_it_is = Z + attention(layer.norm1(Z))
+    as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (Z, as_it_is))
+    seen_as_before = (start + step) * seen_by(U, start) / seen_by(U, start + step)
+    downhill = tangent(centered(-subspace_coding_rate_grad(start, U, eps)), start)
+    tokens = {name: rate_change(start, step, U, eps) for name, step in added.items()}
+    slopes = {name: -(step * downhill).sum((1, 2)) for name, step in added.items()}
+    cosines = {name: F.cosine_similarity(tangent(step, start).flatten(1), downhill.flatten(1))
+               for name, step in added.items()}
+    return dict(
+        tokens=dict(
+            before=before, **tokens, as_it_was=as_it_was, as_it_is=then - as_it_was,
+            projections_held=subspace_coding_rate(seen_as_before, U, eps) - before),
+        slopes=dict(before=before, **slopes, tenth=10 * rate_change(start, step / 10, U, eps)),
+        cosines=dict(length=step.norm(dim=(1, 2)) / start.norm(dim=(1, 2)), **cosines))
 
 
 def rows_of(by_layer):
@@ -193,13 +175,13 @@ FIGURES = {
     "": ("change of $R^c$, %", {
         "attention": ("tokens", "as_it_is", "as_it_was"),
         "the same, length held": ("tokens", "attention", "before"),
-        "turned at random, length held": ("tokens", "rotated", "before")}),
+        "turned at random, length held": ("tokens", "turned", "before")}),
     "-slopes": ("slope of $R^c$, % a step", {
         "attention": ("slopes", "attention", "before"),
         "from the token itself": ("slopes", "own", "before"),
         "from other tokens": ("slopes", "others", "before"),
         "from others, shuffled": ("slopes", "shuffled", "before"),
-        "turned at random": ("slopes", "rotated", "before")})}
+        "turned at random": ("slopes", "turned", "before")})}
 
 
 def draw(runs, path, label, lines):

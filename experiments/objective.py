@@ -15,12 +15,12 @@ import torch
 
 from checkpoint import load_model
 from data.samples import traces
-from experiments.shared import FIVE
+from experiments.shared import FIVE, random_subspaces
 from figures import legend_below, new_figure, print_table
 from flags import CacheFlags, CheckpointFlags, DeviceFlags, option, parse
 from model import coding_rate, subspace_coding_rate
 from processes import cli, Processes
-from rates import at_norm, one_set, random_subspaces, unit_size
+from rates import at_norm, one_set, unit_size
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 

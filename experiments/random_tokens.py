@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from experiments.shared import random_subspaces
 from figures import print_table
 from flags import option, parse
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
-from rates import at_norm, random_subspaces
+from rates import at_norm
 
 
 @dataclass(kw_only=True)

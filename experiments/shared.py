@@ -1,4 +1,4 @@
-"""What several experiments use: five checkpoints, means with their errors."""
+"""What several experiments use: five checkpoints, means with their errors, random subspaces."""
 import numpy as np
 import torch
 
@@ -21,3 +21,9 @@ def each_sample(**columns):
     """A dict for each sample of columns (B,)."""
     rows = torch.stack([*columns.values()], 1).tolist()
     return [dict(zip(columns, row)) for row in rows]
+
+
+def random_subspaces(d, K, generator):
+    """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
+    A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)

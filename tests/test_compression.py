@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 from test_model import assert_near
 from torch.nn import functional as F
 
-import crate
 import model as models
 from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
-from rates import centered, random_subspaces, unit_size
+from experiments.shared import random_subspaces
+from rates import centered, unit_size
 
 
 def start(seed, norm):
@@ -63,8 +63,8 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """Of the layer's values: with --shift they have a part of the token before, but not for
-    `alone`. The parts add up to attention. (34) and the first term of (33) are crate.py's."""
+    """Of the layer's values: with --shift they have a part of the token before. The parts add up to
+    attention."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -74,39 +74,28 @@ def test_controls(text):
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
     attention, X = layer.attention, layer.norm1(Z)
 
-    def heads_joined(A, shift=True):
-        values = attention.queries_keys_values(X)[2] if shift else attention.projections(X)
-        return attention.W((A @ values).transpose(1, 2).flatten(2))
-    def same(found, step):              # but for its length
-        step = centered(step)
-        assert_near(found, step / step.norm(dim=(1, 2), keepdim=True) * length)
-    found = compression.steps(layer, Z, torch.Generator())
+    found = compression.steps(layer, Z, torch.Generator(), 0.1)
     length = centered(attention(X)).norm(dim=(1, 2), keepdim=True)
     assert_near(found["attention"], centered(attention(X)))
-    same(found["alone"], heads_joined(torch.eye(9).double(), shift=False))
-    A = attention.map(X)
-    assert_near(found["own"], centered(heads_joined(A * torch.eye(9))))
+    A, values = attention.map(X), attention.queries_keys_values(X)[2]
+    own = ((A * torch.eye(9)) @ values).transpose(1, 2).flatten(2)
+    assert_near(found["own"], centered(attention.W(own)))
     assert_near(found["own"] + found["others"], found["attention"])
     B = compression.shuffled(A, torch.Generator())
     assert torch.equal(A.diagonal(dim1=-2, dim2=-1), B.diagonal(dim1=-2, dim2=-1))
     assert torch.equal(A.sort(-1).values, B.sort(-1).values) and not torch.equal(A, B)
     assert not text or torch.equal(A == 0, B == 0)
-    turned, step = found["rotated"], found["attention"]
+    turned, step = found["turned"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
-    U = unit_size(attention.bases())
-    first, _ = crate.neumann_terms(X, U)
-    beta = 8 / (9 * 0.5 ** 2)
-    same(found["shrinking"], -first)
+    assert (turned - step).norm() > step.norm()
     if not text:
         back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
-        back = back * (U / attention.bases()).square().mean()
-        same(found["derived"], back - X)
-        beta = 8 / (9 * 0.1 ** 2)                           # eps is 0.1
-        same(found["derived_beta"], beta * back - X)
+        back = back * (unit_size(attention.bases()) / attention.bases()).square().mean()
+        derived = centered(back - X)
+        assert_near(found["derived"], derived / derived.norm(dim=(1, 2), keepdim=True) * length)
 
 
-@pytest.mark.parametrize("by_U", [False, True])
-def test_changes(by_U, eps=0.3):
+def test_changes(eps=0.3):
     """Of tokens less their mean, at the norm before of the tokens or of their projections; slopes
     and cosines with the gradient that autograd finds, across Z."""
     model = models.ImageEncoder(models.ImageConfig(
@@ -117,9 +106,8 @@ def test_changes(by_U, eps=0.3):
         return T - T.mean(1, keepdim=True)
     U = unit_size(layer.attention.bases()).detach()
 
-    def scale(T):
-        parts = torch.cat([T @ basis for basis in U], 2) if by_U else T
-        return parts.norm(dim=(1, 2), keepdim=True)
+    def size(T):
+        return T.norm(dim=(1, 2), keepdim=True)
     Z.requires_grad_()
     uphill, = torch.autograd.grad(models.subspace_coding_rate(seen(Z), U, eps).sum(), Z)
     Z = Z.detach()
@@ -127,32 +115,31 @@ def test_changes(by_U, eps=0.3):
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator(), eps)
         found = compression.changes(layer, Z, torch.Generator(), eps)
-    norm_held = ("tokens", "projections")[by_U]
     assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
     raw = layer.attention(layer.norm1(Z)).detach()
     for name, step in added.items():
         if name not in compression.OWN_LENGTH:
             assert_near(step.norm(dim=norm), seen(raw).norm(dim=norm))
-        after = (before + step) * scale(before) / scale(before + step)
+        after = (before + step) * size(before) / size(before + step)
         rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
         across = []
         for T, along in ((seen(step), before), (-uphill, before)):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
-        if name not in ("rotated", "shuffled"):         # which are drawn
-            assert_near(found[norm_held][name], rates[1] - rates[0])
+        if name not in ("turned", "shuffled"):          # which are drawn
+            assert_near(found["tokens"][name], rates[1] - rates[0])
             assert_near(found["cosines"][name], F.cosine_similarity(*across))
     rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
     assert_near(found["tokens"]["as_it_is"], rates[1] - rates[0])
-    slope = (uphill * seen(raw)).sum((1, 2))
-    if not by_U:                # R^c at the norm before has the part of the gradient across Z
-        along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
-        slope = slope - along / before.square().sum((1, 2))
-        assert_near(found["slopes"]["attention"], slope)
-        assert_near(found["slopes"]["own"] + found["slopes"]["others"], slope)
-    W, bases = layer.attention.W.weight, layer.attention.bases()
-    products = (W * torch.cat([*bases], 1)).sum() / W.norm() / bases.norm()
-    assert_near(found["cosines"]["W_U"], products.expand(3))
+    after, bases = before + seen(raw), torch.cat([*U], 1)
+    after = after * size(before @ bases) / size(after @ bases)
+    rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
+    assert_near(found["tokens"]["projections_held"], rates[1] - rates[0])
+    # R^c at the norm before has the part of the gradient across Z
+    along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
+    slope = (uphill * seen(raw)).sum((1, 2)) - along / before.square().sum((1, 2))
+    assert_near(found["slopes"]["attention"], slope)
+    assert_near(found["slopes"]["own"] + found["slopes"]["others"], slope)
 
 
 @torch.no_grad()
@@ -166,8 +153,8 @@ def test_tables_and_figures(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3 + ["1", "2"]
-    assert float(rows[2]["alone"]) == pytest.approx(run["tokens"][-1]["alone"], rel=1e-3)
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
+    assert float(rows[2]["turned"]) == pytest.approx(run["tokens"][-1]["turned"], rel=1e-3)
     *layers, last = run["slopes"]
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))

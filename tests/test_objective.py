@@ -9,7 +9,7 @@ import crate
 import model as models
 from checkpoint import Loaded
 from experiments import objective
-from rates import random_subspaces
+from experiments.shared import random_subspaces
 
 
 def test_added(monkeypatch):

@@ -177,7 +177,7 @@ def test_rows_of_text(tmp_path, capsys):
             ("a.txt", b"a\0b\0", "a.txt: no row has a `text` in UTF-8"),
             ("a.jsonl", b'{"text": "a"}\n{"text": the"}', "a.jsonl, row 2: Expecting value"),
             ("a.jsonl", b'{"text": "a"}\n{"text": "\xe9"}', "a.jsonl, row 2: 'utf-8' codec"),
-            ("a.parquet", b"none", "a.parquet, row 1: "), ("a.txt", b"", "0 different"),
+            ("a.parquet", b"none", "a.parquet, row 1: "), ("a.txt", b"", "the text is too short"),
             ("a.jsonl", b'{"words": "a"}', "a.jsonl: no row has a `text` in UTF-8"),
             ("a.txt", "".join(map(chr, range(65_536, 145_536))).encode(), "72000 different")):
         folder = tmp_path / message[:25]
@@ -344,7 +344,7 @@ def test_a_full_disk_is_named(tmp_path):
 
 def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
-    assert_fails("imagenet is not prepared: .*prepare.py imagenet makes it", images.load,
+    assert_fails("imagenet: data/prepare.py imagenet makes it", images.load,
                  "imagenet", tmp_path)
     assert_fails("pets: .*it needs a network, or .*prepare.py pets .*--source DIR", images.load,
                  "pets", tmp_path)

@@ -10,6 +10,7 @@ const H = c.image_size;
 const models = [build(data, "trained"), build(data, "untrained")];
 const [shelf, many] = [bytes(data.pictures), bytes(data.many)];
 const [cloud, near, lines, head] = Object.values(data.points).map(matrixOf);
+const turn = transposed(matrixOf(data.turn));       // a rotation, for multiply
 const plane = matrixOf([[1, 0], [0, 1]]);           // U of a head that is all of R^2
 const asTrained = {att: "softmax", out: "W", prox: "ReLU", root: 1, noD: 0, noLN: 0,
   eta: c.eta, lambd: c.lambd};
@@ -199,8 +200,8 @@ function leftOut(box) {
   const {L, Z, w, half} = trace();
   const U = unit(L.U);
   const [start, attended] = [Z, plus(half, Z, -1)].map(lessMean);
-  const stepOf = att => plus(lifted(L, Z, averaged(L, w, {att}), "W"), Z, -1);
-  const back = heads => times(U.rows / sizeOf(L.U) ** 2, multiply(heads, transposed(L.U)));
+  const heads = averaged(L, w, asTrained);
+  const back = times(U.rows / sizeOf(L.U) ** 2, multiply(heads, transposed(L.U)));
   const before = subspaceRate(start, U, L.p, .1);
   const changeBy = step => {
     const moved = plus(start, atNorm(lessMean(step), attended));
@@ -208,13 +209,12 @@ function leftOut(box) {
   };
   const changes = {
     "attention": changeBy(attended),
-    "each token alone": changeBy(stepOf("each token alone")),
-    "(34) without β": changeBy(plus(back(averaged(L, w, asTrained)), normalize(Z, L.norm1), -1)),
-    "first term of (33)": changeBy(times(-1, back(w))),
+    "turned at random": changeBy(multiply(attended, turn)),
+    "(34) without β": changeBy(plus(back, normalize(Z, L.norm1), -1)),
   };
   bars(box, firstHot(changes));
-  const [attention, alone, derived, shrinking] = Object.values(changes);
-  return {attention, alone, derived, shrinking};
+  const [attention, turned, derived] = Object.values(changes);
+  return {attention, turned, derived};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {

@@ -4,7 +4,6 @@ In lesson.html formulas ($...$) become MathML; {code crate.ISTA.forward} stands 
 crate.py, {slider NAME LOW HIGH STEP VALUE WORDS} for an input, {crate.js} for this file, {miss} for
 what was measured on shapes-crate. The page gets this model, trained and untrained, and numbers of
 PyTorch's, with which it compares its own."""
-import csv
 import html
 import inspect
 import pkgutil
@@ -13,15 +12,15 @@ import textwrap
 from functools import partial
 
 import torch
+from torch.nn import functional as F
 
 import crate
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
-from experiments import compression
 from flags import ROOT
-from rates import layer_numbers
+from rates import at_norm, centered, layer_numbers, rate_change, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -47,26 +46,33 @@ def best_multiple(gram):
     return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
 
 
-STEPS = "attention", "alone", "derived", "shrinking"
+STEPS = "attention", "turned", "derived"
+
+
+def rotation(d):
+    """A random rotation of R^d, rounded as the page has it."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(d, d, generator=generator, dtype=torch.float64)
+    return torch.linalg.qr(drawn)[0].round(decimals=4)
 
 
 def of_attention(layer, trace):
     """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
     is how much they add to R^c of tokens less their mean, at equal norm."""
-    changes = compression.changes(layer, trace.tokens, torch.Generator())
     rates = layer_numbers(layer, trace, lambd=0)
-    attention, X = layer.attention, layer.norm1(trace.tokens)
+    attention, Z, X = layer.attention, trace.tokens, layer.norm1(trace.tokens)
     U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
-    energy, (K, n, p) = w.square().sum(-1), w.shape[1:]                 # w (B, K, n, p)
-    Q = torch.linalg.qr(bases)[0]
-    cosines = torch.linalg.svdvals(Q[:, None].mT @ Q)[~torch.eye(K, dtype=torch.bool)]
+    V, start, step = unit_size(bases), centered(Z), centered(attention(X))
+    derived = (attention.map(X) @ (X[:, None] @ V) @ V.mT).sum(1) - X
+    steps = dict(attention=step, turned=step @ rotation(len(V[0])),
+                 derived=at_norm(centered(derived), step))
+    n, p = w.shape[2:]                                                  # w (B, K, n, p)
     numbers = dict(
         rise=rates["rise"], gain=rates["gain"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
-        length=X.norm(dim=-1), near=energy.amax(1) / energy.sum(1),
-        u=torch.linalg.svdvals(bases), angles=cosines[:, 0], sums=best_multiple(U.T @ U),
-        cos=changes["cosines"]["W_U"])
-    return numbers | {step: changes["tokens"][step] for step in STEPS}
+        length=X.norm(dim=-1), u=torch.linalg.svdvals(bases), sums=best_multiple(U.T @ U),
+        cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
+    return numbers | {name: rate_change(start, steps[name], V, 0.1) for name in STEPS}
 
 
 def of_layer(layer, trace):
@@ -110,16 +116,6 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
-def recorded():
-    """{name in the text: cells with what a step adds to R^c in all layers of other models}."""
-    with open(ROOT / "records" / "compression.csv") as file:
-        rows = [row for row in csv.DictReader(file)
-                if row["table"] == "tokens" and row["layer"] == "all"]
-    others = [row for row in rows if row["model"] in compression.FIVE.split(",")[1:]]
-    return {f"other_{step}": "".join(f"<td>{listed([float(row[step])])}" for row in others)
-            for step in STEPS}
-
-
 # ---- The page -----------------------------------------------------------------------------------
 @torch.no_grad()
 def measured():
@@ -134,17 +130,17 @@ def measured():
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(trained, first, of_layer), trained(first).softmax(1)
-    known |= {name: numbers[name][-1] for name in (
-        "attention", "alone", "derived", "shrinking", "rise", "lasso", "miss")}
-    data |= dict(points=plane, known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
+    known |= {name: numbers[name][-1] for name in (*STEPS, "rise", "lasso", "miss")}
+    data |= dict(turn=rotation(data["config"]["width"]), points=plane,
+                 known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
                  many=page.base64_of(torch.from_numpy(images[:40])))
-    text = recorded()
+    text = dict(data="{data}")              # which page.filled fills
     for prefix, net in (("", trained), ("random_", drawn)):
         numbers = by_layer(net, x, of_layer)
         # what a layer adds to R - R^c at the norm of Z, with eight pictures coded together
         numbers["gain_of_eight"] = by_layer(net, x[:96], partial(layer_numbers, together=8))["gain"]
         text |= {prefix + name: listed(values) for name, values in numbers.items()}
-    return data, text | dict(data="{data}")         # which page.filled fills
+    return data, text
 
 
 def written():
@@ -154,7 +150,6 @@ def written():
     out = re.sub(r"\$\$([^$]*)\$\$(\(.*\))", lambda found: (
         f'<p class="equation"><math display="block">{mathml(found[1])}</math>'
         f"<span>{found[2]}</span></p>"), out)
-    out = re.sub(r"\$([^$]*)\$", lambda found: f"<math>{mathml(found[1])}</math>", out)
     out = re.sub(r"\{code (.*?)\}", lambda found: code(found[1]), out)
     out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'

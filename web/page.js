@@ -205,10 +205,6 @@ byId.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights
 byId.layer.max = depth;
 byId.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
 byId.alarm.hidden = worst < 1e-3;
-for (const box of all(".math > span"))                          // _k, ^* and ^{...} as in papers
-  box.innerHTML = box.innerHTML.replace(/_(\{.*?\}|.)/g, "<sub>$1</sub>")
-    .replace(/\^(\{.*?\}|.)/g, "<sup>$1</sup>").replace(/[{}]/g, "").replace(/,/g, ", &ensp;")
-    .replace(/ReLU|softmax|logdet|LN/g, "<b>$&</b>");
 byId.text.value = data.text ?? "";
 put(byId.thumbs, (data.labels ?? []).map((label, i) => {
   const pixels = pictureAt(bytes(data.pictures), i, H);

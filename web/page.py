@@ -11,6 +11,7 @@ import torch
 
 from data import augment
 from flags import ROOT, UserError
+from web.mathml import mathml
 
 
 def base64_of(*tensors):
@@ -45,10 +46,6 @@ def image_examples(model, task, data):
     return examples, model(x)
 
 
-READ = ("arch", "width", "heads", "layers", "eta", "lambd", "causal", "rotary", "shift", "context",
-        "image_size", "patch_size", "pool")         # the fields of a config that the scripts read
-
-
 @torch.no_grad()
 def content(name, loaded, untrained, data, tokens=None):
     """What the page has for its scripts, as JSON can say it: both models in float16, and what
@@ -59,7 +56,7 @@ def content(name, loaded, untrained, data, tokens=None):
     examples, expected = (image_examples(model, loaded.task, data) if tokens is None
                           else text_examples(model, data, tokens))
     return examples | dict(
-        name=name, task=loaded.task, config={k: v for k, v in asdict(c).items() if k in READ},
+        name=name, task=loaded.task, config=asdict(c),
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in model.state_dict().items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
@@ -68,7 +65,9 @@ def content(name, loaded, untrained, data, tokens=None):
 
 
 def filled(page, data):
-    """The text of a page with the files of web/ that it names, such as {base.css}, and {data}."""
+    """The text of a page with its formulas, $...$, as MathML, and with the files of web/ that it
+    names, such as {base.css}, and {data}."""
+    page = re.sub(r"\$([^$]*)\$", lambda found: f"<math>{mathml(found[1])}</math>", page)
     page = re.sub(r"\{(\w+\.(?:css|js))\}",
                   lambda found: (ROOT / "web" / found[1]).read_text("utf-8"), page)
     inside = json.dumps(data, default=lambda tensor: tensor.tolist())
