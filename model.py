@@ -860,6 +860,7 @@ def make_config(cls, size=None, arch="crate", **given):
 
 
 image_config = partial(make_config, ImageConfig)        # (size, arch="crate", **given)
+mae_config = partial(make_config, MAEConfig)
 text_config = partial(make_config, TextConfig)
 
 

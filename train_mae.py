@@ -13,7 +13,7 @@ import torch
 from data import augment, images
 from evaluate import reconstruction_loss
 from flags import model_fields, ModelFlags, option, parse_run
-from model import MAEConfig, make_config, MaskedAutoencoder
+from model import mae_config, MAEConfig, MaskedAutoencoder
 from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
@@ -70,7 +70,7 @@ def augmented(pixels, rng, c, data):
 
 # ---- Model --------------------------------------------------------------------------------------
 def build_model(c):
-    return MaskedAutoencoder(make_config(MAEConfig, c.size, **model_fields(MAEConfig, c)))
+    return MaskedAutoencoder(mae_config(c.size, **model_fields(MAEConfig, c)))
 
 
 def main(argv):

@@ -241,15 +241,16 @@ def one_line(name, advice):
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        raise UserError(f"{name}: {reason}{f'; {advice}' if advice else ''}") from error
+        raise UserError(f"{name}: {reason}{advice}") from error
 
 
 def prepare(name, row, source=None, cache=CACHE):
     """Writes cache/NAME as its row says, if it is not there."""
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    advice = row.hub and (f"it needs a network, or python data/prepare.py {name} --data_dir={cache}"
-                          f" --source DIR with the files of huggingface.co/datasets/{row.hub}")
+    advice = "" if row.hub is None else (
+        f"; it needs a network, or python data/prepare.py {name} --data_dir={cache} --source DIR "
+        f"with the files of huggingface.co/datasets/{row.hub}")
     with one_line(name, advice), open(draft.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)                # another process waits, and finds the set
         if folder.exists():
@@ -294,7 +295,7 @@ def opened(name, kind, cache):
         if name not in sets or sets[name].disk:
             refuse_unknown(name, kind, sets, cache)
         prepare(name, sets[name], cache=cache)
-    with one_line(name, f"delete {folder} and prepare it again"):
+    with one_line(name, f"; delete {folder} and prepare it again"):
         meta = json.loads((folder / "meta.json").read_bytes())
         if meta["kind"] != kind:
             raise UserError(f"this is a set of {meta['kind']}, not of {kind}")

@@ -6,7 +6,6 @@ from flags import UserError
 
 class CharTokenizer:
     """One id for each of `characters`, in that order, and one more (the last) for any other."""
-
     eot = None
 
     def __init__(self, characters):
