@@ -185,12 +185,12 @@ FIGURES = {
 
 
 def draw(runs, path, label, lines):
-    """What steps add to R^c, in % of R^c before them: `lines` of the figure as in FIGURES. A circle
-    is a trained model, its layers summed, hollow for pictures and filled for text; a dot, of
-    slopes, is a layer."""
+    """What steps of five models add to R^c, in % of R^c before them: `lines` of the figure as in
+    FIGURES. A circle is a model, its layers summed, hollow for pictures and filled for text; a dot,
+    of slopes, is a layer."""
     figure, ((ax,),) = new_figure(1, 1, 6.5, 1 + 0.45 * len(lines))
     ax.axvline(0, color="black", lw=0.8)
-    for place, run in enumerate(run for run in runs if not run["untrained"]):
+    for place, run in enumerate(runs):
         text = run["task"] == "gpt"
         for line, (table, step, before) in enumerate(lines.values()):
             *layers, model = (100 * row[step] / row[before] for row in run[table])
@@ -222,8 +222,9 @@ def main(argv):
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
+        trained = [run for run in runs if not run["untrained"]]
         for name, (label, lines) in FIGURES.items():
-            draw(runs, c.figure.replace(".png", f"{name}.png"), label, lines)
+            draw(trained[:5], c.figure.replace(".png", f"{name}.png"), label, lines)
         print(f"wrote {c.figure}, and -slopes.png")
     return runs
 

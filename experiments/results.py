@@ -60,7 +60,7 @@ def recall():
         for place, (which, *setting) in enumerate(settings.values()):
             steps = [row["steps"] for row in rows if row["arch"] == archs[which]
                      and [row["change"], row["width"]] == setting]
-            learned, color = [int(n) for n in steps if n], "C1" if which else "black"
+            learned, color = [int(n) for n in steps if n], "C0" if which else "C3"
             ax.plot(learned, [place] * len(learned), "o", mfc="none", color=color)
             if len(learned) < len(steps):
                 ax.plot(3150, place, "x", color=color)
