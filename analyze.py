@@ -13,12 +13,12 @@ import torch
 import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
-from data.samples import split_for, spread, traces
+from data.images import split_for
 from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
+from measure import layer_numbers, spread, traces
 from model import saliency
 from processes import cli, Processes
-from rates import layer_numbers
 from run import read_metrics
 from web import page
 

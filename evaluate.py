@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
-from data.samples import split_for
+from data.images import split_for
 from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
 from processes import cli, derive_seed, is_main, Processes, with_bar
 

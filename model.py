@@ -668,7 +668,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
+    text_family: Family | None = AS_GPT         # nanoGPT's, and ToST's too; None: for images alone
 
     def fields_read(self):
         """The fields of a config that this arch reads, and not every one does."""
@@ -763,6 +763,8 @@ class BackboneConfig:
         if on and self.kind != "text":
             raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
+        if self.family is None:
+            raise ConfigError(f"{self.arch} is for images alone")
         d, K = self.width, self.heads
         if self.layer_scale is None:
             self.layer_scale = self.spec.layer_scale

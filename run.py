@@ -74,23 +74,24 @@ def signals_kept(say, alone):
 
 
 class Run:
-    """One training run in one folder. A script calls its methods in this order: attach() takes what
-    is trained, resume() may fill it from a checkpoint, steps() yields, log() counts a step,
-    record() writes the scores of an evaluation and a checkpoint, done() ends. Every process calls
-    each of them, rank 0 alone writes. A failed write ends the run."""
+    """One training run in one folder; `name` is TASK-PRESET. A checkpoint is made of the model that
+    is evaluated, the optimizers, and in `extra` tensors that change in place. A script calls
+    resume(), which may fill them, then for each of steps() log(), and record() after an evaluation,
+    at last done(). Every process calls them, rank 0 alone writes. A failed write ends the run."""
 
-    def __init__(self, config, task, name, processes):
-        self.config, self.task, self.processes = config, task, processes
-        self.flags = dict(task=task, name=name) | vars(config)
-        self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
+    def __init__(self, config, name, processes, model, optimizers, data_meta, extra=None):
+        self.config, self.processes = config, processes
+        self.model, self.optimizers = model, optimizers
+        self.data_meta, self.extra = data_meta, extra or {}
+        self.task, _, preset = name.partition("-")
+        self.flags = dict(task=self.task, name=preset) | vars(config)
+        self.dir = Path(config.out_dir or ROOT / "out" / name)
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.evaluation_due = False     # after the step that log() counted last
-        # what a checkpoint is made of, from attach()
-        self.model = self.optimizers = self.data_meta = self.extra = None
         # from steps()
         self.total = self.eval_every = self.meter = self.bar = self.began = None
         processes.main_only(self._take_folder)
@@ -98,6 +99,8 @@ class Run:
     def _take_folder(self):
         """Locks the folder. Raises UserError unless it fits the flags --resume and --overwrite."""
         c = self.config
+        if c.resume and c.overwrite:
+            raise UserError("--resume and --overwrite exclude each other")
         saved = any((self.dir / name).exists() for name in ("ckpt.pt", "ckpt.prev.pt"))
         if c.resume and not saved:
             raise UserError(f"nothing to resume in {self.dir}: there is no ckpt.pt")
@@ -107,18 +110,12 @@ class Run:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another run is writing to {self.dir}") from None
-        if c.overwrite and not c.resume:
+        if c.overwrite:
             for pattern in ("ckpt*.pt", "best.pt", "metrics.jsonl"):
                 for path in self.dir.glob(pattern):
                     path.unlink()
         elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
-
-    def attach(self, model, optimizers, data_meta, extra=None):
-        """Takes what checkpoints are made of: the model that is evaluated, the optimizers, and in
-        `extra` tensors that change in place."""
-        self.model, self.optimizers = model, optimizers
-        self.data_meta, self.extra = data_meta, extra or {}
 
     def resume(self):
         """With --resume: fills model, optimizers and step, and returns the checkpoint's content."""

@@ -110,8 +110,7 @@ def main(argv):
     schedule = cosine_schedule(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, "gpt", name, processes)
-    run.attach(model, optimizers, data.meta())
+    run = Run(c, f"gpt-{name}", processes, model, optimizers, data.meta())
     run.resume()
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

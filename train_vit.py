@@ -206,8 +206,7 @@ def main(argv):
     schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, "vit", name, processes)
-    run.attach(model, optimizers, data.meta())
+    run = Run(c, f"vit-{name}", processes, model, optimizers, data.meta())
     run.resume()
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)

@@ -72,6 +72,12 @@ def load_for(name, meta, cache):
     return replace(data, mean=mean, std=std)
 
 
+def split_for(loaded, c):
+    """(image set, its split on the model's device), to be normalized as in the model's training."""
+    data = load_for(c.data, loaded.meta, c.data_dir)
+    return data, Images(getattr(data, c.split), next(loaded.model.parameters()).device)
+
+
 # ---- What a model sees ---------------------------------------------------------------------------
 def statistics_of(meta):
     """(mean, std) per channel of a checkpoint's images; ImageNet's where meta is {} (published)."""

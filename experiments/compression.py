@@ -35,13 +35,12 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from data.samples import traces
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
+from measure import at_norm, centered, rate_change, traces, turned, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
-from rates import at_norm, centered, rate_change, turned, unit_size
 
 OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
 ATTENTION = "attention", "as_it_is"             # the layer's own step

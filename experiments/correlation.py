@@ -9,9 +9,6 @@ splits. Measures compare only among runs that fit the training set alike, so eac
 after its training loss falls below 0.2.
 
     python -m experiments.correlation       # trains the 48 runs of GRID, or those that are left
-
-Verdict (2026-11-22; eps 0.5): not confirmed. SRR has [S]'s sign, 0.24 [0.01, 0.46], hardly beyond
-chance; PAC-Bayes from initialization is stronger, 0.49 [0.33, 0.62] ([S]: 0.02).
 """
 import contextlib
 import math
@@ -27,10 +24,10 @@ import torch
 import train_vit
 from checkpoint import load_model
 from data import images
-from data.samples import spread
 from evaluate import classify
 from figures import print_table
 from flags import CacheFlags, DeviceFlags, option, parse, ROOT, UserError
+from measure import spread
 from model import sparse_rate_reduction
 from processes import cli, derive_seed, Processes
 

@@ -14,11 +14,6 @@ The table: each layer's codes A. Sums over a sample's tokens, mean +- standard e
     error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
 (A of CRATE-alpha starts at 0 and has more entries than X.) Then the score of a trained CRATE, and
 with D = 0.
-
-Verdict (2026-11-27): no, a ReLU does. In every layer the step's code has a lower LASSO than with
-D = 0, but in nearly all a higher one than no code, and in most as many zeros as with D = 0. Yet a
-trained model uses D: without it scores fall by 2 to 4 points. RESULTS has the control trained
-without D; numbers by layer: records/ista.csv.
 """
 import copy
 from dataclasses import dataclass, replace
@@ -27,10 +22,11 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from data.samples import inputs, split_for, traces
+from data.images import split_for
 from experiments.shared import averages, each_sample, FIVE
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
+from measure import inputs, traces
 from model import ISTA, ODL
 from processes import cli
 

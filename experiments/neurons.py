@@ -12,11 +12,6 @@ Of every model as many neurons are drawn as the narrowest model has dimensions.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
     python -m experiments.neurons --ckpt=a.pt --stream                  the tokens themselves
-
-Verdict (2026-11-26; pydoc with --rotary --shift, three seeds, 1,000 windows): neuron by neuron no
-more than a transformer's stream. The best neuron of CRATE tells a property with 72.1 +- 0.2 %, of
-the transformer's stream 72.9 +- 0.6, of its hidden layer 70.3 +- 1.4. Twenty neurons: 88.3 +- 0.3,
-84.1 +- 0.3 and 85.8 +- 0.1.
 """
 from dataclasses import dataclass, MISSING
 from typing import NamedTuple
@@ -25,12 +20,13 @@ import numpy as np
 import torch
 
 from checkpoint import each_model
-from data.samples import split_for, traces
+from data.images import split_for
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, SampleFlags, UserError
+from measure import traces
 from processes import cli
 
 

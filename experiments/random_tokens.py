@@ -4,9 +4,6 @@
 random tokens and subspaces: as it is, and scaled back, as longer tokens alone raise R^c.
 
     python -m experiments.random_tokens
-
-Verdict (2026-11-27): as [S] found, since one lengthens tokens and one shortens them; at equal norm
-+ MSSA lowers R^c, a little. With Eq. (34)'s shrinkage R^c falls, less than by shrinking alone.
 """
 from dataclasses import dataclass
 
@@ -16,9 +13,9 @@ from torch.nn import functional as F
 from experiments.shared import random_subspaces
 from figures import print_table
 from flags import option, parse
+from measure import at_norm
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
-from rates import at_norm
 
 
 @dataclass(kw_only=True)

@@ -6,9 +6,6 @@ measure is the IoU of the object with saliency maps, [B] Eq. (7.2.41).
 
     python train_vit.py shapes --pool=class
     python -m experiments.segmentation --ckpt=out/vit-shapes/ckpt.pt
-
-Verdict (2026-11-28): no. IoU of CRATE 54 +- 4 %, of a transformer of equal width 51 +- 2, of equal
-parameters 45 +- 4; a mean mask has 56, random weights 26 to 32.
 """
 import json
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
-from rates import centered, unit_size
+from measure import centered, unit_size
 
 
 def start(seed, norm):

@@ -1,5 +1,6 @@
 """model.py against the papers' equations, written once more with tokens as columns, in float64."""
 import math
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from torch.nn import functional as F
 
 import model
 from checkpoint import TASKS
+from flags import ModelFlags
 from optim import count, train_flops
 
 
@@ -408,6 +410,23 @@ def test_a_field_that_changes_nothing_is_refused(arch, name, value):
     else:
         assert getattr(model.make_config(model.ImageConfig, None, arch, **{name: value}),
                        name) == value
+
+
+def test_configs_refuse_what_no_model_does(monkeypatch):
+    """Rotary positions of an image, unknown words, a text of an arch for images alone."""
+    for wrong in (dict(rotary=True), dict(pool="max"), dict(positions="none"), dict(stem="x")):
+        with pytest.raises(model.ConfigError, match=[*wrong][0]):
+            model.ImageConfig(**wrong)
+    row = model.ARCHS["crate"]._replace(text_family=None)
+    monkeypatch.setitem(model.ARCHS, "flat", row)
+    model.ImageConfig(arch="flat")
+    with pytest.raises(model.ConfigError, match="flat is for images alone"):
+        model.TextConfig(arch="flat")
+
+
+def test_flags_of_the_layers_are_fields_of_a_config():
+    flags, config = ({f.name for f in fields(cls)} for cls in (ModelFlags, model.BackboneConfig))
+    assert flags - config == {"size"}
 
 
 @pytest.mark.parametrize("arch, matrices", [("crate", 3), ("tost", 10), ("transformer", 12)])

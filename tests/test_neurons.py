@@ -7,8 +7,8 @@ from torch.nn import functional as F
 
 from checkpoint import load_model
 from data import images, text
-from data.samples import inputs, spread
 from experiments import neurons
+from measure import inputs, spread
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 

@@ -16,18 +16,19 @@ from processes import Processes
 from run import read_metrics, Run, RunEnded, RunFlags
 
 
-def run_in(out, log_every=1, **more):
+def run_in(out, model=None, optimizers=(), version=None, log_every=1, **more):
     flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
     config = SimpleNamespace(**vars(flags), batch_size=1)
-    return Run(config, "vit", "tiny", Processes("cpu"))
+    meta = dict(name="abc", version=version)
+    return Run(config, "vit-tiny", Processes("cpu"), model, optimizers, meta)
 
 
 def start(out, total=10, eval_every=100, version=None, **more):
     """(run, steps, work): a run that has resumed what there is; work(loss) does what the scripts do
     in each of the steps, and returns whether an evaluation is due."""
-    run, model = run_in(out, **more), make("vit")
+    model = make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run.attach(model, optimizers, dict(name="abc", version=version))
+    run = run_in(out, model, optimizers, version, **more)
     run.resume()
     steps = run.steps(total, "a model", eval_every)
 
@@ -56,6 +57,8 @@ def test_a_folder_is_not_taken_by_accident(tmp_path):
     resumed = run_in(out, resume=True)
     assert {*ours, *theirs, ".lock"} == {p.name for p in out.iterdir()}
     resumed.close()
+    with pytest.raises(UserError, match="exclude each other"):
+        run_in(out, resume=True, overwrite=True)
     run_in(out, overwrite=True).close()
     assert {*theirs, ".lock"} == {p.name for p in out.iterdir()}
 

@@ -20,7 +20,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from rates import at_norm, centered, layer_numbers, rate_change, unit_size
+from measure import at_norm, centered, layer_numbers, rate_change, unit_size
 from web import page
 from web.mathml import mathml
 

@@ -1,11 +1,48 @@
-"""What a step or a layer does to the rates of tokens, at one scale: analyze.py and experiments/."""
+"""What the layers of a checkpoint do to samples of its data: traces, and rates at one scale."""
+import numpy as np
 import torch
 from torch.nn import functional as F
 
+from data import images, text
 from flags import UserError
 from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
+from processes import with_bar
 
 
+# ---- Samples ------------------------------------------------------------------------------------
+def spread(total, n):
+    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
+    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
+
+
+def traces(loaded, c):
+    """Yields (numbers, [(layer, its LayerTrace) ...]) of each of `inputs`."""
+    backbone = loaded.backbone
+    for index, x in inputs(loaded, c):
+        yield index, [*zip(backbone.layers, backbone.trace(x))]
+
+
+def inputs(loaded, c):
+    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
+    c.samples images or windows of text, spread over the split. Images have the type of the weights;
+    nothing is masked."""
+    config, weight = loaded.model.config, next(loaded.model.parameters())
+    if loaded.task == "gpt":
+        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        n = min(config.context, len(tokens))
+        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
+    else:
+        data, samples = images.split_for(loaded, c)
+    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
+        if loaded.task == "gpt":
+            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(weight.device)
+            yield ids, ids
+        else:
+            x = images.model_input(samples.batch(index)[0], data, config.image_size)
+            yield index, x.to(weight.dtype)
+
+
+# ---- Rates --------------------------------------------------------------------------------------
 def at_norm(Z, other):
     """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]

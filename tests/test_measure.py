@@ -2,7 +2,7 @@
 import torch
 
 import model as models
-from rates import layer_numbers
+from measure import layer_numbers
 
 
 @torch.no_grad()
