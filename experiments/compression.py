@@ -1,14 +1,16 @@
 """Does the attention step lower R^c, and would anything else?
 
-[J] derives the step Z + MSSA(LN(Z)), Eq. (45), from a gradient step on R^c(Z | U), Eq. (31)-(34).
+[J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U), Eq.
+(31)-(34).
 But R^c also falls as tokens get shorter or draw together on one vector. So it is measured of tokens
 less their mean, and after a step each sample is scaled back to its norm. U is at unit size. Steps:
 
     attention       MSSA(LN(Z))
     own, others     its two parts, by a token's weight on itself and by those on other tokens
     shuffled        others, with each row's weights on other tokens dealt out among them at random
-    turned          attention, turned in each sample by another random rotation, as if its output
-                    were not learned
+    turned          attention, turned in each sample by another random rotation: the same averages
+                    of tokens, in a direction that was not learned
+    noise           independent Gaussians
     derived         -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1 for
                     the beta of (36), which is far from 1 at this eps
     gradient        -grad R^c, Eq. (31)
@@ -19,8 +21,8 @@ The parts and `shuffled` have their own length, the others attention's. There ar
                 `as_it_is`, with neither mean nor norm held, `as_it_was` being R^c before, and
                 `projections_held`, at the norm of (U_k^* Z)_k before: leaving U gains nothing
     slopes      what a small part of a step adds, by its share: <grad R^c, step> without their part
-                along Z. Steps this long can raise R^c although they begin downhill. `tenth` is what
-                a tenth of attention adds, times 10
+                along Z. Steps this long can raise R^c although they begin downhill. Of attention
+                also `projections_held`, and `tenth`, what a tenth of it adds, times 10
     cosines     of a step with -grad R^c, without their part along Z; `length` is attention's, in
                 units of the tokens' norm
 
@@ -43,7 +45,7 @@ from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_g
 from processes import cli
 
 OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
-ATTENTION = "attention", "as_it_is"             # the layer's own step
+ATTENTION = "attention", "as_it_is", "projections_held"         # the layer's own step
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
           "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
           "cosines": "attention's length; cosines of steps with -grad R^c"}
@@ -91,7 +93,9 @@ def steps(layer, Z, generator, eps):
         attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
         others=attention.join(A.where(~itself, 0) @ values),
         shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
-        turned=turned(attention(X), generator), derived=(A @ w @ U.mT).sum(1) - X,
+        turned=turned(attention(X), generator),
+        noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
+        derived=(A @ w @ U.mT).sum(1) - X,
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
     return {name: centered(step) if name in OWN_LENGTH
             else at_norm(centered(step), centered(found["attention"]))
@@ -106,7 +110,11 @@ def changes(layer, Z, generator, eps):
     as_it_is = Z + attention(layer.norm1(Z))
     as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (Z, as_it_is))
     seen_as_before = (start + step) * seen_by(U, start) / seen_by(U, start + step)
-    downhill = tangent(centered(-subspace_coding_rate_grad(start, U, eps)), start)
+    uphill = centered(subspace_coding_rate_grad(start, U, eps))
+    downhill = tangent(-uphill, start)
+    # the slope at the norm of the projections: their growth is undone along Z
+    growth = ((start[:, None] @ U) * (step[:, None] @ U)).sum((1, 2, 3), keepdim=True)[:, 0]
+    seen_slope = uphill * (step - growth / seen_by(U, start).square() * start)
     tokens = {name: rate_change(start, step, U, eps) for name, step in added.items()}
     slopes = {name: -(step * downhill).sum((1, 2)) for name, step in added.items()}
     cosines = {name: F.cosine_similarity(tangent(step, start).flatten(1), downhill.flatten(1))
@@ -115,7 +123,8 @@ def changes(layer, Z, generator, eps):
         tokens=dict(
             before=before, **tokens, as_it_was=as_it_was, as_it_is=then - as_it_was,
             projections_held=subspace_coding_rate(seen_as_before, U, eps) - before),
-        slopes=dict(before=before, **slopes, tenth=10 * rate_change(start, step / 10, U, eps)),
+        slopes=dict(before=before, **slopes, projections_held=seen_slope.sum((1, 2)),
+                    tenth=10 * rate_change(start, step / 10, U, eps)),
         cosines=dict(length=step.norm(dim=(1, 2)) / start.norm(dim=(1, 2)), **cosines))
 
 
@@ -174,13 +183,14 @@ FIGURES = {
     "": ("change of $R^c$, %", {
         "attention": ("tokens", "as_it_is", "as_it_was"),
         "the same, length held": ("tokens", "attention", "before"),
-        "turned at random, length held": ("tokens", "turned", "before")}),
+        "turned at random, length held": ("tokens", "turned", "before"),
+        "noise, length held": ("tokens", "noise", "before")}),
     "-slopes": ("slope of $R^c$, % a step", {
         "attention": ("slopes", "attention", "before"),
         "from the token itself": ("slopes", "own", "before"),
         "from other tokens": ("slopes", "others", "before"),
-        "from others, shuffled": ("slopes", "shuffled", "before"),
-        "turned at random": ("slopes", "turned", "before")})}
+        "turned at random": ("slopes", "turned", "before"),
+        "attention, projections held": ("slopes", "projections_held", "before")})}
 
 
 def draw(runs, path, label, lines):

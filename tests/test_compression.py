@@ -126,7 +126,7 @@ def test_changes(eps=0.3):
         for T, along in ((seen(step), before), (-uphill, before)):
             T, along = T.flatten(1), F.normalize(along.flatten(1))
             across.append(T - (T * along).sum(1, keepdim=True) * along)
-        if name not in ("turned", "shuffled"):          # which are drawn
+        if name not in ("turned", "shuffled", "noise"):         # which are drawn
             assert_near(found["tokens"][name], rates[1] - rates[0])
             assert_near(found["cosines"][name], F.cosine_similarity(*across))
     rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
@@ -140,6 +140,10 @@ def test_changes(eps=0.3):
     slope = (uphill * seen(raw)).sum((1, 2)) - along / before.square().sum((1, 2))
     assert_near(found["slopes"]["attention"], slope)
     assert_near(found["slopes"]["own"] + found["slopes"]["others"], slope)
+    small = 1e-6 * seen(raw)
+    after = (before + small) * size(before @ bases) / size((before + small) @ bases)
+    change = models.subspace_coding_rate(after, U, eps) - rates[0]
+    assert_near(found["slopes"]["projections_held"], 1e6 * change, 1e-4)
 
 
 @torch.no_grad()
