@@ -177,7 +177,8 @@ def look(model, x, eps=0.1):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         start, step = centered(Z), centered(layer.attention(layer.norm1(Z)))
-        turned = step @ torch.linalg.qr(torch.randn(Z.shape[2], Z.shape[2]))[0]
+        Q, R = torch.linalg.qr(torch.randn(Z.shape[2], Z.shape[2]))
+        turned = step @ (Q * R.diagonal().sign())       # with these signs, uniform
         Rc = lambda T: subspace_coding_rate(at_norm(T, start), U, eps).mean()
         rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
                      "turned adds": Rc(start + turned) - Rc(start),

@@ -844,7 +844,7 @@ def check_read(arch, names):
     """ConfigError if one of the names is a field that other archs read, and this one does not."""
     check_word("arch", arch, ARCHS)
     read_by_some = {name for spec in ARCHS.values() for name in spec.fields_read()}
-    for name in read_by_some - ARCHS[arch].fields_read():
+    for name in sorted(read_by_some - ARCHS[arch].fields_read()):
         if name in names:
             raise ConfigError(f"{arch} has no {name}")
 

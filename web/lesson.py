@@ -20,7 +20,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, centered, layer_numbers, rate_change, unit_size
+from measure import at_norm, centered, layer_numbers, rate_change, turned, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -51,9 +51,8 @@ STEPS = "attention", "turned", "derived"
 
 def rotation(d):
     """A random rotation of R^d, rounded as the page has it."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(d, d, generator=generator, dtype=torch.float64)
-    return torch.linalg.qr(drawn)[0].round(decimals=4)
+    identity = torch.eye(d, dtype=torch.float64)[None]
+    return turned(identity, torch.Generator().manual_seed(0))[0].round(decimals=4)
 
 
 def of_attention(layer, trace):
