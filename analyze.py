@@ -78,8 +78,8 @@ def layers(c):
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change is what attention adds to R^c, less length; Rc_turned is a random step's; "
-          "--help says all columns")
+    print("Rc_change: what attention adds to R^c, the tokens' length held; Rc_turned: what its "
+          "output adds, rotated at random; --help says all columns")
     draw_layers(runs, c)
     return runs
 
