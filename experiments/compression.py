@@ -8,6 +8,7 @@ less their mean, and after a step each sample is scaled back to its norm. U is a
     attention       MSSA(LN(Z))
     own, others     its two parts, by a token's weight on itself and by those on other tokens
     shuffled        others, with each row's weights on other tokens dealt out among them at random
+    alone           each token attends to itself alone: the same matrices, and no averages
     turned          attention, turned in each sample by another random rotation: the same averages
                     of tokens, in a direction that was not learned
     noise           independent Gaussians
@@ -93,7 +94,7 @@ def steps(layer, Z, generator, eps):
         attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
         others=attention.join(A.where(~itself, 0) @ values),
         shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
-        turned=turned(attention(X), generator),
+        alone=attention.join(values), turned=turned(attention(X), generator),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
         derived=(A @ w @ U.mT).sum(1) - X,
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
@@ -183,6 +184,7 @@ FIGURES = {
     "": ("change of $R^c$, %", {
         "attention": ("tokens", "as_it_is", "as_it_was"),
         "the same, length held": ("tokens", "attention", "before"),
+        "each token alone, length held": ("tokens", "alone", "before"),
         "turned at random, length held": ("tokens", "turned", "before"),
         "noise, length held": ("tokens", "noise", "before")}),
     "-slopes": ("slope of $R^c$, % a step", {

@@ -85,6 +85,8 @@ def test_controls(text):
     assert torch.equal(A.diagonal(dim1=-2, dim2=-1), B.diagonal(dim1=-2, dim2=-1))
     assert torch.equal(A.sort(-1).values, B.sort(-1).values) and not torch.equal(A, B)
     assert not text or torch.equal(A == 0, B == 0)
+    alone = centered(attention.W(values.transpose(1, 2).flatten(2)))
+    assert_near(found["alone"], alone / alone.norm(dim=(1, 2), keepdim=True) * length)
     turned, step = found["turned"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     assert (turned - step).norm() > step.norm()
