@@ -164,7 +164,7 @@ class TextSet(NamedTuple):
                 tokens[split] = out.tell() // 2
             if tokens[split] < 2:
                 raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
-        if tokens["val"] > tokens["train"]:
+        if tokens.get("val", 0) > tokens.get("train", math.inf):
             print("note: val is larger than train: put texts into DIR/train and DIR/val instead",
                   file=sys.stderr)
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
