@@ -167,21 +167,21 @@ def at_norm(Z, other):
 @torch.no_grad()
 def look(model, x, eps=0.1):
     """A dict for each layer, of means over the pictures x. Of Z^l less its mean token: R^c, what
-    attention adds to it, and what its step adds once it is turned by a random rotation, each at the
-    norm before, since longer tokens cost more. Of Z^{l+1}: the objective, which zeros decide, and
-    nonzeros. U has the norm of orthonormal bases; eps is the released code's for arXiv 2306.01129,
-    Figure 3."""
+    attention adds to it, and what a step as long adds if each token attends to itself alone, both
+    at the norm before, since longer tokens cost more. Of Z^{l+1}: the objective, which zeros
+    decide, and nonzeros. U has the norm of orthonormal bases; eps is the released code's for arXiv
+    2306.01129, Figure 3."""
     centered = lambda T: T - T.mean(1, keepdim=True)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        start, step = centered(Z), centered(layer.attention(layer.norm1(Z)))
-        Q, R = torch.linalg.qr(torch.randn(Z.shape[2], Z.shape[2]))
-        turned = step @ (Q * R.diagonal().sign())       # with these signs, uniform
+        X, start = layer.norm1(Z), centered(Z)
+        step = centered(layer.attention(X))
+        alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
         Rc = lambda T: subspace_coding_rate(at_norm(T, start), U, eps).mean()
         rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
-                     "turned adds": Rc(start + turned) - Rc(start),
+                     "alone adds": Rc(start + at_norm(centered(alone), step)) - Rc(start),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    adds, turned = (sum(row[f"{name} adds"] for row in after) for name in ("attention", "turned"))
-    print(f"Length taken out, attention adds {adds:.1f} nats to R^c, turned at random {turned:.1f}")
+    adds, alone = (sum(row[f"{name} adds"] for row in after) for name in ("attention", "alone"))
+    print(f"Length held, attention adds {adds:.1f} nats to R^c, each token alone {alone:.1f}")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")
