@@ -313,6 +313,7 @@ class Flags(CacheFlags):
 
 
 def main(argv):
+    """Prepares the set NAME, the first word. Raises UserError for one that is there already."""
     name, *flags = argv if argv and not argv[0].startswith("-") else ["", *argv]
     c = parse(Flags, flags, __doc__, usage=" NAME",
               epilog=f"NAME: your own, or one of {', '.join(SETS)}")
