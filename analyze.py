@@ -38,7 +38,7 @@ class Layers(SampleFlags, OutFlags):
                  R^c(Z^{l+1/2} | U)); without --shift and --rotary
     Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, each
                  sample back at its norm, as longer tokens alone raise R^c
-    Rc_turned    its control: the same step, turned in each sample by a random rotation
+    Rc_alone     its control: a step as long, for which each token attends to itself alone
     R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
     gain         the same of R - R^c
     R, Rc        the rates of Z^{l+1}
@@ -57,12 +57,10 @@ class Layers(SampleFlags, OutFlags):
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: the mean over samples of each number."""
-    by_layer, generator = [[] for _ in loaded.backbone.layers], torch.Generator()
-    generator.manual_seed(c.seed)
+    by_layer = [[] for _ in loaded.backbone.layers]
     for _, traced in traces(loaded, c):
         for parts, (layer, trace) in zip(by_layer, traced):
-            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together, generator))
-
+            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
     return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
                              for key in parts[0]} for l, parts in enumerate(by_layer, 1)]
 
@@ -78,8 +76,8 @@ def layers(c):
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change: what attention adds to R^c, the tokens' length held; Rc_turned: what its "
-          "output adds, rotated at random; --help says all columns")
+    print("Rc_change: what attention adds to R^c, the tokens' length held; Rc_alone: the same with "
+          "each token alone; --help says all columns")
     draw_layers(runs, c)
     return runs
 

@@ -65,13 +65,9 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def turned(step, generator=None):
-    """A step (B, n, d), turned in each sample by another random rotation of R^d, as if its output
-    were not learned: lengths and angles of tokens stay."""
-    B, _, d = step.shape
-    Q, R = torch.linalg.qr(torch.randn(B, d, d, generator=generator, dtype=step.dtype))
-    rotation = Q * R.diagonal(dim1=1, dim2=2).sign()[:, None]       # uniform with these signs
-    return step @ rotation.to(step.device)
+def each_alone(attention, X):
+    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
+    return attention(X.flatten(0, 1)[:, None]).view_as(X)
 
 
 def one_set(T, together):
@@ -81,19 +77,20 @@ def one_set(T, together):
     return T.double().unflatten(0, (-1, together)).flatten(1, 2)
 
 
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1, generator=None):
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
-    float64, as float32 may give NaN. The generator draws the rotations."""
+    float64, as float32 may give NaN."""
     U, X = unit_size(layer.attention.bases().double()), layer.norm1(trace.tokens)
     Z, half, out = (one_set(T, together) for T in (trace.tokens, trace.half, trace.out))
     w = F.normalize(one_set(X, together)[:, None] @ U, dim=-1)                  # (B, K, n, p)
     start, step = centered(Z), centered(half - Z)
+    alone = at_norm(centered(one_set(each_alone(layer.attention, X), together)), step)
     scaled, R, Rc = at_norm(out, Z), coding_rate(out, eps), subspace_coding_rate(out, U, eps)
     R_change = coding_rate(scaled, eps) - coding_rate(Z, eps)
     Rc_change = subspace_coding_rate(scaled, U, eps) - subspace_coding_rate(Z, U, eps)
     before, objective = (sparse_rate_reduction(T, U, eps, lambd) for T in (Z, out))
     return dict(Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, step, U, eps),
-                Rc_turned=rate_change(start, turned(step, generator), U, eps), R_change=R_change,
+                Rc_alone=rate_change(start, alone, U, eps), R_change=R_change,
                 gain=R_change - Rc_change, R=R, Rc=Rc,
                 nonzeros=(out != 0).double().mean((-2, -1)), objective=objective,
                 rise=objective - before)

@@ -41,7 +41,7 @@ from checkpoint import each_model
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, centered, rate_change, traces, turned, unit_size
+from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
@@ -83,20 +83,27 @@ def shuffled(A, generator):
     return torch.empty_like(A).scatter(-1, order, A.gather(-1, place))
 
 
+def turned(step, generator):
+    """A step (B, n, d), turned in each sample by another random rotation of R^d, as if its output
+    were not learned: lengths and angles of tokens stay."""
+    B, _, d = step.shape
+    Q, R = torch.linalg.qr(torch.randn(B, d, d, generator=generator, dtype=step.dtype))
+    return step @ (Q * R.diagonal(dim1=1, dim2=2).sign()[:, None])      # uniform with these signs
+
+
 def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
     attention, X = layer.attention, layer.norm1(Z)
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
     U = unit_size(attention.bases())
-    w = X[:, None] @ U                                                  # (B, K, n, p)
     itself = torch.eye(A.shape[-1], dtype=torch.bool)
     found = dict(
         attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
         others=attention.join(A.where(~itself, 0) @ values),
         shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
-        alone=attention.join(values), turned=turned(attention(X), generator),
+        alone=each_alone(attention, X), turned=turned(attention(X), generator),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
-        derived=(A @ w @ U.mT).sum(1) - X,
+        derived=(A @ (X[:, None] @ U) @ U.mT).sum(1) - X,
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
     return {name: centered(step) if name in OWN_LENGTH
             else at_norm(centered(step), centered(found["attention"]))

@@ -63,8 +63,8 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """Of the layer's values: with --shift they have a part of the token before. The parts add up to
-    attention."""
+    """With --shift the layer's values have a part of the token before, but a token alone has none.
+    The parts add up to attention."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -85,7 +85,9 @@ def test_controls(text):
     assert torch.equal(A.diagonal(dim1=-2, dim2=-1), B.diagonal(dim1=-2, dim2=-1))
     assert torch.equal(A.sort(-1).values, B.sort(-1).values) and not torch.equal(A, B)
     assert not text or torch.equal(A == 0, B == 0)
-    alone = centered(attention.W(values.transpose(1, 2).flatten(2)))
+    b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
+    alone = (1 - b) * attention.projections(X)
+    alone = centered(attention.W(alone.transpose(1, 2).flatten(2)))
     assert_near(found["alone"], alone / alone.norm(dim=(1, 2), keepdim=True) * length)
     turned, step = found["turned"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay

@@ -10,7 +10,6 @@ const H = c.image_size;
 const models = [build(data, "trained"), build(data, "untrained")];
 const [shelf, many] = [bytes(data.pictures), bytes(data.many)];
 const [cloud, near, lines, head] = Object.values(data.points).map(matrixOf);
-const turn = transposed(matrixOf(data.turn));       // a rotation, for multiply
 const plane = matrixOf([[1, 0], [0, 1]]);           // U of a head that is all of R^2
 const asTrained = {att: "softmax", out: "W", prox: "ReLU", root: 1, noD: 0, noLN: 0,
   eta: c.eta, lambd: c.lambd};
@@ -195,26 +194,16 @@ function softmaxForGram(box) {
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
-// ---- 7: what steps of attention's length do to R^c
+// ---- 7: what attention does to R^c, and what each token alone does
 function leftOut(box) {
   const {L, Z, w, half} = trace();
   const U = unit(L.U);
-  const [start, attended] = [Z, plus(half, Z, -1)].map(lessMean);
-  const heads = averaged(L, w, asTrained);
-  const back = times(U.rows / sizeOf(L.U) ** 2, multiply(heads, transposed(L.U)));
-  const before = subspaceRate(start, U, L.p, .1);
-  const changeBy = step => {
-    const moved = plus(start, atNorm(lessMean(step), attended));
-    return subspaceRate(atNorm(moved, start), U, L.p, .1) - before;
-  };
-  const changes = {
-    "attention": changeBy(attended),
-    "turned at random": changeBy(multiply(attended, turn)),
-    "(34) without β": changeBy(plus(back, normalize(Z, L.norm1), -1)),
-  };
-  bars(box, firstHot(changes));
-  const [attention, turned, derived] = Object.values(changes);
-  return {attention, turned, derived};
+  const [start, attended, itself] = [Z, plus(half, Z, -1), multiply(w, L.W)].map(lessMean);
+  const rate = M => subspaceRate(atNorm(M, start), U, L.p, .1);
+  const attention = rate(plus(start, attended)) - rate(start);
+  const alone = rate(plus(start, atNorm(itself, attended))) - rate(start);
+  bars(box, firstHot({attention, "each token alone": alone}));
+  return {attention, alone};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {

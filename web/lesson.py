@@ -20,7 +20,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, centered, layer_numbers, rate_change, turned, unit_size
+from measure import layer_numbers
 from web import page
 from web.mathml import mathml
 
@@ -46,32 +46,19 @@ def best_multiple(gram):
     return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
 
 
-STEPS = "attention", "turned", "derived"
-
-
-def rotation(d):
-    """A random rotation of R^d, rounded as the page has it."""
-    identity = torch.eye(d, dtype=torch.float64)[None]
-    return turned(identity, torch.Generator().manual_seed(0))[0].round(decimals=4)
-
-
 def of_attention(layer, trace):
-    """{name in the text: what a layer's attention has, or makes of the traced tokens}. Of STEPS it
-    is how much they add to R^c of tokens less their mean, at equal norm."""
-    rates = layer_numbers(layer, trace, lambd=0)
-    attention, Z, X = layer.attention, trace.tokens, layer.norm1(trace.tokens)
-    U, bases, w = attention.U.weight, attention.bases(), attention.projections(X)
-    V, start, step = unit_size(bases), centered(Z), centered(attention(X))
-    derived = (attention.map(X) @ (X[:, None] @ V) @ V.mT).sum(1) - X
-    steps = dict(attention=step, turned=step @ rotation(len(V[0])),
-                 derived=at_norm(centered(derived), step))
+    """{name in the text: what a layer's attention has, or makes of the traced tokens}."""
+    rates, attention = layer_numbers(layer, trace, lambd=0), layer.attention
+    X, U = layer.norm1(trace.tokens), attention.U.weight
+    w = attention.projections(X)
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
-    numbers = dict(
+    return dict(
         rise=rates["rise"], gain=rates["gain"],
+        attention=rates["Rc_change"], alone=rates["Rc_alone"],
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
-        length=X.norm(dim=-1), u=torch.linalg.svdvals(bases), sums=best_multiple(U.T @ U),
+        length=X.norm(dim=-1), u=torch.linalg.svdvals(attention.bases()),
+        sums=best_multiple(U.T @ U),
         cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
-    return numbers | {name: rate_change(start, steps[name], V, 0.1) for name in STEPS}
 
 
 def of_layer(layer, trace):
@@ -129,8 +116,8 @@ def measured():
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(trained, first, of_layer), trained(first).softmax(1)
-    known |= {name: numbers[name][-1] for name in (*STEPS, "rise", "lasso", "miss")}
-    data |= dict(turn=rotation(data["config"]["width"]), points=plane,
+    known |= {name: numbers[name][-1] for name in ("attention", "alone", "rise", "lasso", "miss")}
+    data |= dict(points=plane,
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
                  many=page.base64_of(torch.from_numpy(images[:40])))
     text = dict(data="{data}")              # which page.filled fills
@@ -153,6 +140,8 @@ def written():
     out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
         "</label>"), out)
+    # in a table each layer has its column
+    out = re.sub(r"<td>\{(\w+)\}", lambda found: "<td>" + text[found[1]].replace(", ", "<td>"), out)
     out = re.sub(r"\{(\w+)\}", lambda found: text[found[1]], out)
     return page.filled(out, data)
 
