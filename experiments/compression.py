@@ -1,33 +1,26 @@
 """Does the attention step lower R^c, and would anything else?
 
-[J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U), Eq.
-(31)-(34).
-But R^c also falls as tokens get shorter or draw together on one vector. So it is measured of tokens
-less their mean, and after a step each sample is scaled back to its norm. U is at unit size. Steps:
+[J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
+Eq. (31)-(34). But R^c also falls as tokens get shorter or draw together on one vector. So it is
+measured of tokens less their mean, and after a step each sample is scaled back to its norm. U is at
+unit size. All steps are as long as attention's:
 
     attention       MSSA(LN(Z))
-    own, others     its two parts, by a token's weight on itself and by those on other tokens
-    shuffled        others, with each row's weights on other tokens dealt out among them at random
     alone           each token attends to itself alone: the same matrices, and no averages
     turned          attention, turned in each sample by another random rotation: the same averages
                     of tokens, in a direction that was not learned
     noise           independent Gaussians
-    derived         -X + sum_k U_k (U_k^* X) A_k, X = LN(Z), A_k its own map: Eq. (34) with 1 for
-                    the beta of (36), which is far from 1 at this eps
     gradient        -grad R^c, Eq. (31)
 
-The parts and `shuffled` have their own length, the others attention's. There are three tables:
+There are two tables; in both `before` is R^c of the tokens less their mean:
 
-    tokens      what a step adds to R^c, in nats; `before` is R^c of the tokens. Of attention also
-                `as_it_is`, with neither mean nor norm held, `as_it_was` being R^c before, and
-                `projections_held`, at the norm of (U_k^* Z)_k before: leaving U gains nothing
+    tokens      what a step adds to R^c, in nats. Of attention also `as_it_is`, with neither mean
+                nor norm held, `as_it_was` being R^c before
     slopes      what a small part of a step adds, by its share: <grad R^c, step> without their part
-                along Z. Steps this long can raise R^c although they begin downhill. Of attention
-                also `projections_held`, and `tenth`, what a tenth of it adds, times 10
-    cosines     of a step with -grad R^c, without their part along Z; `length` is attention's, in
-                units of the tokens' norm
+                along Z. Steps this long can raise R^c although they begin downhill
 
-+- is the standard error over samples. --csv keeps all.
+Both have `projections_held` of attention, at the norm of (U_k^* Z)_k before, so that leaving the
+subspaces gains nothing. +- is the standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -35,21 +28,17 @@ import csv
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from checkpoint import each_model
 from experiments.shared import FIVE
 from figures import new_figure, print_table
-from flags import option, parse, SampleFlags, UserError
+from flags import option, parse, SampleFlags
 from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
-from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
+from model import subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
-OWN_LENGTH = "own", "others", "shuffled"        # steps that keep it; the rest have attention's
-ATTENTION = "attention", "as_it_is", "projections_held"         # the layer's own step
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
-          "slopes": "added by a small part of a step, by its share, the norm of the tokens held",
-          "cosines": "attention's length; cosines of steps with -grad R^c"}
+          "slopes": "added by a small part of a step, by its share, the norm of the tokens held"}
 
 
 @dataclass(kw_only=True)
@@ -63,24 +52,9 @@ class Compression(SampleFlags):
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
-def tangent(T, Z):
-    """T (B, n, d) without its part along each sample of Z, which changes the norm alone."""
-    return T - (T * Z).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
-
-
 def seen_by(U, Z):
     """(sum_k ||U_k^* z_i||^2 over all tokens)^1/2 of each sample of Z (B, n, d): (B, 1, 1)."""
     return (Z[:, None] @ U).square().sum((1, 2, 3)).sqrt().view(-1, 1, 1)
-
-
-def shuffled(A, generator):
-    """Attention maps A (..., n, n) with the weights of each row on other tokens in random order. A
-    token's weight on itself stays, and so do weights of 0, as on later tokens."""
-    stays = torch.eye(A.shape[-1], dtype=torch.bool) | (A == 0)
-    noise = torch.rand(A.shape, generator=generator, dtype=A.dtype)
-    place, order = (scores.masked_fill(stays, torch.inf).argsort(dim=-1, stable=True)
-                    for scores in (torch.zeros_like(A), noise))
-    return torch.empty_like(A).scatter(-1, order, A.gather(-1, place))
 
 
 def turned(step, generator):
@@ -93,47 +67,39 @@ def turned(step, generator):
 
 def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
-    attention, X = layer.attention, layer.norm1(Z)
-    A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    U = unit_size(attention.bases())
-    itself = torch.eye(A.shape[-1], dtype=torch.bool)
+    X, U = layer.norm1(Z), unit_size(layer.attention.bases())
+    attention = layer.attention(X)
     found = dict(
-        attention=attention(X), own=attention.join(A.where(itself, 0) @ values),
-        others=attention.join(A.where(~itself, 0) @ values),
-        shuffled=attention.join(shuffled(A, generator).where(~itself, 0) @ values),
-        alone=each_alone(attention, X), turned=turned(attention(X), generator),
+        attention=attention, alone=each_alone(layer.attention, X),
+        turned=turned(attention, generator),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
-        derived=(A @ (X[:, None] @ U) @ U.mT).sum(1) - X,
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
-    return {name: centered(step) if name in OWN_LENGTH
-            else at_norm(centered(step), centered(found["attention"]))
-            for name, step in found.items()}
+    return {name: at_norm(centered(step), centered(attention)) for name, step in found.items()}
 
 
 def changes(layer, Z, generator, eps):
     """{table: {column: a number for each sample of Z (B, n, d)}}."""
-    attention, U = layer.attention, unit_size(layer.attention.bases())
-    added, start = steps(layer, Z, generator, eps), centered(Z)
-    before, step = subspace_coding_rate(start, U, eps), added["attention"]
-    as_it_is = Z + attention(layer.norm1(Z))
-    as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (Z, as_it_is))
-    seen_as_before = (start + step) * seen_by(U, start) / seen_by(U, start + step)
-    uphill = centered(subspace_coding_rate_grad(start, U, eps))
-    downhill = tangent(-uphill, start)
-    # the slope at the norm of the projections: their growth is undone along Z
-    growth = ((start[:, None] @ U) * (step[:, None] @ U)).sum((1, 2, 3), keepdim=True)[:, 0]
-    seen_slope = uphill * (step - growth / seen_by(U, start).square() * start)
+    U, start = unit_size(layer.attention.bases()), centered(Z)
+    added, before = steps(layer, Z, generator, eps), subspace_coding_rate(start, U, eps)
+    step, as_it_was = added["attention"], subspace_coding_rate(Z, U, eps)
+    as_it_is = subspace_coding_rate(Z + layer.attention(layer.norm1(Z)), U, eps) - as_it_was
+    seen = (start + step) * seen_by(U, start) / seen_by(U, start + step)
     tokens = {name: rate_change(start, step, U, eps) for name, step in added.items()}
-    slopes = {name: -(step * downhill).sum((1, 2)) for name, step in added.items()}
-    cosines = {name: F.cosine_similarity(tangent(step, start).flatten(1), downhill.flatten(1))
-               for name, step in added.items()}
+
+    uphill = centered(subspace_coding_rate_grad(start, U, eps))
+    # along Z a step changes the norm alone, which is held; or the norm of what U sees
+    along = {name: (start * step).sum((1, 2)) / start.square().sum((1, 2))
+             for name, step in added.items()}
+    along_seen = ((start[:, None] @ U) * (step[:, None] @ U)).sum((1, 2, 3))
+    along_seen = along_seen / seen_by(U, start).flatten().square()
+
+    def slope(step, along):
+        return (uphill * (step - along[:, None, None] * start)).sum((1, 2))
+    slopes = {name: slope(step, along[name]) for name, step in added.items()}
     return dict(
-        tokens=dict(
-            before=before, **tokens, as_it_was=as_it_was, as_it_is=then - as_it_was,
-            projections_held=subspace_coding_rate(seen_as_before, U, eps) - before),
-        slopes=dict(before=before, **slopes, projections_held=seen_slope.sum((1, 2)),
-                    tenth=10 * rate_change(start, step / 10, U, eps)),
-        cosines=dict(length=step.norm(dim=(1, 2)) / start.norm(dim=(1, 2)), **cosines))
+        tokens=dict(before=before, **tokens, as_it_was=as_it_was, as_it_is=as_it_is,
+                    projections_held=subspace_coding_rate(seen, U, eps) - before),
+        slopes=dict(before=before, **slopes, projections_held=slope(step, along_seen)))
 
 
 def rows_of(by_layer):
@@ -150,11 +116,9 @@ def rows_of(by_layer):
 
 @torch.no_grad()
 def measured(loaded, c):
-    """{table: its rows} of one model, in float64. The layers' cosines have no sum."""
+    """{table: its rows} of one model, in float64."""
     loaded.model.cpu().double()
-    config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
-    if not issubclass(config.spec.attention, SoftmaxAttention):
-        raise UserError(f"{config.arch} has no softmax, which the controls replace")
+    generator = torch.Generator().manual_seed(c.seed)
     found = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
              for _, traced in traces(loaded, c)]                    # by batch, layer and table
     tables = {}
@@ -162,16 +126,7 @@ def measured(loaded, c):
         by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
                      for column in batches[0][table]} for batches in zip(*found)]
         tables[table] = rows_of(by_layer)
-    tables["cosines"].pop()
     return tables
-
-
-def show(run, c):
-    """Prints the tables of a model."""
-    print(f"{run['name']}: {c.samples} samples of {c.split}, eps {c.eps:g}")
-    for table, words in TABLES.items():
-        print(words)
-        print_table(run[table])
 
 
 def keep(runs, path):
@@ -186,41 +141,29 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# figure -> what its axis shows, and row -> table, step, and R^c before it
-FIGURES = {
-    "": ("change of $R^c$, %", {
-        "attention": ("tokens", "as_it_is", "as_it_was"),
-        "the same, length held": ("tokens", "attention", "before"),
-        "each token alone, length held": ("tokens", "alone", "before"),
-        "turned at random, length held": ("tokens", "turned", "before"),
-        "noise, length held": ("tokens", "noise", "before")}),
-    "-slopes": ("slope of $R^c$, % a step", {
-        "attention": ("slopes", "attention", "before"),
-        "from the token itself": ("slopes", "own", "before"),
-        "from other tokens": ("slopes", "others", "before"),
-        "turned at random": ("slopes", "turned", "before"),
-        "attention, projections held": ("slopes", "projections_held", "before")})}
+# row of the figure: the column of `tokens`, and R^c before it
+LINES = {"attention": ("as_it_is", "as_it_was"),
+         "the same, length held": ("attention", "before"),
+         "each token alone, length held": ("alone", "before"),
+         "turned at random, length held": ("turned", "before"),
+         "noise, length held": ("noise", "before")}
 
 
-def draw(runs, path, label, lines):
-    """What steps of five models add to R^c, in % of R^c before them: `lines` of the figure as in
-    FIGURES. A circle is a model, its layers summed, hollow for pictures and filled for text; a dot,
-    of slopes, is a layer."""
-    figure, ((ax,),) = new_figure(1, 1, 6.5, 1 + 0.45 * len(lines))
+def draw(runs, path):
+    """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
+    layers summed, hollow for pictures and filled for text."""
+    figure, ((ax,),) = new_figure(1, 1, 6.5, 3.25)
     ax.axvline(0, color="black", lw=0.8)
     for place, run in enumerate(runs):
-        text = run["task"] == "gpt"
-        for line, (table, step, before) in enumerate(lines.values()):
-            *layers, model = (100 * row[step] / row[before] for row in run[table])
-            y, color = line + 0.16 * (place - 2), "C0" if step in ATTENTION else "0.3"
-            if table == "slopes":
-                ax.plot(layers, [y] * len(layers), ".", ms=3.5, mew=0, color=color, alpha=0.6)
-            ax.plot(model, y, "o", ms=5, mfc=None if text else "white", color=color,
+        text, summed = run["task"] == "gpt", run["tokens"][-1]
+        for line, (step, before) in enumerate(LINES.values()):
+            ax.plot(100 * summed[step] / summed[before], line + 0.16 * (place - 2), "o", ms=5,
+                    mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
-    for line in range(len(lines) + 1):
+    for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
-    ax.set(xlabel=label, ylim=(len(lines) - 0.5, -0.5))
-    ax.set_yticks(range(len(lines)), lines)
+    ax.set(xlabel="change of $R^c$, %", ylim=(len(LINES) - 0.5, -0.5))
+    ax.set_yticks(range(len(LINES)), LINES)
     ax.tick_params(left=False)
     ax.spines[["top", "right", "left"]].set_visible(False)
     handles, labels = ax.get_legend_handles_labels()
@@ -236,14 +179,15 @@ def main(argv):
     for loaded in each_model(c):
         runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained)
                     | measured(loaded, c))
-        show(runs[-1], c)
+        print(f"{loaded.name}: {c.samples} samples of {c.split}, eps {c.eps:g}")
+        for table, words in TABLES.items():
+            print(words)
+            print_table(runs[-1][table])
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
-        trained = [run for run in runs if not run["untrained"]]
-        for name, (label, lines) in FIGURES.items():
-            draw(trained[:5], c.figure.replace(".png", f"{name}.png"), label, lines)
-        print(f"wrote {c.figure}, and -slopes.png")
+        draw([run for run in runs if not run["untrained"]][:5], c.figure)
+        print(f"wrote {c.figure}")
     return runs
 
 

@@ -63,8 +63,7 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """With --shift the layer's values have a part of the token before, but a token alone has none.
-    The parts add up to attention."""
+    """A token alone has its own value, and with --shift no part of a token before."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -77,14 +76,6 @@ def test_controls(text):
     found = compression.steps(layer, Z, torch.Generator(), 0.1)
     length = centered(attention(X)).norm(dim=(1, 2), keepdim=True)
     assert_near(found["attention"], centered(attention(X)))
-    A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    own = ((A * torch.eye(9)) @ values).transpose(1, 2).flatten(2)
-    assert_near(found["own"], centered(attention.W(own)))
-    assert_near(found["own"] + found["others"], found["attention"])
-    B = compression.shuffled(A, torch.Generator())
-    assert torch.equal(A.diagonal(dim1=-2, dim2=-1), B.diagonal(dim1=-2, dim2=-1))
-    assert torch.equal(A.sort(-1).values, B.sort(-1).values) and not torch.equal(A, B)
-    assert not text or torch.equal(A == 0, B == 0)
     b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
     alone = (1 - b) * attention.projections(X)
     alone = centered(attention.W(alone.transpose(1, 2).flatten(2)))
@@ -92,16 +83,11 @@ def test_controls(text):
     turned, step = found["turned"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     assert (turned - step).norm() > step.norm()
-    if not text:
-        back = models.mssa(X, attention.bases(), scale=8 ** -0.5)
-        back = back * (unit_size(attention.bases()) / attention.bases()).square().mean()
-        derived = centered(back - X)
-        assert_near(found["derived"], derived / derived.norm(dim=(1, 2), keepdim=True) * length)
 
 
 def test_changes(eps=0.3):
     """Of tokens less their mean, at the norm before of the tokens or of their projections; slopes
-    and cosines with the gradient that autograd finds, across Z."""
+    by the gradient that autograd finds, across Z."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
@@ -122,17 +108,11 @@ def test_changes(eps=0.3):
     assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
     raw = layer.attention(layer.norm1(Z)).detach()
     for name, step in added.items():
-        if name not in compression.OWN_LENGTH:
-            assert_near(step.norm(dim=norm), seen(raw).norm(dim=norm))
+        assert_near(step.norm(dim=norm), seen(raw).norm(dim=norm))
         after = (before + step) * size(before) / size(before + step)
         rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
-        across = []
-        for T, along in ((seen(step), before), (-uphill, before)):
-            T, along = T.flatten(1), F.normalize(along.flatten(1))
-            across.append(T - (T * along).sum(1, keepdim=True) * along)
-        if name not in ("turned", "shuffled", "noise"):         # which are drawn
+        if name not in ("turned", "noise"):                     # which are drawn
             assert_near(found["tokens"][name], rates[1] - rates[0])
-            assert_near(found["cosines"][name], F.cosine_similarity(*across))
     rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
     assert_near(found["tokens"]["as_it_is"], rates[1] - rates[0])
     after, bases = before + seen(raw), torch.cat([*U], 1)
@@ -143,7 +123,6 @@ def test_changes(eps=0.3):
     along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
     slope = (uphill * seen(raw)).sum((1, 2)) - along / before.square().sum((1, 2))
     assert_near(found["slopes"]["attention"], slope)
-    assert_near(found["slopes"]["own"] + found["slopes"]["others"], slope)
     small = 1e-6 * seen(raw)
     after = (before + small) * size(before @ bases) / size((before + small) @ bases)
     change = models.subspace_coding_rate(after, U, eps) - rates[0]
@@ -151,8 +130,8 @@ def test_changes(eps=0.3):
 
 
 @torch.no_grad()
-def test_tables_and_figures(tmp_path, cache, monkeypatch):
-    """The last row is of all layers, and what the figures have, in % of R^c before."""
+def test_tables_and_figure(tmp_path, cache, monkeypatch):
+    """The last row is of all layers, and what the figure has, in % of R^c before."""
     model, path = models.ImageClassifier(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10)), tmp_path / "a.pt"
     write_model(path, model, "vit", images.load("shapes", cache).meta())
@@ -161,15 +140,13 @@ def test_tables_and_figures(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2 + ["1", "2"]
-    assert float(rows[2]["turned"]) == pytest.approx(run["tokens"][-1]["turned"], rel=1e-3)
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2
+    tokens = run["tokens"][-1]
+    assert float(rows[2]["turned"]) == pytest.approx(tokens["turned"], rel=1e-3)
     *layers, last = run["slopes"]
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
 
-    change, slope = ([[*line.get_xdata()] for line in figure.axes[0].lines] for figure in drawn)
-    tokens = run["tokens"][-1]
-    assert change[1:3] == [[pytest.approx(100 * tokens[step] / tokens[before])] for step, before in
+    points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
+    assert points[1:3] == [[pytest.approx(100 * tokens[step] / tokens[before])] for step, before in
                            (("as_it_is", "as_it_was"), ("attention", "before"))]
-    attention = [100 * row["attention"] / row["before"] for row in run["slopes"]]
-    assert slope[1:3] == [pytest.approx(attention[:2]), pytest.approx(attention[2:])]
