@@ -13,7 +13,6 @@ import torch
 import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
-from data.images import split_for
 from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
 from measure import layer_numbers, spread, traces
@@ -112,7 +111,7 @@ def open_pictures(c, *tasks):
     if c.files:
         pixels, x = images.read_pictures(c.files, loaded)
         return loaded, [*c.files], pixels, x
-    data, split = split_for(loaded, c)
+    data, split = images.split_for(loaded, c)
     index = spread(len(split), c.pictures)
     batch, labels = split.batch(index)
     names = [f"{i}, labelled {data.classes[y]}" for i, y in zip(index.tolist(), labels.tolist())]

@@ -79,9 +79,9 @@ def loss_function(model, batch, device):
     return lambda: F.cross_entropy(model(x), labels)
 
 
-# table -> (title, batch, fields of the model)
 PYDOC = dict(context=128, width=256, heads=4, layers=4)
 CIFAR10 = dict(image_size=32, patch_size=4, classes=10, width=384, heads=6)
+# table -> (title, batch, fields of the model)
 MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar10", 64, CIFAR10)],
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 

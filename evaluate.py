@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
-from data.images import split_for
 from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
 from processes import cli, derive_seed, is_main, Processes, with_bar
 
@@ -170,7 +169,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
                 loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
                 right = (logits.argmax(-1) == y.flatten()).sum()
             else:
-                loss = model(x, y) * count
+                loss = model(x, y)
         total += torch.stack([loss, right, count])
     loss, right, n = processes.sum(total).tolist()
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
@@ -192,7 +191,7 @@ def accuracy(c):
     """{"acc", "loss", "n", ...} of a checkpoint on a split, every image once."""
     processes = Processes(c.device, c.dtype)
     loaded = open_model(c, processes.device, "vit")
-    data, split = split_for(loaded, c)
+    data, split = images.split_for(loaded, c)
     check_classes(loaded, data)
     return dict(data=data.name, split=c.split) | classify(
         loaded.model, split, data, processes, c.batch_size)

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from data import images, text
 from flags import UserError
-from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
+from model import coding_rate, subspace_coding_rate
 from processes import with_bar
 
 
@@ -80,17 +80,19 @@ def one_set(T, together):
 def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
     float64, as float32 may give NaN."""
-    U, X = unit_size(layer.attention.bases().double()), layer.norm1(trace.tokens)
-    Z, half, out = (one_set(T, together) for T in (trace.tokens, trace.half, trace.out))
-    w = F.normalize(one_set(X, together)[:, None] @ U, dim=-1)                  # (B, K, n, p)
+    attention, X = layer.attention, layer.norm1(trace.tokens)
+    U = unit_size(attention.bases().double())
+    Z, half, out, X, alone = (one_set(T, together) for T in (
+        trace.tokens, trace.half, trace.out, X, each_alone(attention, X)))
     start, step = centered(Z), centered(half - Z)
-    alone = at_norm(centered(one_set(each_alone(layer.attention, X), together)), step)
-    scaled, R, Rc = at_norm(out, Z), coding_rate(out, eps), subspace_coding_rate(out, U, eps)
-    R_change = coding_rate(scaled, eps) - coding_rate(Z, eps)
-    Rc_change = subspace_coding_rate(scaled, U, eps) - subspace_coding_rate(Z, U, eps)
-    before, objective = (sparse_rate_reduction(T, U, eps, lambd) for T in (Z, out))
-    return dict(Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, step, U, eps),
-                Rc_alone=rate_change(start, alone, U, eps), R_change=R_change,
-                gain=R_change - Rc_change, R=R, Rc=Rc,
-                nonzeros=(out != 0).double().mean((-2, -1)), objective=objective,
-                rise=objective - before)
+    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
+    (R_before, Rc_before), (R_scaled, Rc_scaled), (R, Rc) = (
+        (coding_rate(T, eps), subspace_coding_rate(T, U, eps)) for T in (Z, at_norm(out, Z), out))
+    nonzeros_before, nonzeros = ((T != 0).sum((-2, -1)) for T in (Z, out))
+    objective = R - Rc - lambd * nonzeros
+    return dict(
+        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, step, U, eps),
+        Rc_alone=rate_change(start, at_norm(centered(alone), step), U, eps),
+        R_change=R_scaled - R_before, gain=R_scaled - R_before - (Rc_scaled - Rc_before),
+        R=R, Rc=Rc, nonzeros=nonzeros / out[0].numel(), objective=objective,
+        rise=objective - (R_before - Rc_before - lambd * nonzeros_before))

@@ -101,7 +101,8 @@ class Attention(nn.Module, ABC):
 
 class SoftmaxAttention(Attention):
     """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
-    not U^* Z all three, a subclass has its own `queries_keys_values`."""
+    not U^* Z all three, a subclass has its own `queries_keys_values`. What --shift, --rotary and
+    the cache are stands below, under "What language models add"."""
     reads = "rotary", "shift"
 
     def __init__(self, config):
@@ -668,7 +669,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    text_family: Family | None = AS_GPT         # nanoGPT's, and ToST's too; None: for images alone
+    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
 
     def fields_read(self):
         """The fields of a config that this arch reads, and not every one does."""
@@ -763,8 +764,6 @@ class BackboneConfig:
         if on and self.kind != "text":
             raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
-        if self.family is None:
-            raise ConfigError(f"{self.arch} is for images alone")
         d, K = self.width, self.heads
         if self.layer_scale is None:
             self.layer_scale = self.spec.layer_scale
@@ -1058,8 +1057,8 @@ class LanguageModel(Backbone):
     """Token embeddings plus learned positions (none if rotary: it then reads any length), layers, a
     last LN, and the embedding as head.  [B] 7.4.
 
-    model(ids): (B, n) -> logits (B, n, V). model(ids, targets): the mean loss, [B]
-    Eq. (7.4.1), over targets that are not -1."""
+    model(ids): (B, n) -> logits (B, n, V). model(ids, targets): the loss, summed over targets that
+    are not -1, so that parts of a batch add up; [B] Eq. (7.4.1) is its mean."""
     config_class = TextConfig
 
     def __init__(self, config):
@@ -1097,9 +1096,8 @@ class LanguageModel(Backbone):
         logits = self.norm(self.layers(self.tokens(ids))) @ self.embed.weight.mT
         if targets is None:
             return logits
-        total = F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(),
-                                ignore_index=-1, reduction="sum")
-        return total / (targets >= 0).sum().clamp_min(1)        # without a target 0, not NaN
+        return F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(),
+                               ignore_index=-1, reduction="sum")
 
     def advance(self, ids, caches):
         """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:

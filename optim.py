@@ -1,12 +1,11 @@
-"""What the training loops share: micro-batches, schedules, optimizers, and what a step costs."""
+"""What the training loops share: micro-batches, schedules, optimizers; what a step costs."""
 import contextlib
 import math
-import time
 
 import torch
 
 from model import MHSA, SoftmaxAttention
-from processes import device_name, is_fast_in_bfloat16
+from processes import is_fast_in_bfloat16
 
 
 def micro_batches(model, size, *batch):
@@ -164,55 +163,3 @@ def train_flops(model):
         if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
             multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
-
-
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
-
-def share_of_peak(flops, processes):
-    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
-    that peak is not known or the run is in float32."""
-    words = device_name(processes.device).replace("-", " ").split()
-    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
-    return flops / (processes.world * peaks[0]) if peaks else None
-
-
-def in_words(speed):
-    """A Meter's speed, for a line that begins with something else."""
-    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
-                 mfu=", mfu {:.1%}")
-    return "".join(words[name].format(value) for name, value in speed.items())
-
-
-class Meter:
-    """The losses of the steps since the last read(), which stay on the device until then, and the
-    seconds of each step, without evaluations and checkpoints. A step has `samples`, one of which
-    takes `flops`, 0 if nobody counted, and is a text of `tokens` or, None, an image."""
-
-    def __init__(self, processes, samples, flops=0, tokens=None):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
-        self.losses, self.seconds, self.started = [], [], None
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self):
-        self.seconds.append(time.perf_counter() - self.started)
-
-    def read(self):
-        """The losses, as means over the processes. This waits for a GPU."""
-        losses, self.losses = torch.stack(self.losses), []
-        return (self.processes.sum(losses) / self.processes.world).tolist()
-
-    def speed(self, steps):
-        """{name in metrics.jsonl: value} of the last steps without the first of all, which may
-        compile; {} if there is no other."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return {}
-        samples = self.samples * len(seconds) / sum(seconds)
-        mfu = share_of_peak(samples * self.flops, self.processes)
-        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
-            examples_per_s=samples)
-        return speed | dict(mfu=mfu) if mfu else speed

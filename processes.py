@@ -1,7 +1,9 @@
 """This process: rank, device, precision, seeds, what it prints, and how it ends."""
+import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -44,6 +46,10 @@ def wants_compile(wanted, device):
         note("not compiled, since there is no C++ compiler, g++")
         return False
     return wanted
+
+
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
 
 
 # ---- Seeds, and what rank 0 shows ---------------------------------------------------------------
@@ -108,6 +114,13 @@ class Processes:
         precision = "bfloat16" if self.bfloat16 else "float32"
         return f"{self.world} x {device_name(self.device)}, {precision}"
 
+    def share_of_peak(self, flops):
+        """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+        that peak is not known or the run is in float32."""
+        words = device_name(self.device).replace("-", " ").split()
+        peaks = [PEAK[word] for word in words if word in PEAK and self.bfloat16]
+        return flops / (self.world * peaks[0]) if peaks else None
+
     def sum(self, tensor):
         """The tensor summed over all processes, in place."""
         if self.world > 1:
@@ -142,6 +155,28 @@ class Processes:
 
 
 # ---- How a command ends -------------------------------------------------------------------------
+@contextlib.contextmanager
+def signals_kept(say, alone):
+    """A list of the SIGINTs and SIGTERMs that come, for a run that ends after its step. A Ctrl-C
+    after the first ends it at once, but not with several processes: torchrun may send them every
+    signal again."""
+    received = []
+
+    def receive(number, frame):
+        if not received:
+            say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and alone:
+            raise KeyboardInterrupt
+        received.append(number)
+    handlers = {number: signal.signal(number, receive)
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
     if hasattr(error, "exit_status"):

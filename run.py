@@ -1,4 +1,4 @@
-"""A run and its folder: metrics, signals, saving and resuming."""
+"""A run and its folder: metrics, saving and resuming."""
 import contextlib
 import fcntl
 import json
@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
 from flags import CacheFlags, DeviceFlags, option, PrecisionFlags, ROOT, UserError
-from optim import in_words, Meter
-from processes import is_main, SharedError
+from processes import is_main, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
@@ -48,29 +47,47 @@ def read_metrics(folder):
     for line in (Path(folder) / "metrics.jsonl").read_text(errors="replace").splitlines():
         with contextlib.suppress(ValueError):
             lines.append(json.loads(line))
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("step"), int)]
+    return lines
 
 
-@contextlib.contextmanager
-def signals_kept(say, alone):
-    """A list of the SIGINTs and SIGTERMs that come, for a run that ends after its step. A Ctrl-C
-    after the first ends it at once, but not with several processes: torchrun may send them every
-    signal again."""
-    received = []
+def in_words(speed):
+    """A Meter's speed, for a line that begins with something else."""
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
+    return "".join(words[name].format(value) for name, value in speed.items())
 
-    def receive(number, frame):
-        if not received:
-            say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT and alone:
-            raise KeyboardInterrupt
-        received.append(number)
-    handlers = {number: signal.signal(number, receive)
-                for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+
+class Meter:
+    """The losses of the steps since the last read(), which stay on the device until then, and the
+    seconds of each step, without evaluations and checkpoints. A step has `samples`, one of which
+    takes `flops`, 0 if nobody counted, and is a text of `tokens` or, None, an image."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.losses, self.seconds, self.started = [], [], None
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self):
+        self.seconds.append(time.perf_counter() - self.started)
+
+    def read(self):
+        """The losses, as means over the processes. This waits for a GPU."""
+        losses, self.losses = torch.stack(self.losses), []
+        return (self.processes.sum(losses) / self.processes.world).tolist()
+
+    def speed(self, steps):
+        """{name in metrics.jsonl: value} of the last steps without the first of all, which may
+        compile; {} if there is no other."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.samples * len(seconds) / sum(seconds)
+        mfu = self.processes.share_of_peak(samples * self.flops)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        return speed | dict(mfu=mfu) if mfu else speed
 
 
 class Run:

@@ -138,10 +138,9 @@ def main(argv):
         loss = 0.0
         for micro_x, micro_y in micro_batches(ddp, c.micro_batch, x, y):
             with processes.autocast():
-                micro_loss = ddp(micro_x, micro_y)
-            # from a mean over its own targets to its part of the mean over all;
+                micro_loss = ddp(micro_x, micro_y)          # summed over its targets
             # DDP averages over the processes, so multiply by their number
-            micro_loss = micro_loss * ((micro_y >= 0).sum() * processes.world / n_targets)
+            micro_loss = micro_loss * (processes.world / n_targets)
             micro_loss.backward()
             loss = loss + micro_loss.detach()
 

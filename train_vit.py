@@ -131,7 +131,7 @@ def build_model(c, classes, loaded=None):
         return ImageClassifier(image_config(c.size, **ours))
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
-    theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling)
+    theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling, drop_path=0.0)
     check_read(theirs["arch"], ours)
     for name in SHAPE_FIELDS:
         if ours.get(name, theirs[name]) != theirs[name]:

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from flags import UserError
+from processes import note
 
 
 # ---- Messages -----------------------------------------------------------------------------------
@@ -69,7 +70,7 @@ def by_split(places):
         return {split: {file: below for file, (of, below) in found.items() if of == split}
                 for split in ("train", "val", "test") if split in splits}
     for split in splits:
-        print(f"note: `{split}` by itself is taken for a class or a text", file=sys.stderr)
+        note(f"`{split}` by itself is taken for a class or a text")
     return dict(train=places)
 
 

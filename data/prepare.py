@@ -34,7 +34,7 @@ from tqdm import tqdm
 from data import folders, shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
-from processes import cli
+from processes import cli, note
 
 
 # ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------
@@ -165,8 +165,7 @@ class TextSet(NamedTuple):
             if tokens[split] < 2:
                 raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
         if tokens.get("val", 0) > tokens.get("train", math.inf):
-            print("note: val is larger than train: put texts into DIR/train and DIR/val instead",
-                  file=sys.stderr)
+            note("val is larger than train: put texts into DIR/train and DIR/val instead")
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
 
 
@@ -187,8 +186,8 @@ def image_meta(classes, size, draft):
     labels, lone = np.concatenate([train, val]), np.setxor1d(train, val)
     classes = classes or [str(i) for i in range(labels.max() + 1)]
     if len(lone):
-        print(f"note: {len(lone)} of the classes have no pictures to train on, or none to validate "
-              f"on, such as {classes[lone[0]]}", file=sys.stderr)
+        note(f"{len(lone)} of the classes have no pictures to train on, or none to validate on, "
+             f"such as {classes[lone[0]]}")
     pictures = mapped(draft / "train_images.bin", np.uint8, (len(train), size, size, 3))
     checksum = zlib.crc32(labels)
     sums = np.zeros((2, 3), np.int64)

@@ -126,7 +126,7 @@ def purity(codes, columns):
                      for kinds in codes.kinds[top].T])
 
 
-def measure(codes, width, seed):
+def probed(codes, width, seed):
     """The numbers of one row of the table, of `width` of the code's neurons."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
@@ -149,7 +149,7 @@ def main(argv):
     for loaded in models:
         name = loaded.model.config.arch + ", untrained" * loaded.untrained
         each = runs.setdefault(name, [])
-        each.append(measure(read_codes(loaded, c), width, c.seed + len(each)))
+        each.append(probed(read_codes(loaded, c), width, c.seed + len(each)))
     rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
     print_table(rows)
     return rows

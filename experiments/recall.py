@@ -113,7 +113,8 @@ def train(c, arch, seed):
     optimizers = make_optimizers(model, "muon", c.lr, 0.0, (0.9, 0.99), hidden=[model.layers])
     held_out, answers = sequences(c, 1000, seed, "held out")
     for step in with_bar(range(1, c.steps + 1), f"{arch}, seed {seed}"):
-        model(*sequences(c, c.batch_size, seed, step)).backward()
+        ids, targets = sequences(c, c.batch_size, seed, step)
+        (model(ids, targets) / (targets >= 0).sum()).backward()
         take_step(optimizers, c.lr * min(1, step / 50))
         if step % 50 == 0 or step == c.steps:
             with torch.no_grad():

@@ -20,7 +20,7 @@ def build(arch="crate", **fields):
     return randomize(models.LanguageModel(config), 0.3).eval()
 
 
-TEXT_ARCHS = [arch for arch, row in models.ARCHS.items() if row.text_family]
+TEXT_ARCHS = [*models.ARCHS]
 BOTH = ["crate rotary shift", "transformer rotary shift"]
 
 
@@ -39,7 +39,7 @@ def test_initialization(arch):
     ln V, at a width where a tied head shows what is wrong."""
     c = models.TextConfig(arch=arch, width=768, heads=12, layers=3, vocab_size=2048, context=32)
     net, ids = models.LanguageModel(c).eval().float(), torch.randint(2048, (4, 33))
-    assert float(net(ids[:, :-1], ids[:, 1:])) == pytest.approx(math.log(2048), rel=0.05)
+    assert float(net(ids[:, :-1], ids[:, 1:])) / 128 == pytest.approx(math.log(2048), rel=0.05)
     for name, p in net.named_parameters():
         assert not name.endswith("bias")
         if p.ndim == 2 and ".D" not in name:
@@ -80,12 +80,12 @@ def test_compiled_equals_eager(arch):
     assert_compiles(build(arch, layers=1).train(), ids, ids.roll(-1, 1))
 
 
-def test_the_loss_is_a_mean_over_targets():
+def test_the_loss_is_a_sum_over_targets():
     """-1 is no target; a share of a batch without any has loss and gradient 0."""
     net, ids, targets = build("crate"), draw(2, CONTEXT), draw(2, CONTEXT)
     targets[0, 3:] = -1
     kept = targets >= 0
-    expected = -net(ids).log_softmax(-1)[kept].gather(1, targets[kept][:, None]).mean()
+    expected = -net(ids).log_softmax(-1)[kept].gather(1, targets[kept][:, None]).sum()
     assert_near_with_gradients(net(ids, targets), expected, list(net.parameters()))
     nothing = net(ids, torch.full_like(targets, -1))
     assert nothing == 0 and not any(g.any() for g in torch.autograd.grad(nothing, net.parameters()))

@@ -34,7 +34,7 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
     assert np.mean(whole) < 0.6 < 0.7 < neurons.sparse_probe(windows, has, each, 20, 0)
 
     for values, low, high in ((torch.eye(10)[each % 10], 1, 1), (codes, 0, 0.4)):
-        found = neurons.measure(neurons.Codes(values, 0.5, dict(has=has), each % 10, each), 10, 0)
+        found = neurons.probed(neurons.Codes(values, 0.5, dict(has=has), each % 10, each), 10, 0)
         assert low <= found["purity"] <= high
 
 
