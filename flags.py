@@ -100,6 +100,12 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+def boolean(text):
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
 def converter(f, kind, optional):
     """The function from a flag's text to its value. argparse says "invalid int value"."""
     def convert(text):
@@ -107,7 +113,7 @@ def converter(f, kind, optional):
             return None
         if text.startswith("~/"):                       # bash leaves it in --out_dir=~/x
             text = str(Path(text).expanduser())
-        value = ("false", "true").index(text.lower()) == 1 if kind is bool else kind(text)
+        value = boolean(text) if kind is bool else kind(text)
         for name, limit in f.metadata["limits"].items():
             words, holds = LIMITS[name]
             if not holds(value, limit):

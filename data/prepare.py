@@ -103,6 +103,8 @@ class ImageSet(NamedTuple):
         """Writes the pictures and labels of both splits; returns what meta.json says of them."""
         sets = self.read(source, draft)
         for split, name in (("train", "train"), ("val", self.val)):
+            if name not in sets:
+                raise UserError(f"there is no part `{name}`, only {', '.join(sets)}")
             rows = sets[name] if self.streamed else sets[name].shuffle(seed=SEED)
             self.write_split(split, rows, draft)
         classes = getattr(sets["train"].features[self.label], "names", None)
