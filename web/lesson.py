@@ -78,7 +78,7 @@ def of_layer(layer, trace):
 
 def listed(values):
     """The numbers of the layers for a sentence, all to the same decimal."""
-    decimals = sum(max(map(abs, values)) < bound for bound in (10, 1))
+    decimals = sum(max(map(abs, values)) < bound for bound in (20, 1))
     return ", ".join(f"{value:z.{decimals}f}" for value in values).replace("-", "−")
 
 
