@@ -2,25 +2,28 @@
 
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
 Eq. (31)-(34). But R^c also falls as tokens get shorter or draw together on one vector. So it is
-measured of tokens less their mean, and after a step each sample is scaled back to its norm. U is at
-unit size. All steps are as long as attention's:
+measured of tokens less their mean, and after a step each sample is scaled back to a norm it had. U
+is at unit size. All steps are as long as attention's:
 
     attention       MSSA(LN(Z))
-    alone           each token attends to itself alone: the same matrices, and no averages
+    alone           each token attends to itself alone: the same matrices, and no averages. Where W
+                    points to -U, this is the first term of Eq. (33), which Eq. (45) leaves out
     turned          attention, turned in each sample by another random rotation: the same averages
                     of tokens, in a direction that was not learned
     noise           independent Gaussians
     gradient        -grad R^c, Eq. (31)
 
-There are two tables; in both `before` is R^c of the tokens less their mean:
+There are four tables, in nats; in all `before` is R^c of the tokens less their mean:
 
-    tokens      what a step adds to R^c, in nats. Of attention also `as_it_is`, with neither mean
-                nor norm held, `as_it_was` being R^c before
-    slopes      what a small part of a step adds, by its share: <grad R^c, step> without their part
-                along Z. Steps this long can raise R^c although they begin downhill
+    tokens          what a step adds to R^c if the norm of the tokens is held. Also `as_it_is`: what
+                    attention adds with neither mean nor norm held, `as_it_was` being R^c before,
+                    and `cosine_W_U` of W with [U_1 .. U_K]
+    projections     the same if the norm of (U_k^* Z)_k is held: leaving the subspaces, where R^c
+                    does not look, gains nothing
+    ..._slopes      what a small part of a step adds, by its share: <grad R^c, step> without its
+                    part along Z. Steps this long can raise R^c although they begin downhill
 
-Both have `projections_held` of attention, at the norm of (U_k^* Z)_k before, so that leaving the
-subspaces gains nothing. +- is the standard error over samples. --csv keeps all.
++- is the standard error over samples. --csv keeps all.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -28,17 +31,20 @@ import csv
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from checkpoint import each_model
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags
-from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
+from measure import at_norm, centered, each_alone, traces, unit_size
 from model import subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 TABLES = {"tokens": "added to R^c, the norm of the tokens held",
-          "slopes": "added by a small part of a step, by its share, the norm of the tokens held"}
+          "projections": "added to R^c, the norm of their projections held",
+          "tokens_slopes": "added by a small part of a step, by its share, as in the first table",
+          "projections_slopes": "the same, as in the second table"}
 
 
 @dataclass(kw_only=True)
@@ -50,11 +56,6 @@ class Compression(SampleFlags):
     batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
-
-
-def seen_by(U, Z):
-    """(sum_k ||U_k^* z_i||^2 over all tokens)^1/2 of each sample of Z (B, n, d): (B, 1, 1)."""
-    return (Z[:, None] @ U).square().sum((1, 2, 3)).sqrt().view(-1, 1, 1)
 
 
 def turned(step, generator):
@@ -80,26 +81,33 @@ def steps(layer, Z, generator, eps):
 def changes(layer, Z, generator, eps):
     """{table: {column: a number for each sample of Z (B, n, d)}}."""
     U, start = unit_size(layer.attention.bases()), centered(Z)
-    added, before = steps(layer, Z, generator, eps), subspace_coding_rate(start, U, eps)
-    step, as_it_was = added["attention"], subspace_coding_rate(Z, U, eps)
+    before, as_it_was = (subspace_coding_rate(T, U, eps) for T in (start, Z))
     as_it_is = subspace_coding_rate(Z + layer.attention(layer.norm1(Z)), U, eps) - as_it_was
-    seen = (start + step) * seen_by(U, start) / seen_by(U, start + step)
-    tokens = {name: rate_change(start, step, U, eps) for name, step in added.items()}
+    uphill, added = subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator, eps)
+    what_is_held = dict(tokens=lambda T: T.flatten(1),
+                        projections=lambda T: (T[:, None] @ U).flatten(1))
+    tables = {}
+    for name, held in what_is_held.items():
+        whole, slopes, norm = {}, {}, held(start).norm(dim=1)
+        for step_name, step in added.items():
+            scale = norm / held(start + step).norm(dim=1)
+            after = subspace_coding_rate(scale[:, None, None] * (start + step), U, eps)
+            # a small part of the step is undone along Z, as far as it changes the norm
+            along = (held(start) * held(step)).sum(1) / norm ** 2
+            rest = step - along[:, None, None] * start
+            whole[step_name], slopes[step_name] = after - before, (uphill * rest).sum((1, 2))
+        tables[name] = dict(before=before) | whole
+        tables[f"{name}_slopes"] = dict(before=before) | slopes
+    tables["tokens"] |= dict(as_it_was=as_it_was, as_it_is=as_it_is)
+    return tables
 
-    uphill = centered(subspace_coding_rate_grad(start, U, eps))
-    # along Z a step changes the norm alone, which is held; or the norm of what U sees
-    along = {name: (start * step).sum((1, 2)) / start.square().sum((1, 2))
-             for name, step in added.items()}
-    along_seen = ((start[:, None] @ U) * (step[:, None] @ U)).sum((1, 2, 3))
-    along_seen = along_seen / seen_by(U, start).flatten().square()
 
-    def slope(step, along):
-        return (uphill * (step - along[:, None, None] * start)).sum((1, 2))
-    slopes = {name: slope(step, along[name]) for name, step in added.items()}
-    return dict(
-        tokens=dict(before=before, **tokens, as_it_was=as_it_was, as_it_is=as_it_is,
-                    projections_held=subspace_coding_rate(seen, U, eps) - before),
-        slopes=dict(before=before, **slopes, projections_held=slope(step, along_seen)))
+def cosine_W_U(attention):
+    """The cosine of W with [U_1 .. U_K], as matrices; by chance about 1 / d. None without a W."""
+    if not hasattr(attention, "W"):
+        return None
+    U = attention.bases().transpose(0, 1).flatten(1)                    # (d, K p)
+    return F.cosine_similarity(attention.W.weight.flatten(), U.flatten(), 0).item()
 
 
 def rows_of(by_layer):
@@ -126,6 +134,9 @@ def measured(loaded, c):
         by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
                      for column in batches[0][table]} for batches in zip(*found)]
         tables[table] = rows_of(by_layer)
+    for row, layer in zip(tables["tokens"], loaded.backbone.layers):
+        row["cosine_W_U"] = cosine_W_U(layer.attention)
+    tables["tokens"][-1]["cosine_W_U"] = None           # of all layers there is none
     return tables
 
 
@@ -141,12 +152,12 @@ def keep(runs, path):
                           for key, value in row.items()} for row in rows)
 
 
-# row of the figure: the column of `tokens`, and R^c before it
-LINES = {"attention": ("as_it_is", "as_it_was"),
-         "the same, length held": ("attention", "before"),
-         "each token alone, length held": ("alone", "before"),
-         "turned at random, length held": ("turned", "before"),
-         "noise, length held": ("noise", "before")}
+# row of the figure: table, column, R^c before it
+LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
+         "length of tokens held": ("tokens", "attention", "before"),
+         "each token alone": ("tokens", "alone", "before"),
+         "length of projections held": ("projections", "attention", "before"),
+         "each token alone ": ("projections", "alone", "before")}
 
 
 def draw(runs, path):
@@ -155,10 +166,11 @@ def draw(runs, path):
     figure, ((ax,),) = new_figure(1, 1, 6.5, 3.25)
     ax.axvline(0, color="black", lw=0.8)
     for place, run in enumerate(runs):
-        text, summed = run["task"] == "gpt", run["tokens"][-1]
-        for line, (step, before) in enumerate(LINES.values()):
+        text = run["task"] == "gpt"
+        for line, (table, step, before) in enumerate(LINES.values()):
+            summed = run[table][-1]
             ax.plot(100 * summed[step] / summed[before], line + 0.16 * (place - 2), "o", ms=5,
-                    mfc=None if text else "white", color="C0" if line < 2 else "0.3",
+                    mfc=None if text else "white", color="0.3" if step == "alone" else "C0",
                     label="models of text" if text else "models of pictures")
     for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)

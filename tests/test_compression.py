@@ -85,48 +85,44 @@ def test_controls(text):
     assert (turned - step).norm() > step.norm()
 
 
-def test_changes(eps=0.3):
+@pytest.mark.parametrize("held", ["tokens", "projections"])
+def test_changes(held, eps=0.3):
     """Of tokens less their mean, at the norm before of the tokens or of their projections; slopes
-    by the gradient that autograd finds, across Z."""
+    are those of a small part of the step, and lie along the gradient that autograd finds."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
-
-    def seen(T):
-        return T - T.mean(1, keepdim=True)
     U = unit_size(layer.attention.bases()).detach()
+    seen = torch.eye(16).double() if held == "tokens" else torch.cat([*U], 1)
 
-    def size(T):
-        return T.norm(dim=(1, 2), keepdim=True)
-    Z.requires_grad_()
-    uphill, = torch.autograd.grad(models.subspace_coding_rate(seen(Z), U, eps).sum(), Z)
+    def rate(T):
+        return models.subspace_coding_rate(T, U, eps)
+
+    def after(step):
+        T = before + step
+        return T * ((before @ seen).norm(dim=(1, 2)) / (T @ seen).norm(dim=(1, 2)))[:, None, None]
+    uphill, = torch.autograd.grad(rate(centered(Z.requires_grad_())).sum(), Z)
     Z = Z.detach()
-    before, norm = seen(Z), (1, 2)
+    before = centered(Z)
     with torch.no_grad():
         added = compression.steps(layer, Z, torch.Generator(), eps)
         found = compression.changes(layer, Z, torch.Generator(), eps)
+        raw = layer.attention(layer.norm1(Z))
     assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
-    raw = layer.attention(layer.norm1(Z)).detach()
-    for name, step in added.items():
-        assert_near(step.norm(dim=norm), seen(raw).norm(dim=norm))
-        after = (before + step) * size(before) / size(before + step)
-        rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
-        if name not in ("turned", "noise"):                     # which are drawn
-            assert_near(found["tokens"][name], rates[1] - rates[0])
-    rates = [models.subspace_coding_rate(T, U, eps) for T in (Z, Z + raw)]
-    assert_near(found["tokens"]["as_it_is"], rates[1] - rates[0])
-    after, bases = before + seen(raw), torch.cat([*U], 1)
-    after = after * size(before @ bases) / size(after @ bases)
-    rates = [models.subspace_coding_rate(T, U, eps) for T in (before, after)]
-    assert_near(found["tokens"]["projections_held"], rates[1] - rates[0])
-    # R^c at the norm before has the part of the gradient across Z
-    along = (uphill * before).sum((1, 2)) * (seen(raw) * before).sum((1, 2))
-    slope = (uphill * seen(raw)).sum((1, 2)) - along / before.square().sum((1, 2))
-    assert_near(found["slopes"]["attention"], slope)
-    small = 1e-6 * seen(raw)
-    after = (before + small) * size(before @ bases) / size((before + small) @ bases)
-    change = models.subspace_coding_rate(after, U, eps) - rates[0]
-    assert_near(found["slopes"]["projections_held"], 1e6 * change, 1e-4)
+    assert_near(found["tokens"]["as_it_is"], rate(Z + raw) - rate(Z))
+    for name in ("attention", "alone", "gradient"):             # the others are drawn
+        step = added[name]
+        assert_near(step.norm(dim=(1, 2)), centered(raw).norm(dim=(1, 2)))
+        assert_near(found[held][name], rate(after(step)) - rate(before))
+        slope = 1e6 * (rate(after(1e-6 * step)) - rate(before))
+        assert_near(found[f"{held}_slopes"][name], slope, 1e-4)
+
+
+@torch.no_grad()
+def test_cosine_of_W_and_U():
+    attention = models.MSSA(models.ImageConfig(width=16, heads=2, layers=1))
+    attention.W.weight.copy_(-3 * attention.U.weight.T)
+    assert compression.cosine_W_U(attention) == pytest.approx(-1)
 
 
 @torch.no_grad()
@@ -140,10 +136,10 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 4
     tokens = run["tokens"][-1]
     assert float(rows[2]["turned"]) == pytest.approx(tokens["turned"], rel=1e-3)
-    *layers, last = run["slopes"]
+    *layers, last = run["tokens_slopes"]
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
 
