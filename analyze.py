@@ -35,8 +35,8 @@ class Layers(SampleFlags, OutFlags):
 
     Rc_tokens    R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its caption has
                  R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, each
-                 sample back at its norm, as longer tokens alone raise R^c
+    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, with
+                 the norm of all U_k^* Z held, as longer projections alone raise R^c
     Rc_alone     its control: a step as long, for which each token attends to itself alone
     R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
     gain         the same of R - R^c
@@ -75,8 +75,8 @@ def layers(c):
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change: what attention adds to R^c, the tokens' length held; Rc_alone: the same with "
-          "each token alone; --help says all columns")
+    print("Rc_change: what attention adds to R^c, the projections' length held; Rc_alone: the same "
+          "with each token alone; --help says all columns")
     draw_layers(runs, c)
     return runs
 

@@ -10,7 +10,7 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
 
 Attention comes from a gradient step on R^c: Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z).
 The layer, Eq. (45), keeps all of Z. So the term that goes downhill on R^c is gone, and the one that
-stays points uphill by itself; the learned W may turn it. `look` measures the step at equal norm.
+stays points uphill by itself. But the learned W may point against U; `look` measures what it does.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
@@ -56,8 +56,7 @@ def neumann_terms(Z, U, eps=0.5):
     n, p = w.shape[-2:]
     beta = p / (n * eps ** 2)
     first = beta * (w @ U.mT).sum(1)
-    second = beta ** 2 * (w @ w.mT @ w @ U.mT).sum(1)
-    return first, second
+    return first, beta ** 2 * (w @ w.mT @ w @ U.mT).sum(1)
 
 
 class MSSA(nn.Module):
@@ -159,29 +158,30 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
             print(f"step {step + 1} of {steps}: loss {loss:.3f}", flush=True)
 
 
-def at_norm(Z, other):
-    """Z (B, n, d), each picture's tokens scaled to the norm of those of `other`."""
-    return Z * (other.norm(dim=(1, 2)) / Z.norm(dim=(1, 2)))[:, None, None]
-
-
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x. Of Z^l less its mean token: R^c, what
-    attention adds to it, and what a step as long adds if each token attends to itself alone, both
-    at the norm before, since longer tokens cost more. Of Z^{l+1}: the objective, which zeros
-    decide, and nonzeros. U has the norm of orthonormal bases; eps is the released code's for arXiv
-    2306.01129, Figure 3."""
+    """A dict for each layer, of means over the pictures x:
+
+    R^c              of Z^l less its mean token. U is scaled to the norm of orthonormal bases
+    attention adds   to it, if U_k^* Z keep their length: longer ones cost more
+    alone adds       likewise, in a step as long, if each token attends to itself alone
+    cos(W, U), %     at W = -c U a token alone takes the step of Eq. (33)'s first term
+    objective        of Z^{l+1}, decided by zeros; nonzeros likewise"""
+    norm = lambda T: T.flatten(1).norm(dim=1)[:, None, None]                # of each picture
     centered = lambda T: T - T.mean(1, keepdim=True)
+    cosine = lambda A, B: F.cosine_similarity(A.flatten(), B.flatten(), 0)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
-        U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
-        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+        U, W = layer.attention.U.weight, layer.attention.W.weight
+        U = (U * len(U) ** 0.5 / U.norm()).unflatten(0, (layer.attention.K, -1)).mT     # (K, d, p)
         X, start = layer.norm1(Z), centered(Z)
         step = centered(layer.attention(X))
-        alone = layer.attention(X.flatten(0, 1)[:, None]).view_as(Z)    # each token a sequence
-        Rc = lambda T: subspace_coding_rate(at_norm(T, start), U, eps).mean()
+        alone = centered(layer.attention(X.flatten(0, 1)[:, None]).view_as(Z))
+        size = lambda T: norm(T[:, None] @ U)
+        Rc = lambda T: subspace_coding_rate(T * size(start) / size(T), U, eps).mean()
         rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
-                     "alone adds": Rc(start + at_norm(centered(alone), step)) - Rc(start),
+                     "alone adds": Rc(start + alone * norm(step) / norm(alone)) - Rc(start),
+                     "cos(W, U), %": 100 * cosine(W, U.transpose(0, 1)),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

@@ -54,9 +54,10 @@ def centered(Z):
 
 
 def rate_change(Z, step, U, eps):
-    """What `step` adds to R^c(Z | U) of Z (B, n, d) if each sample keeps its norm, since longer
-    tokens alone raise R^c: (B,)."""
-    after = at_norm(Z + step, Z)
+    """What `step` adds to R^c(Z | U) of Z (B, n, d) if the norm of (U_k^* Z)_k, which is all that
+    R^c sees, is held: longer projections alone raise it, and shorter ones lower it. (B,)"""
+    before, after = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (Z, Z + step))
+    after = (before / after)[:, None, None] * (Z + step)
     return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
 
 

@@ -154,10 +154,10 @@ def keep(runs, path):
 
 # row of the figure: table, column, R^c before it
 LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
-         "length of tokens held": ("tokens", "attention", "before"),
-         "each token alone": ("tokens", "alone", "before"),
-         "length of projections held": ("projections", "attention", "before"),
-         "each token alone ": ("projections", "alone", "before")}
+         "the same, length held": ("projections", "attention", "before"),
+         "each token alone, length held": ("projections", "alone", "before"),
+         "turned at random, length held": ("projections", "turned", "before"),
+         "noise, length held": ("projections", "noise", "before")}
 
 
 def draw(runs, path):
@@ -170,7 +170,7 @@ def draw(runs, path):
         for line, (table, step, before) in enumerate(LINES.values()):
             summed = run[table][-1]
             ax.plot(100 * summed[step] / summed[before], line + 0.16 * (place - 2), "o", ms=5,
-                    mfc=None if text else "white", color="0.3" if step == "alone" else "C0",
+                    mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
     for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)

@@ -143,6 +143,6 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
 
-    points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
-    assert points[1:3] == [[pytest.approx(100 * tokens[step] / tokens[before])] for step, before in
-                           (("as_it_is", "as_it_was"), ("attention", "before"))]
+    points, held = [[*line.get_xdata()] for line in drawn[0].axes[0].lines], run["projections"][-1]
+    assert points[1:3] == [[pytest.approx(100 * tokens["as_it_is"] / tokens["as_it_was"])],
+                           [pytest.approx(100 * held["attention"] / held["before"])]]

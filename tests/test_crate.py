@@ -6,6 +6,7 @@ from torch.nn import functional as F
 import crate
 import model
 import optim
+from experiments.compression import cosine_W_U
 
 
 def test_same_weights_same_logits():
@@ -57,5 +58,9 @@ def test_it_learns_and_looks_inside():
     assert F.cross_entropy(small(x), y).item() < 0.9 * first
     rows = crate.look(small, x)
     assert len(rows) == 2
-    for Rc, change, control, objective, nonzeros in map(dict.values, rows):
+    for row, layer in zip(rows, small.layers, strict=True):
+        Rc, change, control, cosine, objective, nonzeros = row.values()
         assert Rc > abs(change) != abs(control) < Rc and objective < 0 < nonzeros < 100
+        theirs = model.MSSA(model.ImageConfig(width=16, heads=2, layers=1))
+        theirs.load_state_dict(layer.attention.state_dict())
+        assert abs(cosine - 100 * cosine_W_U(theirs)) < 1e-3

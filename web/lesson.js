@@ -199,7 +199,8 @@ function leftOut(box) {
   const {L, Z, w, half} = trace();
   const U = unit(L.U);
   const [start, attended, itself] = [Z, plus(half, Z, -1), multiply(w, L.W)].map(lessMean);
-  const rate = M => subspaceRate(atNorm(M, start), U, L.p, .1);
+  const seen = multiply(start, U);                  // the projections, side by side
+  const rate = M => sumOf(headsOf(atNorm(multiply(M, U), seen), L.p), w => codingRate(w, .1));
   const attention = rate(plus(start, attended)) - rate(start);
   const alone = rate(plus(start, atNorm(itself, attended))) - rate(start);
   bars(box, firstHot({attention, "each token alone": alone}));
