@@ -14,8 +14,7 @@ from processes import cli
 from run import read_metrics
 
 EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
-NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp: CRATE's attention and an MLP",
-         "transformer": "transformer"}
+NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
 COLORS = {"crate": "C0", "mssa-mlp": "0.5", "transformer": "C3"}
 
 
@@ -33,14 +32,13 @@ def scores(folder, key):
 def images():
     """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
-    for arch in NAMES:
-        for seed in range(3 if arch == "crate" else 1):
-            steps, y = zip(*scores(f"cifar10-cpu-30-{arch}-{seed}", "acc"))
-            y = [100 * value for value in y]
-            ax.plot([step / EPOCH for step in steps], y, "o-", color=COLORS[arch], ms=3,
-                    label=None if seed else NAMES[arch])
-    ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %")
-    ax.legend(frameon=False, loc="lower right")
+    for (arch, name), side in zip(NAMES.items(), ("center", "bottom", "top")):
+        for folder in sorted((ROOT / "records").glob(f"cifar10-cpu-30-{arch}-[0-9]")):
+            steps, y = zip(*scores(folder, "acc"))
+            x, y = [step / EPOCH for step in steps], [100 * value for value in y]
+            ax.plot(x, y, "o-", color=COLORS[arch], ms=3)
+        ax.text(x[-1] + 0.5, y[-1], name, color=COLORS[arch], va=side)
+    ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %", xlim=(4, 35))
     return figure
 
 
