@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from flags import not_one_of, ROOT, UserError
-from model import ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
+from model import CRATE_SIZES, ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
 from processes import is_main, note, Processes
 
 FORMAT = "crate-3"
@@ -154,7 +154,7 @@ NAMES = (          # (theirs, ours): each pattern is replaced in each name, in t
     (r"\.1\.fn\.(D|weight)$|\.ista\.weight$", ".sparsification.D"),
 )
 
-HEADS = {384: 6, 576: 12, 768: 12, 1024: 16}        # K of the authors' models, by width
+HEADS = {size["width"]: size["heads"] for size in CRATE_SIZES.values()}
 
 
 def translated(content, heads=None):

@@ -194,8 +194,6 @@ def main(argv):
     torch.manual_seed(derive_seed(c.seed, "weights"))
     model = build_model(c, len(data.classes), loaded).to(device)
     L = model.config.layers
-    if c.srr_weight and not hasattr(model.encoder.layers[0].attention, "U"):
-        raise UserError(f"--srr_weight needs subspaces U_k, which {model.config.arch} lacks")
     if c.srr_layer and c.srr_layer > L:
         raise UserError(f"--srr_layer={c.srr_layer}: the layers are 1 to {L}")
 

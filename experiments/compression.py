@@ -6,22 +6,20 @@ measured of tokens less their mean, and after a step each sample is scaled back 
 is at unit size. All steps are as long as attention's:
 
     attention       MSSA(LN(Z))
-    alone           each token attends to itself alone: the same matrices, and no averages. Where W
-                    points to -U, this is the first term of Eq. (33), which Eq. (45) leaves out
+    fixed           the same with one map for all samples, the mean over the others of the batch: it
+                    averages by position, and compares no tokens of its sample
+    alone           each token attends to itself alone: the same matrices, and no averages
     turned          attention, turned in each sample by another random rotation: the same averages
                     of tokens, in a direction that was not learned
     noise           independent Gaussians
     gradient        -grad R^c, Eq. (31)
 
-There are four tables, in nats; in all `before` is R^c of the tokens less their mean:
+There are two tables, in nats; in both `before` is R^c of the tokens less their mean:
 
-    tokens          what a step adds to R^c if the norm of the tokens is held. Also `as_it_is`: what
-                    attention adds with neither mean nor norm held, `as_it_was` being R^c before,
-                    and `cosine_W_U` of W with [U_1 .. U_K]
-    projections     the same if the norm of (U_k^* Z)_k is held: leaving the subspaces, where R^c
-                    does not look, gains nothing
-    ..._slopes      what a small part of a step adds, by its share: <grad R^c, step> without its
-                    part along Z. Steps this long can raise R^c although they begin downhill
+    projections     what a step adds to R^c if the norm of (U_k^* Z)_k, which is all that R^c sees,
+                    is held
+    tokens          the same if the norm of the tokens is held. Also `as_it_is`: what attention adds
+                    with neither mean nor norm held, `as_it_was` being R^c before
 
 +- is the standard error over samples. --csv keeps all.
 
@@ -31,20 +29,17 @@ import csv
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
 
 from checkpoint import each_model
 from experiments.shared import FIVE
 from figures import new_figure, print_table
-from flags import option, parse, SampleFlags
-from measure import at_norm, centered, each_alone, traces, unit_size
-from model import subspace_coding_rate, subspace_coding_rate_grad
+from flags import option, parse, SampleFlags, UserError
+from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
+from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
-TABLES = {"tokens": "added to R^c, the norm of the tokens held",
-          "projections": "added to R^c, the norm of their projections held",
-          "tokens_slopes": "added by a small part of a step, by its share, as in the first table",
-          "projections_slopes": "the same, as in the second table"}
+TABLES = {"projections": "added to R^c, the norm of the tokens' projections held",
+          "tokens": "added to R^c, the norm of the tokens held"}
 
 
 @dataclass(kw_only=True)
@@ -53,7 +48,7 @@ class Compression(SampleFlags):
                        "checkpoints, separated by commas")
     samples: int = option(40, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    batch_size: int = option(20, "samples at once", low=1)
+    batch_size: int = option(20, "samples at once, of which no batch may have but one", low=2)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
@@ -69,10 +64,12 @@ def turned(step, generator):
 def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
     X, U = layer.norm1(Z), unit_size(layer.attention.bases())
-    attention = layer.attention(X)
+    attention, A = layer.attention(X), layer.attention.map(X)
+    others = (A.sum(0) - A) / (len(A) - 1)                                  # (B, K, n, n)
+    values = layer.attention.queries_keys_values(X)[2]
     found = dict(
-        attention=attention, alone=each_alone(layer.attention, X),
-        turned=turned(attention, generator),
+        attention=attention, fixed=layer.attention.join(others @ values),
+        alone=each_alone(layer.attention, X), turned=turned(attention, generator),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
     return {name: at_norm(centered(step), centered(attention)) for name, step in found.items()}
@@ -81,33 +78,15 @@ def steps(layer, Z, generator, eps):
 def changes(layer, Z, generator, eps):
     """{table: {column: a number for each sample of Z (B, n, d)}}."""
     U, start = unit_size(layer.attention.bases()), centered(Z)
-    before, as_it_was = (subspace_coding_rate(T, U, eps) for T in (start, Z))
-    as_it_is = subspace_coding_rate(Z + layer.attention(layer.norm1(Z)), U, eps) - as_it_was
-    uphill, added = subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator, eps)
-    what_is_held = dict(tokens=lambda T: T.flatten(1),
-                        projections=lambda T: (T[:, None] @ U).flatten(1))
-    tables = {}
-    for name, held in what_is_held.items():
-        whole, slopes, norm = {}, {}, held(start).norm(dim=1)
-        for step_name, step in added.items():
-            scale = norm / held(start + step).norm(dim=1)
-            after = subspace_coding_rate(scale[:, None, None] * (start + step), U, eps)
-            # a small part of the step is undone along Z, as far as it changes the norm
-            along = (held(start) * held(step)).sum(1) / norm ** 2
-            rest = step - along[:, None, None] * start
-            whole[step_name], slopes[step_name] = after - before, (uphill * rest).sum((1, 2))
-        tables[name] = dict(before=before) | whole
-        tables[f"{name}_slopes"] = dict(before=before) | slopes
-    tables["tokens"] |= dict(as_it_was=as_it_was, as_it_is=as_it_is)
-    return tables
-
-
-def cosine_W_U(attention):
-    """The cosine of W with [U_1 .. U_K], as matrices; by chance about 1 / d. None without a W."""
-    if not hasattr(attention, "W"):
-        return None
-    U = attention.bases().transpose(0, 1).flatten(1)                    # (d, K p)
-    return F.cosine_similarity(attention.W.weight.flatten(), U.flatten(), 0).item()
+    as_it_is = Z + layer.attention(layer.norm1(Z))
+    before, as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (start, Z, as_it_is))
+    added = steps(layer, Z, generator, eps)
+    tokens = {name: subspace_coding_rate(at_norm(start + step, start), U, eps) - before
+              for name, step in added.items()}
+    projections = {name: rate_change(start, step, U, eps) for name, step in added.items()}
+    return dict(
+        projections=dict(before=before) | projections,
+        tokens=dict(before=before) | tokens | dict(as_it_was=as_it_was, as_it_is=then - as_it_was))
 
 
 def rows_of(by_layer):
@@ -126,7 +105,9 @@ def rows_of(by_layer):
 def measured(loaded, c):
     """{table: its rows} of one model, in float64."""
     loaded.model.cpu().double()
-    generator = torch.Generator().manual_seed(c.seed)
+    config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
+    if not issubclass(config.spec.attention, SoftmaxAttention):
+        raise UserError(f"{config.arch} has no attention map, which a control replaces")
     found = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
              for _, traced in traces(loaded, c)]                    # by batch, layer and table
     tables = {}
@@ -134,9 +115,6 @@ def measured(loaded, c):
         by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
                      for column in batches[0][table]} for batches in zip(*found)]
         tables[table] = rows_of(by_layer)
-    for row, layer in zip(tables["tokens"], loaded.backbone.layers):
-        row["cosine_W_U"] = cosine_W_U(layer.attention)
-    tables["tokens"][-1]["cosine_W_U"] = None           # of all layers there is none
     return tables
 
 
@@ -155,8 +133,8 @@ def keep(runs, path):
 # row of the figure: table, column, R^c before it
 LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
          "the same, length held": ("projections", "attention", "before"),
+         "one map for all, length held": ("projections", "fixed", "before"),
          "each token alone, length held": ("projections", "alone", "before"),
-         "turned at random, length held": ("projections", "turned", "before"),
          "noise, length held": ("projections", "noise", "before")}
 
 

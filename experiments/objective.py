@@ -65,22 +65,17 @@ def table(path, c):
 
 
 def draw(tables, path):
-    """What layers after the first add to R - R^c of 64 samples coded together, in % of what trained
-    layers add on their own subspaces."""
+    """What layers after the first add to R and to R^c of 64 samples coded together."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
-    for x in (0, 100):
-        ax.axvline(x, color="black", lw=0.8)
+    ax.axvline(0, color="black", lw=0.8)
     for place, rows in enumerate(tables.values()):
-        found = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
-        for weights, key, words, mark in (
-                ("trained", "later_elsewhere", "trained layers, random subspaces", "o"),
-                ("at random weights", "later", "random weights", "s")):
-            share = 100 * found[weights][key] / found["trained"]["later"]
-            ax.plot(share, place, mark, color="C0" if mark == "o" else "0.3", mfc="white",
-                    label=words if place == 0 else None)
+        for row in (row for row in rows if row["together"] == TOGETHER[-1]):
+            for key, rate, style in (("later_R", "$R$", "oC0"), ("later_Rc", "$R^c$", "sC3")):
+                trained = row["weights"] == "trained"
+                ax.plot(row[key], place, style, mfc=None if trained else "white",
+                        label=None if place else f"{rate}, {row['weights']}")
     ax.set_yticks(range(len(tables)), [name.removeprefix("pretrained:") for name in tables])
-    ax.set(xlabel="gain of $R - R^c$, % of that of trained layers on their own subspaces",
-           ylim=(len(tables) - 0.5, -0.5))
+    ax.set(xlabel="added by the layers after the first, nats", ylim=(len(tables) - 0.5, -0.5))
     ax.spines[["top", "right"]].set_visible(False)
     legend_below(figure, ax)
     figure.savefig(path, dpi=200)
