@@ -14,6 +14,7 @@ are alike, above all itself. --change has controls between one matrix and three,
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
 """
+import csv
 from dataclasses import dataclass
 
 import torch
@@ -125,6 +126,13 @@ def train(c, arch, seed):
     return dict(steps=None, accuracy=accuracy)
 
 
+def change_of(c):
+    """What is changed, in a word or two."""
+    if c.shift:
+        return "--shift" if c.change == "none" else f"--shift {c.change}"
+    return c.change
+
+
 def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...]."""
     c = parse(Recall, argv, __doc__)
@@ -134,12 +142,13 @@ def main(argv):
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
         if c.csv:
             with open(c.csv, "a") as file:
+                writer = csv.writer(file, lineterminator="\n")
                 if not file.tell():
-                    print("arch,change,width,parameters,lr,seed,steps,accuracy", file=file)
+                    writer.writerow(("arch", "change", "width", "parameters", "lr", "seed", "steps",
+                                     "accuracy"))
                 for seed, run in enumerate(runs):
-                    change = " ".join(["--shift"] * c.shift + [c.change]).replace(" none", "")
-                    print(arch, change, c.width, parameters, c.lr, seed, run["steps"] or "",
-                          round(run["accuracy"], 4), sep=",", file=file)
+                    writer.writerow((arch, change_of(c), c.width, parameters, c.lr, seed,
+                                     run["steps"], round(run["accuracy"], 4)))
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")
                     | averages(runs))

@@ -53,24 +53,26 @@ def segment(c):
     loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
     data = images.load_for(c.data, loaded.meta, c.data_dir)
-    n, overlaps, prior = len(data.val.masks), {}, None
+    n, overlaps = len(data.val.masks), {}
+
+    def objects(split):
+        masks = torch.tensor(split.masks[:n])[:, None]
+        return augment.at_size(masks, min(size, masks.shape[-1]))[:, 0].bool()
+    prior = objects(data.train).float().mean(0, keepdim=True)
     for name, split in (("train", data.train), ("val", data.val)):
-        truth = torch.tensor(split.masks[:n])[:, None]
-        truth = augment.at_size(truth, min(size, truth.shape[-1]))[:, 0].bool()
-        pictures, parts = images.Images(split, processes.device), []
+        truth, pictures, parts = objects(split), images.Images(split, processes.device), []
         for index in with_bar(torch.arange(n).split(c.batch_size), name):
             x = images.model_input(pictures.batch(index)[0], data, size)
             with processes.autocast():
                 maps = saliency(encoder.trace(x)[-1].attention, loaded.pooling)
             maps = maps.mean(1).float().cpu().unflatten(-1, (encoder.config.side, -1))
             parts.append(overlap_at_thresholds(maps, truth[index]))
-        prior = truth.float().mean(0, keepdim=True) if prior is None else prior
         of_prior = overlap_at_thresholds(prior, truth)
         overlaps[name] = torch.stack([torch.cat(parts, 1), of_prior], 2).mean(1)    # (100, 2)
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, of_prior = overlaps["val"].gather(0, best)[0].tolist()
-    encoder = "random" if c.untrained else c.ckpt
-    return dict(data=c.data, encoder=encoder, n=n, iou=mean, iou_prior=of_prior)
+    return dict(data=c.data, encoder="random" if c.untrained else c.ckpt, n=n, iou=mean,
+                iou_prior=of_prior)
 
 
 def main(argv):
