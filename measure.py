@@ -16,16 +16,16 @@ def spread(total, n):
 
 
 def traces(loaded, c):
-    """Yields (numbers, [(layer, its LayerTrace) ...]) of each of `inputs`."""
+    """Yields (which samples, [(layer, its LayerTrace) ...]) for each batch of `inputs`."""
     backbone = loaded.backbone
     for index, x in inputs(loaded, c):
         yield index, [*zip(backbone.layers, backbone.trace(x))]
 
 
 def inputs(loaded, c):
-    """Yields (numbers of images (B,) or tokens (B, n), the backbone's input), batch by batch, for
-    c.samples images or windows of text, spread over the split. Images have the type of the weights;
-    nothing is masked."""
+    """Yields (which images of the split (B,), or which tokens (B, n); the backbone's input), batch
+    by batch, for c.samples images or windows of text, spread over the split. Images have the type
+    of the weights; nothing is masked."""
     config, weight = loaded.model.config, next(loaded.model.parameters())
     if loaded.task == "gpt":
         tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
