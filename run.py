@@ -58,8 +58,8 @@ def in_words(speed):
 
 
 class Meter:
-    """The losses of the steps since the last read(), which stay on the device until then, and the
-    seconds of each step, without evaluations and checkpoints. A step has `samples`, one of which
+    """The losses of the last steps, which stay on the device until they are read, and the seconds
+    of each step, without evaluations and checkpoints. A step has `samples`, one of which
     takes `flops`, 0 if nobody counted, and is a text of `tokens` or, None, an image."""
 
     def __init__(self, processes, samples, flops=0, tokens=None):
@@ -69,13 +69,16 @@ class Meter:
     def start(self):
         self.started = time.perf_counter()
 
-    def stop(self):
+    def stop(self, loss, read):
+        """Ends a step. If `read`, returns the losses since the last time, as means over the
+        processes, before the clock stops, since that waits for a GPU; else []."""
+        self.losses.append(loss.detach())
+        losses = []
+        if read:
+            losses, self.losses = torch.stack(self.losses), []
+            losses = (self.processes.sum(losses) / self.processes.world).tolist()
         self.seconds.append(time.perf_counter() - self.started)
-
-    def read(self):
-        """The losses, as means over the processes. This waits for a GPU."""
-        losses, self.losses = torch.stack(self.losses), []
-        return (self.processes.sum(losses) / self.processes.world).tolist()
+        return losses
 
     def speed(self, steps):
         """{name in metrics.jsonl: value} of the last steps without the first of all, which may
@@ -187,21 +190,21 @@ class Run:
         and numbers(), if given. RunEnded if a loss is not finite."""
         self.step += 1
         self.bar.update()
-        self.meter.losses.append(loss.detach())
         self.evaluation_due = self.step == self.total or self.step % self.eval_every == 0
         line_due = self.step == 1 or self.step % self.config.log_every == 0 or self.evaluation_due
-        losses = self.meter.read() if line_due else []      # before stop(): it waits for the step
-        self.meter.stop()
+        losses = self.meter.stop(loss, read=line_due)
         for step, each in enumerate(losses, self.step - len(losses) + 1):
             self._check_finite(each, step)
         if line_due:
-            mean, speed = sum(losses) / len(losses), self.meter.speed(len(losses))
-            more = numbers() if numbers else {}
-            self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
-            words = f"loss {mean:.4f}{in_words(speed)}"
-            self.bar.set_postfix_str(words)
-            if self.bar.disable:
-                self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
+            self._write_means(losses, lr, numbers() if numbers else {})
+
+    def _write_means(self, losses, lr, more):
+        mean, speed = sum(losses) / len(losses), self.meter.speed(len(losses))
+        self.write(dict(step=self.step, split="train", loss=mean, lr=lr, **speed, **more))
+        words = f"loss {mean:.4f}{in_words(speed)}"
+        self.bar.set_postfix_str(words)
+        if self.bar.disable:
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):
