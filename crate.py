@@ -1,6 +1,6 @@
 """CRATE in one file: a transformer whose layers are derived from optimization steps.
 
-    python crate.py         trains on drawn shapes, then looks inside every layer
+    python crate.py         trains on drawn shapes, two minutes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse:
 max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
@@ -97,8 +97,8 @@ class Layer(nn.Module):
         self.norm2, self.sparsification = nn.LayerNorm(d), ISTA(d)
 
     def forward(self, Z):
-        Z = Z + self.attention(self.norm1(Z))                               # compress
-        return self.sparsification(self.norm2(Z))                           # sparsify
+        Z = Z + self.attention(self.norm1(Z))                       # derived to compress
+        return self.sparsification(self.norm2(Z))                   # derived to sparsify
 
 
 class CRATE(nn.Module):
@@ -160,20 +160,18 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x:
+    """A dict for each layer, of means over the pictures x; eps as in the released code's figures:
 
     R^c              of Z^l less its mean token. U is scaled to the norm of orthonormal bases
     attention adds   to it, if U_k^* Z keep their length: longer ones cost more
     alone adds       likewise, in a step as long, if each token attends to itself alone
-    cos(W, U), %     at W = -c U a token alone takes the step of Eq. (33)'s first term
-    objective        of Z^{l+1}, decided by zeros; nonzeros likewise"""
+    objective, nonzeros     of Z^{l+1}; zeros decide the objective"""
     norm = lambda T: T.flatten(1).norm(dim=1)[:, None, None]                # of each picture
     centered = lambda T: T - T.mean(1, keepdim=True)
-    cosine = lambda A, B: F.cosine_similarity(A.flatten(), B.flatten(), 0)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
-        U, W = layer.attention.U.weight, layer.attention.W.weight
-        U = (U * len(U) ** 0.5 / U.norm()).unflatten(0, (layer.attention.K, -1)).mT     # (K, d, p)
+        U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
+        U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         X, start = layer.norm1(Z), centered(Z)
         step = centered(layer.attention(X))
         alone = centered(layer.attention(X.flatten(0, 1)[:, None]).view_as(Z))
@@ -181,7 +179,6 @@ def look(model, x, eps=0.1):
         Rc = lambda T: subspace_coding_rate(T * size(start) / size(T), U, eps).mean()
         rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
                      "alone adds": Rc(start + alone * norm(step) / norm(alone)) - Rc(start),
-                     "cos(W, U), %": 100 * cosine(W, U.transpose(0, 1)),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

@@ -71,6 +71,13 @@ def each_alone(attention, X):
     return attention(X.flatten(0, 1)[:, None]).view_as(X)
 
 
+def one_map(attention, X):
+    """What attention makes of tokens X (B, n, d) with one map for all samples, the mean over the
+    others of the batch: it averages by position, and compares no tokens of its sample."""
+    A, values = attention.map(X), attention.queries_keys_values(X)[2]
+    return attention.join((A.sum(0) - A) / (len(A) - 1) @ values)
+
+
 def one_set(T, together):
     """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
     if len(T) % together:

@@ -6,7 +6,7 @@ measured of tokens less their mean, and after a step each sample is scaled back 
 is at unit size. All steps are as long as attention's:
 
     attention       MSSA(LN(Z))
-    fixed           the same with one map for all samples, the mean over the others of the batch: it
+    one_map         the same with one map for all samples, the mean over the others of the batch: it
                     averages by position, and compares no tokens of its sample
     alone           each token attends to itself alone: the same matrices, and no averages
     turned          attention, turned in each sample by another random rotation: the same averages
@@ -34,7 +34,7 @@ from checkpoint import each_model
 from experiments.shared import FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
+from measure import at_norm, centered, each_alone, one_map, rate_change, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
@@ -64,11 +64,9 @@ def turned(step, generator):
 def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
     X, U = layer.norm1(Z), unit_size(layer.attention.bases())
-    attention, A = layer.attention(X), layer.attention.map(X)
-    others = (A.sum(0) - A) / (len(A) - 1)                                  # (B, K, n, n)
-    values = layer.attention.queries_keys_values(X)[2]
+    attention = layer.attention(X)
     found = dict(
-        attention=attention, fixed=layer.attention.join(others @ values),
+        attention=attention, one_map=one_map(layer.attention, X),
         alone=each_alone(layer.attention, X), turned=turned(attention, generator),
         noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
         gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
@@ -120,7 +118,7 @@ def measured(loaded, c):
 
 def keep(runs, path):
     """Writes the rows of all tables, four digits of each number."""
-    rows = [dict(model=run["name"], table=table) | row
+    rows = [dict(model=run["name"], held=table) | row
             for run in runs for table in TABLES for row in run[table]]
     with open(path, "w", newline="") as file:
         columns = dict.fromkeys(key for row in rows for key in row)
@@ -133,7 +131,7 @@ def keep(runs, path):
 # row of the figure: table, column, R^c before it
 LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
          "the same, length held": ("projections", "attention", "before"),
-         "one map for all, length held": ("projections", "fixed", "before"),
+         "one map for all, length held": ("projections", "one_map", "before"),
          "each token alone, length held": ("projections", "alone", "before"),
          "noise, length held": ("projections", "noise", "before")}
 

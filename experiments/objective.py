@@ -70,7 +70,7 @@ def draw(tables, path):
     ax.axvline(0, color="black", lw=0.8)
     for place, rows in enumerate(tables.values()):
         for row in (row for row in rows if row["together"] == TOGETHER[-1]):
-            for key, rate, style in (("later_R", "$R$", "oC0"), ("later_Rc", "$R^c$", "sC3")):
+            for key, rate, style in (("later_R", "$R$", "oC0"), ("later_Rc", "$R^c$", "sk")):
                 trained = row["weights"] == "trained"
                 ax.plot(row[key], place, style, mfc=None if trained else "white",
                         label=None if place else f"{rate}, {row['weights']}")

@@ -84,7 +84,7 @@ def test_controls(text):
     for i, others in enumerate(([1, 2], [0, 2], [0, 1])):
         fixed = (A[others].mean(0) @ values[i]).transpose(0, 1).flatten(1)
         fixed = centered(attention.W(fixed)[None])[0]
-        assert_near(found["fixed"][i], fixed / fixed.norm() * length[i])
+        assert_near(found["one_map"][i], fixed / fixed.norm() * length[i])
     turned, step = found["turned"], found["attention"]
     assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
     assert (turned - step).norm() > step.norm()
@@ -114,7 +114,7 @@ def test_changes(held, eps=0.3):
         raw = layer.attention(layer.norm1(Z))
     assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
     assert_near(found["tokens"]["as_it_is"], rate(Z + raw) - rate(Z))
-    for name in ("attention", "fixed", "alone", "gradient"):    # the others are drawn
+    for name in ("attention", "one_map", "alone", "gradient"):    # the others are drawn
         step = added[name]
         assert_near(step.norm(dim=(1, 2)), centered(raw).norm(dim=(1, 2)))
         assert_near(found[held][name], rate(after(step)) - rate(before))

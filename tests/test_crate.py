@@ -57,8 +57,5 @@ def test_it_learns_and_looks_inside():
     assert F.cross_entropy(small(x), y).item() < 0.9 * first
     rows = crate.look(small, x)
     assert len(rows) == 2
-    for row, layer in zip(rows, small.layers, strict=True):
-        Rc, change, control, cosine, objective, nonzeros = row.values()
+    for Rc, change, control, objective, nonzeros in map(dict.values, rows):
         assert Rc > abs(change) != abs(control) < Rc and objective < 0 < nonzeros < 100
-        W, U = layer.attention.W.weight, layer.attention.U.weight.mT
-        assert abs(cosine - 100 * (W * U).sum() / (W.norm() * U.norm())) < 1e-3

@@ -20,7 +20,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import layer_numbers
+from measure import at_norm, centered, layer_numbers, one_map, rate_change, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -52,9 +52,12 @@ def of_attention(layer, trace):
     X, U = layer.norm1(trace.tokens), attention.U.weight
     w = attention.projections(X)
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
+    start, fixed = centered(trace.tokens), centered(one_map(attention, X))
+    fixed = at_norm(fixed, centered(trace.half - trace.tokens))
     return dict(
         rise=rates["rise"], gain=rates["gain"],
         attention=rates["Rc_change"], alone=rates["Rc_alone"],
+        one_map=rate_change(start, fixed, unit_size(attention.bases()), 0.1),
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), u=torch.linalg.svdvals(attention.bases()),
         sums=best_multiple(U.T @ U),
