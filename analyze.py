@@ -75,8 +75,9 @@ def layers(c):
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_change: what attention adds to R^c, the projections' length held; Rc_alone: the same "
-          "with each token alone; --help says all columns")
+    print("Rc_tokens: R^c of what enters attention, each projection at norm 1. Rc_change: what "
+          "attention adds to R^c, the projections' length held; Rc_alone: the same with each token "
+          "alone. --help says all columns")
     draw_layers(runs, c)
     return runs
 
@@ -158,7 +159,9 @@ def predict(c):
         answers = [{classes[i]: y for i, y in zip(*row)}
                    for row in zip(best.indices.tolist(), best.values.tolist())]
         maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
-        sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), ["image", "saliency"]
+        query = {"mean": "patches", "class": "class token"}[loaded.pooling]
+        columns = ["image", f"attention of the {query}"]
+        sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), columns
     words = [[f"{key} {y:.3f}" for key, y in answer.items()] for answer in answers]
     for name, parts in zip(names, words):
         print(f"{name}: {', '.join(parts)}")
