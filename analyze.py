@@ -66,7 +66,8 @@ def layer_table(loaded, c):
 
 def layers(c):
     """[{"name", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
-    runs, c.batch_size = [], max(c.together, c.batch_size // c.together * c.together)
+    runs = []
+    c.batch_size = max(c.batch_size // c.together, 1) * c.together      # whole sets
     for loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)

@@ -205,8 +205,8 @@ class Probe(ScoreFlags):
         choices=("class", "mean", "pixels"))
 
 
-def probe(c):
-    """(what was read, [x, y, x_test, y_test, number of classes], Processes)."""
+def probe(c, score):
+    """{what was read} | score(x, y, x_test, y_test, number of classes, processes)."""
     processes = Processes(c.device, c.dtype)
     loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or loaded.pooling
@@ -216,17 +216,15 @@ def probe(c):
         samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
-    return what, [*samples, len(data.classes)], processes
+    return what | score(*samples, len(data.classes), processes)
 
 
 def linear(c):
-    what, samples, _ = probe(c)
-    return what | linear_probe(*samples, c.seed)
+    return probe(c, lambda *samples: linear_probe(*samples[:-1], seed=c.seed))
 
 
 def knn(c):
-    what, samples, processes = probe(c)
-    return what | nearest_neighbours(*samples, processes)
+    return probe(c, nearest_neighbours)
 
 
 @dataclass(kw_only=True)

@@ -635,28 +635,34 @@ def check_word(name, word, words):
         raise ConfigError(f"{name}={word} is not one of {', '.join(words)}")
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True)
+class Family:
     """What the authors of some archs put around the operators."""
-    stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
-    final_norm: bool = True             # an LN after the last layer
     norm_eps: float = 1e-6              # of all LayerNorms except an image model's last
     norm_bias: bool = True
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
     mlp_bias: bool = True
+
+
+@dataclass(frozen=True)
+class ImageFamily(Family):
+    """The same, and more of image models; `LanguageModel` has its own initialization."""
+    stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
+    final_norm: bool = True             # an LN after the last layer
     init_std: float | None = 0.02       # of Linears; None: PyTorch's
     class_token_std: float = 0.02
-    positions_std: float = 0.02         # of an image model's
+    positions_std: float = 0.02
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = Family("norm", final_norm=False, norm_eps=1e-5, qkv_bias=False, init_std=None,
-                  class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = Family(final_norm=False, qkv_bias=False, out_bias=False, class_token_std=1e-6,
-                  embed_kaiming=True)
-AS_VIT = Family()
+AS_CRATE = ImageFamily(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False, init_std=None,
+                       class_token_std=1.0, positions_std=1.0)
+AS_ALPHA = ImageFamily(qkv_bias=False, out_bias=False, final_norm=False, class_token_std=1e-6,
+                       embed_kaiming=True)
+AS_VIT = ImageFamily()
 AS_GPT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
-AS_CRATE_LM = AS_GPT._replace(norm_bias=True, out_bias=True)
+AS_CRATE_LM = Family(norm_eps=1e-5, qkv_bias=False, mlp_bias=False)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
@@ -664,12 +670,12 @@ class Arch(NamedTuple):
     """The operators of a layer, and what is around them."""
     attention: type
     sparsification: type | None         # None: attention only
-    image_family: Family
+    image_family: ImageFamily
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
+    text_family: Family | None = AS_GPT     # nanoGPT's, and ToST's too; None: for images alone
 
     def fields_read(self):
         """The fields of a config that this arch reads, and not every one does."""
@@ -764,6 +770,8 @@ class BackboneConfig:
         if on and self.kind != "text":
             raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
+        if self.family is None:         # its attention may see later tokens, whatever `causal` is
+            raise ConfigError(f"{self.arch} is for images alone")
         d, K = self.width, self.heads
         if self.layer_scale is None:
             self.layer_scale = self.spec.layer_scale
