@@ -161,8 +161,7 @@ def predict(c):
                    for row in zip(best.indices.tolist(), best.values.tolist())]
         maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
         query = {"mean": "patches", "class": "class token"}[loaded.pooling]
-        columns = ["image", f"attention of the {query}"]
-        sheet = figures.overlays(pixels, maps.mean(1, keepdim=True)), columns
+        sheet = figures.overlays(pixels, maps.mean(1, True)), ["image", f"attention of the {query}"]
     words = [[f"{key} {y:.3f}" for key, y in answer.items()] for answer in answers]
     for name, parts in zip(names, words):
         print(f"{name}: {', '.join(parts)}")

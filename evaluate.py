@@ -246,8 +246,8 @@ def lm(c):
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 
 
-COMMANDS = dict(accuracy=(Accuracy, accuracy), linear=(Probe, linear), knn=(Probe, knn),
-                lm=(LM, lm))
+COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": (Probe, knn),
+            "lm": (LM, lm)}
 
 
 def main(argv):

@@ -75,8 +75,7 @@ class ModelFlags:
     head_dim: int | None = option(None, "p; auto is width / heads", low=1)
     layers: int | None = option(None, "L; auto likewise, else 12", low=1, high=10_000)
     eta: float | None = option(None, "step of ISTA and ODL; auto: 0.1 or the checkpoint's", low=0)
-    lambd: float | None = option(None, "sparsity weight; auto: 0.1, of train_mae.py 0.5, or the "
-                                 "checkpoint's", low=0)
+    lambd: float | None = option(None, "sparsity weight; auto: 0.1 (mae: 0.5) or likewise", low=0)
     expansion: int | None = option(None, "C, width of MLP and ODL in units of d; auto: 4", low=1)
     ista_steps: int | None = option(None, "of ODL's code; auto: 2", low=1)
     step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)

@@ -770,7 +770,7 @@ class BackboneConfig:
         if on and self.kind != "text":
             raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
-        if self.family is None:         # its attention may see later tokens, whatever `causal` is
+        if self.family is None:
             raise ConfigError(f"{self.arch} is for images alone")
         d, K = self.width, self.heads
         if self.layer_scale is None:

@@ -112,8 +112,6 @@ class Run:
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.evaluation_due = False     # after the step that log() counted last
-        # from steps()
-        self.total = self.eval_every = self.meter = self.bar = self.began = None
         processes.main_only(self._take_folder)
 
     def _take_folder(self):

@@ -126,7 +126,6 @@ def measured():
     text = dict(data="{data}")              # which page.filled fills
     for prefix, net in (("", trained), ("random_", drawn)):
         numbers = by_layer(net, x, of_layer)
-        # what a layer adds to R - R^c at the norm of Z, with eight pictures coded together
         numbers["gain_of_eight"] = by_layer(net, x[:96], partial(layer_numbers, together=8))["gain"]
         text |= {prefix + name: listed(values) for name, values in numbers.items()}
     return data, text
@@ -143,7 +142,6 @@ def written():
     out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
         r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
         "</label>"), out)
-    # in a table each layer has its column
     out = re.sub(r"<td>\{(\w+)\}", lambda found: "<td>" + text[found[1]].replace(", ", "<td>"), out)
     out = re.sub(r"\{(\w+)\}", lambda found: text[found[1]], out)
     return page.filled(out, data)
