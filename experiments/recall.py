@@ -32,7 +32,7 @@ class Recall:
     """The task and the models that learn it."""
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     change: str = option("none", "of a head: see CHANGES", choices=(
-        "none", "negated", "no self", "query=key", "key=value", "query=value"))
+        "none", "negated", "half negated", "no self", "query=key", "key=value", "query=value"))
     shift: bool = option(False, "keys and values that see the previous token")
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
@@ -57,6 +57,14 @@ class Negated(MSSA):
         return q, -k, v
 
 
+class HalfNegated(MSSA):
+    """One matrix, every second entry of keys times -1: scores stay symmetric, and prefer neither
+    like tokens nor unlike ones."""
+    def queries_keys_values(self, Z, cache=None):
+        q, k, v = super().queries_keys_values(Z, cache)
+        return q, k * (-1) ** torch.arange(self.p), v
+
+
 class NoSelf(MSSA):
     """One matrix, and no token but the first attends to itself."""
     def attend(self, q, k, v):
@@ -76,8 +84,8 @@ def tied(kept, replaced):
     return Tied
 
 
-CHANGES = {"negated": Negated, "no self": NoSelf, "query=key": tied(0, 1),
-           "key=value": tied(1, 2), "query=value": tied(0, 2)}
+CHANGES = {"negated": Negated, "half negated": HalfNegated, "no self": NoSelf,
+           "query=key": tied(0, 1), "key=value": tied(1, 2), "query=value": tied(0, 2)}
 
 
 def build(c, arch):

@@ -28,6 +28,8 @@ def test_changes(change):
     q, k, v = attention.queries_keys_values(Z)                          # (1, 2, 9, 4)
     if change == "negated":                 # scores keep their size and symmetry, but for the sign
         assert torch.equal(q, v) and torch.equal(k, -q)
+    elif change == "half negated":          # symmetric; a token's score with itself has any sign
+        assert torch.equal(q, v) and torch.equal(k, torch.tensor([1, -1, 1, -1]) * q)
     elif change == "no self":
         weights = attention.attend(q, k, torch.eye(9).expand(1, 2, 9, 9))
         assert torch.equal((weights[0, 0] > 0).long(), torch.ones(9, 9).tril(-1).long().index_put(
