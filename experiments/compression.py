@@ -136,6 +136,12 @@ LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
          "noise, length held": ("projections", "noise", "before")}
 
 
+def shares(run):
+    """{row of the figure: what its step adds, summed over layers, in % of R^c before}."""
+    return {line: 100 * run[table][-1][step] / run[table][-1][before]
+            for line, (table, step, before) in LINES.items()}
+
+
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
@@ -143,9 +149,8 @@ def draw(runs, path):
     ax.axvline(0, color="black", lw=0.8)
     for place, run in enumerate(runs):
         text = run["task"] == "gpt"
-        for line, (table, step, before) in enumerate(LINES.values()):
-            summed = run[table][-1]
-            ax.plot(100 * summed[step] / summed[before], line + 0.16 * (place - 2), "o", ms=5,
+        for line, share in enumerate(shares(run).values()):
+            ax.plot(share, line + 0.16 * (place - 2), "o", ms=5,
                     mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
     for line in range(len(LINES) + 1):
@@ -171,6 +176,8 @@ def main(argv):
         for table, words in TABLES.items():
             print(words)
             print_table(runs[-1][table])
+        print("added to R^c, all layers, in % (below 0 it compresses): " + "; ".join(
+            f"{line} {share:+.1f}" for line, share in shares(runs[-1]).items()))
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
