@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 
 from checkpoint import each_model
-from experiments.shared import FIVE
+from experiments.shared import averages, each_sample, FIVE
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, centered, each_alone, one_map, rate_change, traces, unit_size
@@ -88,15 +88,10 @@ def changes(layer, Z, generator, eps):
 
 
 def rows_of(by_layer):
-    """The rows of one table of {column: numbers of N samples} by layer: means, standard errors, and
-    those of the sum over layers."""
-    rows = [dict(layer=l) for l in range(1, len(by_layer) + 1)] + [dict(layer="all")]
-    for column in by_layer[0]:
-        numbers = torch.stack([values[column] for values in by_layer])              # (L, N)
-        for row, each in zip(rows, [*numbers, numbers.sum(0)]):
-            row[column] = each.mean().item()
-            row[f"{column}_error"] = (each.std() / len(each) ** 0.5).item()
-    return rows
+    """The rows of one table of {column: numbers of N samples} by layer, and of their sum."""
+    total = {column: sum(values[column] for values in by_layer) for column in by_layer[0]}
+    return [dict(layer=layer) | averages(each_sample(**values))
+            for layer, values in [*enumerate(by_layer, 1), ("all", total)]]
 
 
 @torch.no_grad()

@@ -1,17 +1,13 @@
 """Does sparse rate reduction predict generalization?
 
 Claim of [S] Table 1: over a grid of runs the SRR measure, the negative of the sparse rate
-reduction, correlates with the generalization gap (Kendall's tau 0.45) and better than other
-measures. The one that was strongest here stands beside it, PAC-Bayes from initialization of [G]
-(Jiang et al., Fantastic Generalization Measures and Where to Find Them, ICLR 2020, Appendix C);
-larger should mean a larger gap. The gap is the validation loss less the training loss, over whole
-splits. Measures compare only among runs that fit the training set alike, so each run ends soon
-after its training loss falls below 0.2.
+reduction, correlates with the generalization gap, Kendall's tau being 0.45. The gap is the
+validation loss less the training loss, over whole splits. Runs compare only if they fit the
+training set alike, so each ends soon after its training loss falls below 0.2.
 
     python -m experiments.correlation       # trains the 48 runs of GRID, or those that are left
 """
 import contextlib
-import math
 import os
 import sys
 from dataclasses import dataclass
@@ -25,11 +21,10 @@ import train_vit
 from checkpoint import load_model
 from data import images
 from evaluate import classify
-from figures import print_table
 from flags import CacheFlags, DeviceFlags, option, parse, ROOT, UserError
 from measure import spread
 from model import sparse_rate_reduction
-from processes import cli, derive_seed, Processes
+from processes import cli, Processes
 
 RECIPE = ("cifar10-small --train_images=3000 --width=128 --heads=4 --layers=4 --patch_size=8 "
           "--crop=none --flip=false --label_smoothing=0 --weight_decay=0 --warmup_epochs=1 "
@@ -45,32 +40,11 @@ class Correlation(DeviceFlags, CacheFlags):
     out_dir: str = option(str(ROOT / "out" / "grid"), "where the folders of the runs are")
     fitted: float = option(0.2, "the training loss at which a run ends, looked at every three "
                            "epochs; one that does not get there in 99 is left out", above=0)
-    samples: int = option(1000, "training images for the measures", low=1)
+    samples: int = option(1000, "training images of which SRR is the mean", low=1)
     dtype: str = option("float32", "autocast's", choices=("float32", "bfloat16"))
 
 
-# ---- Measures -----------------------------------------------------------------------------------
-def largest_sigma(accuracy, drop=0.1, low=1e-5, high=10.0, rounds=12):
-    """The largest sigma with accuracy(sigma) >= accuracy(0) - drop, by bisection of log sigma."""
-    goal = accuracy(0.0) - drop
-    for _ in range(rounds):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if accuracy(middle) >= goal else (low, middle)
-    return low
-
-
-@torch.no_grad()
-def noisy_accuracy(model, x, y, sigma, draws=5):
-    """Mean accuracy with noise N(0, sigma^2) on every matrix, from the same draws for any sigma."""
-    right = 0
-    for draw in range(draws):
-        generator = torch.Generator().manual_seed(draw)
-        noisy = {name: p + sigma * torch.randn(p.shape, generator=generator).to(p)
-                 for name, p in model.named_parameters() if p.ndim == 2}
-        right += (torch.func.functional_call(model, noisy, x).argmax(1) == y).sum().item()
-    return right / (draws * len(y))
-
-
+# ---- The measure --------------------------------------------------------------------------------
 @torch.no_grad()
 def mean_objective(encoder, x):
     """The mean over layers and images of R(Z) - R^c(Z | U) - lambda ||Z||_0 of Z = Z^{l+1}, with
@@ -81,18 +55,6 @@ def mean_objective(encoder, x):
             Z, U = trace.out.cpu().double(), layer.attention.bases().cpu().double()
             total += sparse_rate_reduction(Z, U).sum().item()
     return total / (len(x) * len(layers))
-
-
-def complexities(model, initial, x, y, m):
-    """{measure: value} of a network trained on m images from `initial`; x, y are some. PAC-Bayes is
-    ((||W - W_0||^2 / (4 sigma^2) + log(m / sigma) + 10) / m)^1/2, with the largest sigma whose
-    noise costs at most a tenth of accuracy."""
-    moved = sum((w - v).detach().cpu().double().square().sum().item()
-                for w, v in zip(model.parameters(), initial.to(x.device).parameters(), strict=True)
-                if w.ndim == 2)
-    sigma = largest_sigma(lambda s: noisy_accuracy(model, x, y, s))
-    bound = (moved / (4 * sigma ** 2) + math.log(m / sigma) + 10) / m
-    return {"SRR": -mean_objective(model.encoder, x), "PAC-Bayes": math.sqrt(bound)}
 
 
 # ---- Kendall's tau ------------------------------------------------------------------------------
@@ -109,17 +71,13 @@ def tau_b(x, y, counts):
     return both / np.sqrt(np.where(in_x * in_y > 0, in_x * in_y, 1))        # both is 0 there
 
 
-def correlations(rows, draws=2000, seed=0):
-    """{measure: [tau, low, high]} of rows dict(gap, measures); low and high are the 2.5 and 97.5
-    percentiles of bootstrapped runs."""
-    n, y = len(rows), np.array([row["gap"] for row in rows])
+def correlation(x, y, draws=2000, seed=0):
+    """[tau, low, high] of x and y (n,); low and high are the 2.5 and 97.5 percentiles of
+    bootstrapped runs."""
+    n = len(x)
     samples = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), draws)
-    counts = np.concatenate([np.ones((1, n)), samples])             # the runs themselves come first
-    table = {}
-    for name in rows[0]["measures"]:
-        taus = tau_b(np.array([row["measures"][name] for row in rows]), y, counts)
-        table[name] = [taus[0], *np.percentile(taus[1:], (2.5, 97.5))]
-    return table
+    tau, *taus = tau_b(x, y, np.concatenate([np.ones((1, n)), samples]))     # as they are, first
+    return [tau, *np.percentile(taus, (2.5, 97.5))]
 
 
 # ---- The runs -----------------------------------------------------------------------------------
@@ -144,37 +102,32 @@ def fit(theta, folder, c, processes):
 
 
 def examine(theta, c, processes):
-    """One run: dict(theta, train_loss, gap, measures)."""
+    """One run: dict(theta, train_loss, gap, srr)."""
     folder = Path(c.out_dir) / "-".join(map(str, theta.values()))
     loaded, data, train, loss = fit(theta, folder, c, processes)
-    model = loaded.model
-    initial = load_model(folder / "ckpt.pt", untrained_seed=derive_seed(theta["seed"], "weights"))
     val = images.Images(data.val, processes.device)
-    gap = classify(model, val, data, processes)["loss"] - loss
-    batch, y = train.batch(spread(len(train), c.samples))
-    x = images.model_input(batch, data, model.config.image_size)
-    return dict(theta=theta, train_loss=loss, gap=gap,
-                measures=complexities(model, initial.model, x, y, len(train)))
+    gap = classify(loaded.model, val, data, processes)["loss"] - loss
+    batch = train.batch(spread(len(train), c.samples))[0]
+    x = images.model_input(batch, data, loaded.encoder.config.image_size)
+    return dict(theta=theta, train_loss=loss, gap=gap, srr=-mean_objective(loaded.encoder, x))
 
 
 def main(argv):
-    """(taus, rows): Kendall's tau of each measure with its 95 % interval, and the runs."""
+    """([tau, low, high], rows): Kendall's tau of SRR and gap with its 95 % interval, the runs."""
     c = parse(Correlation, argv, __doc__)
     processes, rows = Processes(c.device, c.dtype), []
     for number, theta in enumerate(GRID, 1):
         row = examine(theta, c, processes)
-        fits = row["train_loss"] <= c.fitted
-        if fits:
-            rows.append(row)
         print(f"{number}/{len(GRID)} {theta}: training loss {row['train_loss']:.4f}, gap "
-              f"{row['gap']:.4f}{', left out' * (not fits)}", file=sys.stderr, flush=True)
+              f"{row['gap']:.4f}, SRR {row['srr']:.2f}", file=sys.stderr, flush=True)
+        if row["train_loss"] <= c.fitted:
+            rows.append(row)
     if len(rows) < 3:
         raise UserError(f"--fitted={c.fitted:g} is reached by {len(rows)} runs, 3 are needed")
-    table = correlations(rows)
-    print(f"Kendall's tau of {len(rows)} runs, and its 95 % interval")
-    print_table([dict(measure=name, tau="{:.2f} [{:.2f}, {:.2f}]".format(*line))
-                 for name, line in table.items()])
-    return table, rows
+    found = correlation(*(np.array([row[name] for row in rows]) for name in ("srr", "gap")))
+    print(f"Kendall's tau of {len(rows)} runs: {found[0]:.2f}, 95 % interval {found[1]:.2f} to "
+          f"{found[2]:.2f}")
+    return found, rows
 
 
 if __name__ == "__main__":

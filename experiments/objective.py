@@ -6,14 +6,14 @@ Elsewhere is the control: R^c of random orthogonal subspaces that fill the space
 
     python -m experiments.objective --figure=docs/figures/objective.png
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from checkpoint import load_model
+from checkpoint import open_model
 from experiments.shared import FIVE, random_subspaces
 from figures import legend_below, new_figure, print_table
-from flags import CacheFlags, CheckpointFlags, DeviceFlags, option, parse, UserError
+from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, one_set, traces, unit_size
 from model import coding_rate, subspace_coding_rate
 from processes import cli, Processes
@@ -22,11 +22,9 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(CheckpointFlags, DeviceFlags, CacheFlags):
+class Objective(SampleFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
-    seed: int = option(0, "draws the random weights and subspaces", low=0)
-    split: str = option("val", "which part of the data", choices=("train", "val"))
+    untrained: bool = option(True, "random weights, too")
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
     figure: str | None = option(None, "a .png of the gains; none: no figure")
@@ -52,10 +50,10 @@ def added(loaded, c, together, eps=0.1):
 
 def table(path, c):
     """The rows of a checkpoint."""
-    rows = []
-    for untrained, words in ((False, "trained"), (True, "at random weights")):
-        loaded = load_model(path, c.heads, untrained_seed=c.seed if untrained else None)
-        loaded.model.to(Processes(c.device).device)
+    rows, device = [], Processes(c.device).device
+    for untrained in (False, True) if c.untrained else (False,):
+        loaded = open_model(replace(c, ckpt=path, untrained=untrained), device)
+        words = "at random weights" if untrained else "trained"
         for together in TOGETHER:
             R, Rc, elsewhere = added(loaded, c, together)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
