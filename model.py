@@ -34,7 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.spec is the arch's row of ARCHS: its operators; config.family is what is around them
+# config.spec is the arch's row of the table ARCHS; config.family says which maps have biases, etc.
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
     queries are of the last m of n tokens, and a token has weights on itself and those before."""
@@ -100,9 +100,8 @@ class Attention(nn.Module, ABC):
 
 
 class SoftmaxAttention(Attention):
-    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. Where these are
-    not U^* Z all three, a subclass has its own `queries_keys_values`. What --shift, --rotary and
-    the cache are stands below, under "What language models add"."""
+    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. A subclass adds
+    `queries_keys_values`."""
     reads = "rotary", "shift"
 
     def __init__(self, config):
@@ -111,19 +110,19 @@ class SoftmaxAttention(Attention):
         self.rotary = config.rotary
         self.mix = first_mix(self.heads) if config.shift else None
 
+    @abstractmethod
     def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them."""
-        w = self.projections(Z)
-        seen = w if cache is None else cache.append(w)
-        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them, all
+        (B, K, n, p)."""
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512      # measured
-        wrong = 1 < m < n       # its causal mask takes m queries for the first of n tokens
-        if slower or wrong:
+        # as measured; and its causal mask takes m queries for those of the first of n tokens
+        fused_is_slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
+        fused_is_wrong = 1 < m < n
+        if fused_is_slower or fused_is_wrong:
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
@@ -159,6 +158,11 @@ class MSSA(SoftmaxAttention):
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
+
+    def queries_keys_values(self, Z, cache=None):
+        w = self.projections(Z)         # all three, but for --shift and --rotary, see far below
+        seen = w if cache is None else cache.append(w)
+        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
 
     def join(self, heads):
         if self.output == "learned":
@@ -638,7 +642,7 @@ def check_word(name, word, words):
 @dataclass(frozen=True)
 class Family:
     """What the authors of some archs put around the operators."""
-    norm_eps: float = 1e-6              # of all LayerNorms except an image model's last
+    norm_eps: float = 1e-6              # of all LayerNorms but an image model's last
     norm_bias: bool = True
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
@@ -675,7 +679,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    text_family: Family | None = AS_GPT     # nanoGPT's, and ToST's too; None: for images alone
+    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
 
     def fields_read(self):
         """The fields of a config that this arch reads, and not every one does."""
@@ -770,8 +774,6 @@ class BackboneConfig:
         if on and self.kind != "text":
             raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
-        if self.family is None:
-            raise ConfigError(f"{self.arch} is for images alone")
         d, K = self.width, self.heads
         if self.layer_scale is None:
             self.layer_scale = self.spec.layer_scale
@@ -900,15 +902,6 @@ def sincos_positions(d, side):
     return F.pad(torch.cat([column, row], 1), (0, 0, 1, 0)).float()[None]
 
 
-def saliency(attention, query="class"):
-    """The weights that an attention map (B, K, 1 + n, 1 + n) gives the patches, (B, K, n): in the
-    class token's row, below [B] Eq. (7.2.41), or ("mean", for a mean-pooled head) on average over
-    the patches' rows. TSSA has memberships Pi (B, K, 1 + n) instead."""
-    if attention.ndim == 3:
-        return attention[..., 1:]
-    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
-
-
 class ImageEncoder(Backbone):
     """Patches to tokens, a class token in front, positions, then the layers.  [N] Section B.1.1.
 
@@ -921,7 +914,7 @@ class ImageEncoder(Backbone):
         patch = 3 * c.patch_size ** 2
         embed = [nn.Linear(patch, c.width)]
         if c.stem == "norm":
-            embed = [nn.LayerNorm(patch), *embed, nn.LayerNorm(c.width)]
+            embed = [nn.LayerNorm(patch, c.family.norm_eps), *embed, layer_norm(c)]
         self.embed = nn.Sequential(*embed)
         self.class_token = nn.Parameter(torch.zeros(1, 1, c.width))
         if c.positions == "learned":

@@ -94,18 +94,17 @@ class Meter:
 
 
 class Run:
-    """One training run in one folder; `name` is TASK-PRESET. A checkpoint is made of the model that
-    is evaluated, the optimizers, and in `extra` tensors that change in place. A script calls
-    resume(), which may fill them, then for each of steps() log(), and record() after an evaluation,
-    at last done(). Every process calls them, rank 0 alone writes. A failed write ends the run."""
+    """One training run in one folder, out/TASK-NAME. A checkpoint is made of the model that is
+    evaluated, the optimizers, and in `extra` tensors that change in place. A script calls resume(),
+    which may fill them, then for each of steps() log(), and record() after an evaluation, at last
+    done(). Every process calls them, rank 0 alone writes. A failed write ends the run."""
 
-    def __init__(self, config, name, processes, model, optimizers, data_meta, extra=None):
-        self.config, self.processes = config, processes
+    def __init__(self, config, task, name, processes, model, optimizers, data_meta, extra=None):
+        self.config, self.task, self.processes = config, task, processes
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
-        self.task, _, preset = name.partition("-")
-        self.flags = dict(task=self.task, name=preset) | vars(config)
-        self.dir = Path(config.out_dir or ROOT / "out" / name)
+        self.flags = dict(task=task, name=name) | vars(config)
+        self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}

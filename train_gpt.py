@@ -98,7 +98,8 @@ def main(argv):
                         f"{c.steps * c.batch_size:,} windows of {c.context}")
     val = data.val[:c.eval_windows * c.context + 1] if c.eval_windows else data.val
     validate = partial(language_scores, processes=processes, n_vocab=tokenizer.n_vocab,
-                       batch_size=c.micro_batch or rows.stop - rows.start, mask_rate=c.mask_rate)
+                       mask_rate=c.mask_rate,
+                       batch_size=c.micro_batch or c.batch_size // processes.world)
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -110,7 +111,7 @@ def main(argv):
     schedule = cosine_schedule(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, f"gpt-{name}", processes, model, optimizers, data.meta())
+    run = Run(c, "gpt", name, processes, model, optimizers, data.meta())
     run.resume()
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

@@ -95,7 +95,7 @@ def main(argv):
     schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
-    run = Run(c, f"mae-{name}", processes, model, optimizers, data.meta())
+    run = Run(c, "mae", name, processes, model, optimizers, data.meta())
     run.resume()
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)

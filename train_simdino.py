@@ -220,7 +220,7 @@ def main(argv):
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
-    run = Run(c, f"simdino-{name}", processes, teacher, optimizers, data.meta(),
+    run = Run(c, "simdino", name, processes, teacher, optimizers, data.meta(),
               dict(student=student.state_dict(), center=center))
     if resumed := run.resume():
         student.load_state_dict(resumed["extra"]["student"])

@@ -175,7 +175,7 @@ def main(argv):
     c, name = parse_run(Config, PRESETS, argv, __doc__, default="imagenet")
     processes = Processes(c.device, c.dtype)
     device, rows = processes.device, processes.rows(c.batch_size)
-    if c.cutmix and (rows.stop - rows.start) % 2:
+    if c.cutmix and c.batch_size // processes.world % 2:
         raise UserError("--cutmix pairs images: a process needs an even number of them")
 
     # ---- data; a pretrained encoder gets images normalized as in its pretraining
@@ -204,7 +204,7 @@ def main(argv):
     schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, f"vit-{name}", processes, model, optimizers, data.meta())
+    run = Run(c, "vit", name, processes, model, optimizers, data.meta())
     run.resume()
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)

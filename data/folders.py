@@ -65,8 +65,9 @@ def by_split(places):
     there are splits is said above; a file that no name leads to does not count."""
     found = {file: split_at(names) for file, names in places.items()}
     splits = {split for split, _ in found.values() if split}
-    everywhere = all(split for file, (split, _) in found.items() if places[file])
-    if splits and everywhere or "train" in splits and len(splits) > 1:
+    all_have_one = all(split for file, (split, _) in found.items() if places[file])
+    train_and_another = "train" in splits and len(splits) > 1
+    if splits and all_have_one or train_and_another:
         return {split: {file: below for file, (of, below) in found.items() if of == split}
                 for split in ("train", "val", "test") if split in splits}
     for split in splits:

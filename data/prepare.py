@@ -23,7 +23,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Callable
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])      # in place of data/ itself
@@ -36,32 +36,38 @@ from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
 from processes import cli, note
 
+SEED = 2357         # of every order and part that is drawn
 
-# ---- Kinds of sets. `hub` is a set's name on the Hub, None for a person's own -------------------
-class DrawnSet(NamedTuple):
+
+# ---- Kinds of sets ------------------------------------------------------------------------------
+@dataclass(kw_only=True)
+class Set:
+    """A kind has write(source, draft), which fills `draft` and returns what meta.json says."""
+    hub: str | None = None      # its name on the Hub; None: drawn, or a person's own
+    disk: str = ""              # the room of a set that is too large to be made unasked
+
+
+@dataclass
+class DrawnSet(Set):
     """Pictures of shapes.py, with the exact mask of each object."""
     counts: tuple = (10_000, 2_000)     # of pictures: train, val
-    hub: str | None = None              # it is drawn, whatever the source
-    disk: str = ""
+    size: int = 32                      # pixels per side
 
     def write(self, source, draft):
-        """Draws the pictures into the folder `draft`; returns what meta.json says of them."""
         for seed, (split, n) in enumerate(zip(("train", "val"), self.counts)):
-            arrays = shapes.draw_shapes(n, seed)
+            arrays = shapes.draw_shapes(n, seed, self.size)
             for kind, array in zip(("images", "labels", "masks"), arrays):
                 array.tofile(draft / f"{split}_{kind}.bin")
-        return image_meta(list(shapes.SHAPES), 32, draft)
+        return image_meta(list(shapes.SHAPES), self.size, draft)
 
 
-class ImageSet(NamedTuple):
+@dataclass
+class ImageSet(Set):
     """Square pictures by class, of the Hub or of a person's own folder."""
     size: int                       # pixels per side, as stored
-    hub: str | None = None
     val: str = "val"                # the split that validates
     image: str = "image"            # the column of the pictures
-    label: str = "label"
     streamed: bool = False          # read as it comes, and keeps its order; else one is drawn
-    disk: str = ""                  # the room of a set that is too large to be made unasked
 
     def read(self, source, draft):
         """{split: rows}, of the Hub, of its files in a folder, or of a person's own folder."""
@@ -88,7 +94,7 @@ class ImageSet(NamedTuple):
                 files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
                          for cell in cells]
                 decoded = threads.map(lambda file: folders.read_picture(file, self.size), files)
-                for cell, label, (pixels, problem) in zip(cells, batch[self.label], decoded):
+                for cell, label, (pixels, problem) in zip(cells, batch["label"], decoded):
                     if problem:
                         problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
                     else:
@@ -100,27 +106,25 @@ class ImageSet(NamedTuple):
             raise UserError(f"no picture of its {split} can be read: {problems[:1]}")
 
     def write(self, source, draft):
-        """Writes the pictures and labels of both splits; returns what meta.json says of them."""
         sets = self.read(source, draft)
         for split, name in (("train", "train"), ("val", self.val)):
             if name not in sets:
                 raise UserError(f"there is no part `{name}`, only {', '.join(sets)}")
             rows = sets[name] if self.streamed else sets[name].shuffle(seed=SEED)
             self.write_split(split, rows, draft)
-        classes = getattr(sets["train"].features[self.label], "names", None)
+        classes = getattr(sets["train"].features["label"], "names", None)
         return image_meta(classes, self.size, draft)
 
 
-class TextSet(NamedTuple):
+@dataclass
+class TextSet(Set):
     """Texts, stored as the tokens of each split."""
     tokenizer: str = "gpt2"         # or "char"
-    hub: str | None = None
     revision: str | None = None
     one_text: bool = False          # the rows are parts of one text
     held_out: float = 0.01          # of the rows, where none are for validation
     make: Callable | None = None    # returns the one text, where nothing is read
     characters: str | None = None   # of "char", in place of those of the training text
-    disk: str = ""                  # as of an ImageSet
 
     def read(self, source, draft):
         """{split: texts}, of the Hub or of a person's own folder. A single one has no val."""
@@ -142,7 +146,6 @@ class TextSet(NamedTuple):
         return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
 
     def write(self, source, draft):
-        """Writes the tokens of all splits; returns what meta.json says of them."""
         texts = self.read(source, draft)
         single = "train" in texts and "val" not in texts
         if single:                      # a single text: its last tenth validates
@@ -214,24 +217,22 @@ def pydoc():
 
 IMAGES = {
     "shapes": DrawnSet(),
-    "cifar10": ImageSet(32, "uoft-cs/cifar10", val="test", image="img", streamed=True),
-    "cifar100": ImageSet(32, "uoft-cs/cifar100", val="test", image="img", label="fine_label",
-                         streamed=True),
-    "pets": ImageSet(256, "timm/oxford-iiit-pet", val="test"),
+    "cifar10": ImageSet(32, hub="uoft-cs/cifar10", val="test", image="img", streamed=True),
+    "pets": ImageSet(256, hub="timm/oxford-iiit-pet", val="test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
-    "imagenet": ImageSet(256, "ILSVRC/imagenet-1k", val="validation", streamed=True, disk="262 GB"),
+    "imagenet": ImageSet(256, hub="ILSVRC/imagenet-1k", val="validation", streamed=True,
+                         disk="262 GB"),
 }
 PRINTABLE = "\n" + "".join(map(chr, range(32, 127)))    # of pydoc, whatever the Python version
 TEXTS = {
     # the share is nanoGPT's, so that losses compare
-    "openwebtext": TextSet("gpt2", "Skylion007/openwebtext", held_out=0.0005, disk="18 GB"),
+    "openwebtext": TextSet("gpt2", hub="Skylion007/openwebtext", held_out=0.0005, disk="18 GB"),
     # its own files are a script, which the Hub has converted
-    "shakespeare_char": TextSet("char", "karpathy/tiny_shakespeare",
+    "shakespeare_char": TextSet("char", hub="karpathy/tiny_shakespeare",
                                 revision="refs/convert/parquet", one_text=True),
     "pydoc": TextSet("char", make=pydoc, characters=PRINTABLE),
 }
 SETS = {**IMAGES, **TEXTS}
-SEED = 2357         # of every order and part that is drawn
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------

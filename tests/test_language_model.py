@@ -20,7 +20,7 @@ def build(arch="crate", **fields):
     return randomize(models.LanguageModel(config), 0.3).eval()
 
 
-TEXT_ARCHS = [arch for arch, row in models.ARCHS.items() if row.text_family]
+TEXT_ARCHS = [*models.ARCHS]
 BOTH = ["crate rotary shift", "transformer rotary shift"]
 
 

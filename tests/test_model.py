@@ -412,15 +412,11 @@ def test_a_field_that_changes_nothing_is_refused(arch, name, value):
                        name) == value
 
 
-def test_configs_refuse_what_no_model_does(monkeypatch):
-    """Rotary positions of an image, unknown words, a text of an arch for images alone."""
+def test_configs_refuse_what_no_model_does():
+    """Rotary positions of an image, unknown words."""
     for wrong in (dict(rotary=True), dict(pool="max"), dict(positions="none"), dict(stem="x")):
         with pytest.raises(model.ConfigError, match=[*wrong][0]):
             model.ImageConfig(**wrong)
-    monkeypatch.setitem(model.ARCHS, "flat", model.ARCHS["crate"]._replace(text_family=None))
-    model.ImageConfig(arch="flat")
-    with pytest.raises(model.ConfigError, match="flat is for images alone"):
-        model.TextConfig(arch="flat")
 
 
 def test_flags_of_the_layers_are_fields_of_a_config():

@@ -2,6 +2,7 @@
 import json
 import os
 import resource
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -224,7 +225,7 @@ def test_a_validation_split_of_the_hub_is_val(tmp_path, monkeypatch):
     rows = dict(train=["ab", "ba"], validation=["bb"])
     sets = {split: datasets.Dataset.from_dict(dict(text=part)) for split, part in rows.items()}
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **options: sets)
-    prepare.prepare("hubs", CHARACTERS._replace(hub="a/set"), None, tmp_path)
+    prepare.prepare("hubs", replace(CHARACTERS, hub="a/set"), None, tmp_path)
     data = text.load("hubs", tmp_path)
     assert data.tokenizer.decode(data.train) == "abba" and data.tokenizer.decode(data.val) == "bb"
 
@@ -243,7 +244,7 @@ def test_shakespeare_is_split_by_position(tmp_path, bpe):
     for split, part in dict(train=play[:700], validation=play[700:1500], test=play[1500:]).items():
         parquet(tmp_path / f"hub/{split}/0000.parquet", text=[part])
     for name, tokenizer in (("plays", "gpt2"), ("shakespeare_char", "char")):
-        row = prepare.SETS["shakespeare_char"]._replace(tokenizer=tokenizer)
+        row = replace(prepare.SETS["shakespeare_char"], tokenizer=tokenizer)
         prepare.prepare(name, row, tmp_path / "hub", tmp_path)
         data = text.load(name, tmp_path)
         assert data.tokenizer.decode(data.train) == play[:left]

@@ -20,7 +20,7 @@ def run_in(out, model=None, optimizers=(), version=None, log_every=1, **more):
     flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
     config = SimpleNamespace(**vars(flags), batch_size=1)
     meta = dict(name="abc", version=version)
-    return Run(config, "vit-tiny", Processes("cpu"), model, optimizers, meta)
+    return Run(config, "vit", "tiny", Processes("cpu"), model, optimizers, meta)
 
 
 def start(out, total=10, eval_every=100, version=None, **more):
