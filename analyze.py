@@ -15,8 +15,7 @@ from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
 from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
-from measure import layer_numbers, spread, traces
-from model import saliency
+from measure import layer_numbers, saliency, spread, traces
 from processes import cli, Processes
 from run import read_metrics
 from web import page
@@ -35,9 +34,9 @@ class Layers(SampleFlags, OutFlags):
 
     Rc_tokens    R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its caption has
                  R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_change    what attention, derived to lower R^c, adds to it: of tokens less their mean, with
-                 the norm of all U_k^* Z held, as longer projections alone raise R^c
-    Rc_alone     its control: a step as long, for which each token attends to itself alone
+    Rc_added     what attention, which was derived to lower R^c, adds to it
+    Rc_change    the same of tokens less their mean, with the norm of all U_k^* Z held, as longer
+                 projections alone raise R^c
     R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
     gain         the same of R - R^c
     R, Rc        the rates of Z^{l+1}
@@ -76,9 +75,6 @@ def layers(c):
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
-    print("Rc_tokens: R^c of what enters attention, each projection at norm 1. Rc_change: what "
-          "attention adds to R^c, the projections' length held; Rc_alone: the same with each token "
-          "alone. --help says all columns")
     draw_layers(runs, c)
     return runs
 
@@ -89,11 +85,14 @@ def draw_layers(runs, c):
               "nonzeros": "share of entries\nthat are not zero",
               "objective": f"objective $R - R^c - {c.lambd:g}\\,|Z|_0$\n(nats, higher is better)"}
     figure, axes = figures.new_figure(1, 3, 3, 3)
+    colors = {}                         # of a model, trained or not
     for ax, (key, title) in zip(axes.flat, panels.items()):
         for run in runs:
+            color = colors.setdefault(run["name"].removesuffix(", untrained"), f"C{len(colors)}")
+            look = dict(ls="--", mfc="white") if run["untrained"] else {}
             l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
             name = "/".join(Path(run["name"]).parts[-2:]).removeprefix("pretrained:")
-            ax.plot(l, y, "o--" if run["untrained"] else "o-", label=name)
+            ax.plot(l, y, marker="o", color=color, label=name, **look)
         figures.over_layers(ax, title)
     figures.legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)

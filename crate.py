@@ -162,23 +162,24 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 def look(model, x, eps=0.1):
     """A dict for each layer, of means over the pictures x; eps as in the released code's figures:
 
-    R^c              of Z^l less its mean token. U is scaled to the norm of orthonormal bases
-    attention adds   to it, if U_k^* Z keep their length: longer ones cost more
-    alone adds       likewise, in a step as long, if each token attends to itself alone
-    objective, nonzeros     of Z^{l+1}; zeros decide the objective"""
-    norm = lambda T: T.flatten(1).norm(dim=1)[:, None, None]                # of each picture
-    centered = lambda T: T - T.mean(1, keepdim=True)
+    R^c               of Z^l. U is scaled to the norm of orthonormal bases
+    attention, %      what the attention step adds to it, as it is
+    length held, %    the same of tokens less their mean, scaled so that U_k^* Z, which is all that
+                      R^c sees, keeps its length: longer tokens cost more, shorter ones less
+    objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
+    nonzeros, %       of the entries of Z^{l+1}"""
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        X, start = layer.norm1(Z), centered(Z)
-        step = centered(layer.attention(X))
-        alone = centered(layer.attention(X.flatten(0, 1)[:, None]).view_as(Z))
-        size = lambda T: norm(T[:, None] @ U)
-        Rc = lambda T: subspace_coding_rate(T * size(start) / size(T), U, eps).mean()
-        rows.append({"R^c": Rc(start), "attention adds": Rc(start + step) - Rc(start),
-                     "alone adds": Rc(start + alone * norm(step) / norm(alone)) - Rc(start),
+        half = Z + layer.attention(layer.norm1(Z))
+        start, held = (T - T.mean(1, keepdim=True) for T in (Z, half))
+        before, after = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (start, held))
+        held *= (before / after)[:, None, None]
+        Rc, Rc_half, Rc_start, Rc_held = (
+            subspace_coding_rate(T, U, eps) for T in (Z, half, start, held))
+        rows.append({"R^c": Rc.mean(), "attention, %": 100 * (Rc_half / Rc - 1).mean(),
+                     "length held, %": 100 * (Rc_held / Rc_start - 1).mean(),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
@@ -201,7 +202,5 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    adds, alone = (sum(row[f"{name} adds"] for row in after) for name in ("attention", "alone"))
-    print(f"Length held, attention adds {adds:.1f} nats to R^c, each token alone {alone:.1f}")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

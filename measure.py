@@ -42,6 +42,15 @@ def inputs(loaded, c):
             yield index, x.to(weight.dtype)
 
 
+def saliency(attention, query="class"):
+    """The weights that an attention map (B, K, 1 + n, 1 + n) gives the patches, (B, K, n): in the
+    class token's row, below [B] Eq. (7.2.41), or ("mean", for a mean-pooled head) on average over
+    the patches' rows. TSSA has memberships Pi (B, K, 1 + n) instead."""
+    if attention.ndim == 3:
+        return attention[..., 1:]
+    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+
+
 # ---- Rates --------------------------------------------------------------------------------------
 def at_norm(Z, other):
     """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
@@ -66,16 +75,12 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def each_alone(attention, X):
-    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
-    return attention(X.flatten(0, 1)[:, None]).view_as(X)
-
-
-def one_map(attention, X):
-    """What attention makes of tokens X (B, n, d) with one map for all samples, the mean over the
-    others of the batch: it averages by position, and compares no tokens of its sample."""
+def with_foreign_maps(attention, X):
+    """What attention makes of tokens X (B, n, d) if a sample's map is not its own, but (the next
+    sample's of the batch, the mean over all others): neither compares tokens of this sample."""
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    return attention.join((A.sum(0) - A) / (len(A) - 1) @ values)
+    return (attention.join(A.roll(-1, 0) @ values),
+            attention.join((A.sum(0) - A) / (len(A) - 1) @ values))
 
 
 def one_set(T, together):
@@ -88,19 +93,22 @@ def one_set(T, together):
 def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     """{column of `layers`: a number for each set of tokens} of a layer that made `trace`. In
     float64, as float32 may give NaN."""
-    attention, X = layer.attention, layer.norm1(trace.tokens)
-    U = unit_size(attention.bases().double())
-    Z, half, out, X, alone = (one_set(T, together) for T in (
-        trace.tokens, trace.half, trace.out, X, each_alone(attention, X)))
-    start, step = centered(Z), centered(half - Z)
-    w = F.normalize(X[:, None] @ U, dim=-1)                                     # (B, K, n, p)
-    (R_before, Rc_before), (R_scaled, Rc_scaled), (R, Rc) = (
-        (coding_rate(T, eps), subspace_coding_rate(T, U, eps)) for T in (Z, at_norm(out, Z), out))
-    nonzeros_before, nonzeros = ((T != 0).sum((-2, -1)) for T in (Z, out))
+    U = unit_size(layer.attention.bases().double())
+    Z, half, out, X = (one_set(T, together) for T in (
+        trace.tokens, trace.half, trace.out, layer.norm1(trace.tokens)))
+
+    def rates(T):
+        return coding_rate(T, eps), subspace_coding_rate(T, U, eps)
+
+    R_before, Rc_before = rates(Z)
+    R_scaled, Rc_scaled = rates(at_norm(out, Z))
+    R, Rc = rates(out)
+    nonzeros_before, nonzeros = (Z != 0).sum((1, 2)), (out != 0).sum((1, 2))
     objective = R - Rc - lambd * nonzeros
     return dict(
-        Rc_tokens=coding_rate(w, eps).sum(-1), Rc_change=rate_change(start, step, U, eps),
-        Rc_alone=rate_change(start, at_norm(centered(alone), step), U, eps),
+        Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
+        Rc_added=subspace_coding_rate(half, U, eps) - Rc_before,
+        Rc_change=rate_change(centered(Z), centered(half - Z), U, eps),
         R_change=R_scaled - R_before, gain=R_scaled - R_before - (Rc_scaled - Rc_before),
         R=R, Rc=Rc, nonzeros=nonzeros / out[0].numel(), objective=objective,
         rise=objective - (R_before - Rc_before - lambd * nonzeros_before))

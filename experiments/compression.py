@@ -6,20 +6,18 @@ measured of tokens less their mean, and after a step each sample is scaled back 
 is at unit size. All steps are as long as attention's:
 
     attention       MSSA(LN(Z))
-    one_map         the same with one map for all samples, the mean over the others of the batch: it
-                    averages by position, and compares no tokens of its sample
+    next_map        the same with the map of the next sample of the batch: it compares no tokens
+    mean_map        the same with the mean of the maps of all others, which is smoother
     alone           each token attends to itself alone: the same matrices, and no averages
-    turned          attention, turned in each sample by another random rotation: the same averages
-                    of tokens, in a direction that was not learned
     noise           independent Gaussians
-    gradient        -grad R^c, Eq. (31)
 
-There are two tables, in nats; in both `before` is R^c of the tokens less their mean:
+There are three tables; in the first two, in nats, `before` is R^c of the tokens less their mean:
 
     projections     what a step adds to R^c if the norm of (U_k^* Z)_k, which is all that R^c sees,
                     is held
     tokens          the same if the norm of the tokens is held. Also `as_it_is`: what attention adds
                     with neither mean nor norm held, `as_it_was` being R^c before
+    cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill
 
 +- is the standard error over samples. --csv keeps all.
 
@@ -29,47 +27,43 @@ import csv
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from checkpoint import each_model
-from experiments.shared import averages, each_sample, FIVE
+from experiments.shared import averages, each_sample, SEVEN
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, centered, each_alone, one_map, rate_change, traces, unit_size
+from measure import at_norm, centered, rate_change, traces, unit_size, with_foreign_maps
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
 TABLES = {"projections": "added to R^c, the norm of the tokens' projections held",
-          "tokens": "added to R^c, the norm of the tokens held"}
+          "tokens": "added to R^c, the norm of the tokens held",
+          "cosines": "cosines with -grad R^c; all: the mean over layers"}
 
 
 @dataclass(kw_only=True)
 class Compression(SampleFlags):
-    ckpt: str = option(f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer",
-                       "checkpoints, separated by commas")
+    ckpt: str = option(SEVEN, "checkpoints, separated by commas")
     samples: int = option(40, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    batch_size: int = option(20, "samples at once, of which no batch may have but one", low=2)
+    batch_size: int = option(20, "samples at once; of them mean_map is a mean", low=2)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
-def turned(step, generator):
-    """A step (B, n, d), turned in each sample by another random rotation of R^d, as if its output
-    were not learned: lengths and angles of tokens stay."""
-    B, _, d = step.shape
-    Q, R = torch.linalg.qr(torch.randn(B, d, d, generator=generator, dtype=step.dtype))
-    return step @ (Q * R.diagonal(dim1=1, dim2=2).sign()[:, None])      # uniform with these signs
+def each_alone(attention, X):
+    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
+    return attention(X.flatten(0, 1)[:, None]).view_as(X)
 
 
-def steps(layer, Z, generator, eps):
+def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
-    X, U = layer.norm1(Z), unit_size(layer.attention.bases())
-    attention = layer.attention(X)
-    found = dict(
-        attention=attention, one_map=one_map(layer.attention, X),
-        alone=each_alone(layer.attention, X), turned=turned(attention, generator),
-        noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype),
-        gradient=-subspace_coding_rate_grad(centered(Z), U, eps))
+    X = layer.norm1(Z)
+    attention, (next_map, mean_map) = layer.attention(X), with_foreign_maps(layer.attention, X)
+    found = dict(attention=attention, next_map=next_map, mean_map=mean_map,
+                 alone=each_alone(layer.attention, X),
+                 noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
     return {name: at_norm(centered(step), centered(attention)) for name, step in found.items()}
 
 
@@ -78,20 +72,24 @@ def changes(layer, Z, generator, eps):
     U, start = unit_size(layer.attention.bases()), centered(Z)
     as_it_is = Z + layer.attention(layer.norm1(Z))
     before, as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (start, Z, as_it_is))
-    added = steps(layer, Z, generator, eps)
+    downhill, added = -subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator)
     tokens = {name: subspace_coding_rate(at_norm(start + step, start), U, eps) - before
               for name, step in added.items()}
     projections = {name: rate_change(start, step, U, eps) for name, step in added.items()}
+    cosines = {name: F.cosine_similarity(step.flatten(1), downhill.flatten(1))
+               for name, step in added.items()}
     return dict(
         projections=dict(before=before) | projections,
-        tokens=dict(before=before) | tokens | dict(as_it_was=as_it_was, as_it_is=then - as_it_was))
+        tokens=dict(before=before) | tokens | dict(as_it_was=as_it_was, as_it_is=then - as_it_was),
+        cosines=cosines)
 
 
-def rows_of(by_layer):
-    """The rows of one table of {column: numbers of N samples} by layer, and of their sum."""
-    total = {column: sum(values[column] for values in by_layer) for column in by_layer[0]}
+def rows_of(by_layer, whole):
+    """The rows of one table of {column: numbers of N samples} by layer, and of their `whole`."""
+    every = {column: whole(torch.stack([values[column] for values in by_layer]), 0)
+             for column in by_layer[0]}
     return [dict(layer=layer) | averages(each_sample(**values))
-            for layer, values in [*enumerate(by_layer, 1), ("all", total)]]
+            for layer, values in [*enumerate(by_layer, 1), ("all", every)]]
 
 
 @torch.no_grad()
@@ -107,13 +105,13 @@ def measured(loaded, c):
     for table in TABLES:
         by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
                      for column in batches[0][table]} for batches in zip(*found)]
-        tables[table] = rows_of(by_layer)
+        tables[table] = rows_of(by_layer, torch.mean if table == "cosines" else torch.sum)
     return tables
 
 
 def keep(runs, path):
     """Writes the rows of all tables, four digits of each number."""
-    rows = [dict(model=run["name"], held=table) | row
+    rows = [dict(model=run["name"], table=table) | row
             for run in runs for table in TABLES for row in run[table]]
     with open(path, "w", newline="") as file:
         columns = dict.fromkeys(key for row in rows for key in row)
@@ -126,7 +124,8 @@ def keep(runs, path):
 # row of the figure: table, column, R^c before it
 LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
          "the same, length held": ("projections", "attention", "before"),
-         "one map for all, length held": ("projections", "one_map", "before"),
+         "another sample's map, length held": ("projections", "next_map", "before"),
+         "mean of other maps, length held": ("projections", "mean_map", "before"),
          "each token alone, length held": ("projections", "alone", "before"),
          "noise, length held": ("projections", "noise", "before")}
 

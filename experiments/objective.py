@@ -10,20 +10,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from checkpoint import open_model
-from experiments.shared import FIVE, random_subspaces
+from checkpoint import each_model
+from experiments.shared import random_subspaces, SEVEN
 from figures import legend_below, new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, one_set, traces, unit_size
 from model import coding_rate, subspace_coding_rate
-from processes import cli, Processes
+from processes import cli
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
 class Objective(SampleFlags):
-    ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    ckpt: str = option(SEVEN, "checkpoints, separated by commas")
     untrained: bool = option(True, "random weights, too")
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
@@ -50,10 +50,9 @@ def added(loaded, c, together, eps=0.1):
 
 def table(path, c):
     """The rows of a checkpoint."""
-    rows, device = [], Processes(c.device).device
-    for untrained in (False, True) if c.untrained else (False,):
-        loaded = open_model(replace(c, ckpt=path, untrained=untrained), device)
-        words = "at random weights" if untrained else "trained"
+    rows = []
+    for loaded in each_model(replace(c, ckpt=path)):
+        words = "at random weights" if loaded.untrained else "trained"
         for together in TOGETHER:
             R, Rc, elsewhere = added(loaded, c, together)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
@@ -62,19 +61,28 @@ def table(path, c):
     return rows
 
 
+# mark of the figure: style, which weights, column
+MARKS = {"trained": ("oC0", "trained", "later"),
+         "trained, random subspaces": ("sk", "trained", "later_elsewhere"),
+         "random weights": ("oC0", "at random weights", "later")}
+
+
 def draw(tables, path):
-    """What layers after the first add to R and to R^c of 64 samples coded together."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
+    """What layers after the first add to R - R^c of 64 samples coded together."""
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
     ax.axvline(0, color="black", lw=0.8)
     for place, rows in enumerate(tables.values()):
-        for row in (row for row in rows if row["together"] == TOGETHER[-1]):
-            for key, rate, style in (("later_R", "$R$", "oC0"), ("later_Rc", "$R^c$", "sk")):
-                trained = row["weights"] == "trained"
-                ax.plot(row[key], place, style, mfc=None if trained else "white",
-                        label=None if place else f"{rate}, {row['weights']}")
+        ax.axhline(place, color="0.85", lw=0.6, zorder=0)
+        gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
+        for label, (style, weights, column) in MARKS.items():
+            hollow = weights != "trained"
+            ax.plot(gains[weights][column], place, style, mfc="white" if hollow else None,
+                    label=None if place else label)
     ax.set_yticks(range(len(tables)), [name.removeprefix("pretrained:") for name in tables])
-    ax.set(xlabel="added by the layers after the first, nats", ylim=(len(tables) - 0.5, -0.5))
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.set(xlabel="added to $R - R^c$ by the layers after the first, nats",
+           ylim=(len(tables) - 0.5, -0.5))
+    ax.tick_params(left=False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
     legend_below(figure, ax)
     figure.savefig(path, dpi=200)
 

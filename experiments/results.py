@@ -46,7 +46,7 @@ def recall():
     """Steps until each of five runs of records/recall.csv has learned; a cross: how many do not."""
     figure, (axes,) = new_figure(1, 3, 2.6, 2.8)
     panels = {"attention and an MLP": ("transformer", "mssa-mlp"),
-              "attention alone": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
+              "attention only": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
     settings = {"three matrices": (0, "none", "64"), "query = key": (0, "query=key", "64"),
                 "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
                 "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),

@@ -18,7 +18,7 @@ from data import augment, images
 from evaluate import ScoreFlags
 from figures import stretched
 from flags import option, parse
-from model import saliency
+from measure import saliency
 from processes import cli, Processes, with_bar
 
 

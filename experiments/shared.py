@@ -1,9 +1,10 @@
-"""What several experiments use: five checkpoints, means with their errors, random subspaces."""
+"""What several experiments use: checkpoints, means with their errors, random subspaces."""
 import numpy as np
 import torch
 
 FIVE = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
+SEVEN = f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer"
 
 
 def averages(runs):

@@ -6,7 +6,6 @@ import torch
 from helpers import scrambled, write_model
 from matplotlib.figure import Figure
 from test_model import assert_near
-from torch.nn import functional as F
 
 import model as models
 from data import images
@@ -73,7 +72,7 @@ def test_controls(text):
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
     attention, X = layer.attention, layer.norm1(Z)
 
-    found = compression.steps(layer, Z, torch.Generator(), 0.1)
+    found = compression.steps(layer, Z, torch.Generator())
     length = centered(attention(X)).norm(dim=(1, 2), keepdim=True)
     assert_near(found["attention"], centered(attention(X)))
     b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
@@ -81,13 +80,11 @@ def test_controls(text):
     alone = centered(attention.W(alone.transpose(1, 2).flatten(2)))
     assert_near(found["alone"], alone / alone.norm(dim=(1, 2), keepdim=True) * length)
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    for i, others in enumerate(([1, 2], [0, 2], [0, 1])):
-        fixed = (A[others].mean(0) @ values[i]).transpose(0, 1).flatten(1)
-        fixed = centered(attention.W(fixed)[None])[0]
-        assert_near(found["one_map"][i], fixed / fixed.norm() * length[i])
-    turned, step = found["turned"], found["attention"]
-    assert_near(turned @ turned.mT, step @ step.mT)         # lengths and angles of tokens stay
-    assert (turned - step).norm() > step.norm()
+    for name, others in dict(next_map=([1], [2], [0]), mean_map=([1, 2], [0, 2], [0, 1])).items():
+        for i in range(3):
+            foreign = (A[others[i]].mean(0) @ values[i]).transpose(0, 1).flatten(1)
+            foreign = centered(attention.W(foreign)[None])[0]
+            assert_near(found[name][i], foreign / foreign.norm() * length[i])
 
 
 @pytest.mark.parametrize("held", ["tokens", "projections"])
@@ -109,15 +106,17 @@ def test_changes(held, eps=0.3):
     Z = Z.detach()
     before = centered(Z)
     with torch.no_grad():
-        added = compression.steps(layer, Z, torch.Generator(), eps)
+        added = compression.steps(layer, Z, torch.Generator())
         found = compression.changes(layer, Z, torch.Generator(), eps)
         raw = layer.attention(layer.norm1(Z))
-    assert_near(F.normalize(added["gradient"].flatten(1)), F.normalize(-uphill.flatten(1)))
     assert_near(found["tokens"]["as_it_is"], rate(Z + raw) - rate(Z))
-    for name in ("attention", "one_map", "alone", "gradient"):    # the others are drawn
+    for name in ("attention", "next_map", "mean_map", "alone"):
         step = added[name]
-        assert_near(step.norm(dim=(1, 2)), centered(raw).norm(dim=(1, 2)))
+        length = step.norm(dim=(1, 2))
+        assert_near(length, centered(raw).norm(dim=(1, 2)))
         assert_near(found[held][name], rate(after(step)) - rate(before))
+        slope = -(step * uphill).sum((1, 2))            # of R^c, downhill
+        assert_near(found["cosines"][name] * length * uphill.norm(dim=(1, 2)), slope)
 
 
 @torch.no_grad()
@@ -131,12 +130,15 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 2
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3
     tokens = run["tokens"][-1]
-    assert float(rows[5]["turned"]) == pytest.approx(tokens["turned"], rel=1e-3)
+    assert float(rows[5]["noise"]) == pytest.approx(tokens["noise"], rel=1e-3)
     *layers, last = run["projections"]
     assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
     assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
+
+    cosines = [row["attention"] for row in run["cosines"]]
+    assert cosines[2] == pytest.approx((cosines[0] + cosines[1]) / 2)
 
     points, held = [[*line.get_xdata()] for line in drawn[0].axes[0].lines], run["projections"][-1]
     assert points[1:3] == [[pytest.approx(100 * tokens["as_it_is"] / tokens["as_it_was"])],
