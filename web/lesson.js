@@ -194,17 +194,18 @@ function softmaxForGram(box) {
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
-// ---- 7: what attention does to R^c, and what each token alone does
+// ---- 7: what attention adds to R^c, as it is and if projections keep their length
 function leftOut(box) {
-  const {L, Z, w, half} = trace();
+  const {L, Z, half} = trace();
   const U = unit(L.U);
-  const [start, attended, itself] = [Z, plus(half, Z, -1), multiply(w, L.W)].map(lessMean);
-  const seen = multiply(start, U);                  // the projections, side by side
-  const rate = M => sumOf(headsOf(atNorm(multiply(M, U), seen), L.p), w => codingRate(w, .1));
-  const attention = rate(plus(start, attended)) - rate(start);
-  const alone = rate(plus(start, atNorm(itself, attended))) - rate(start);
-  bars(box, firstHot({attention, "each token alone": alone}));
-  return {attention, alone};
+  const before = subspaceRate(Z, U, L.p, .1);
+  const as_it_is = subspaceRate(half, U, L.p, .1) - before;
+  const [start, after] = [Z, half].map(M => multiply(lessMean(M), U));    // heads side by side
+  const rate = w => sumOf(headsOf(w, L.p), head => codingRate(head, .1));
+  const attention = rate(atNorm(after, start)) - rate(start);
+  bars(box, [["as it is", as_it_is], ["length held", attention, "hot"]]);
+  fill(box, ".read", `Before the step R<sup>c</sup> is ${show(before)}.`);
+  return {as_it_is, attention};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {

@@ -9,7 +9,6 @@ import inspect
 import pkgutil
 import re
 import textwrap
-from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -20,7 +19,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, centered, layer_numbers, one_map, rate_change, unit_size
+from measure import at_norm, centered, layer_numbers, rate_change, unit_size, with_foreign_maps
 from web import page
 from web.mathml import mathml
 
@@ -41,42 +40,41 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-def best_multiple(gram):
-    """The distance of the best multiple of a matrix from the identity, in % of its length."""
-    return apart(gram * gram.trace() / gram.square().sum(), torch.eye(len(gram)))
-
-
-def of_attention(layer, trace):
-    """{name in the text: what a layer's attention has, or makes of the traced tokens}."""
-    rates, attention = layer_numbers(layer, trace, lambd=0), layer.attention
-    X, U = layer.norm1(trace.tokens), attention.U.weight
-    w = attention.projections(X)
-    n, p = w.shape[2:]                                                  # w (B, K, n, p)
-    start, fixed = centered(trace.tokens), centered(one_map(attention, X))
-    fixed = at_norm(fixed, centered(trace.half - trace.tokens))
-    return dict(
-        rise=rates["rise"], gain=rates["gain"],
-        attention=rates["Rc_change"], alone=rates["Rc_alone"],
-        one_map=rate_change(start, fixed, unit_size(attention.bases()), 0.1),
-        s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
-        length=X.norm(dim=-1), u=torch.linalg.svdvals(attention.bases()),
-        sums=best_multiple(U.T @ U),
-        cos=F.cosine_similarity(attention.W.weight.flatten(), U.T.flatten(), 0))
+def best_multiple(A, B):
+    """The distance of the best multiple of A from B, in % of the length of B."""
+    return apart(A * (A * B).sum() / A.square().sum(), B)
 
 
 def of_layer(layer, trace):
     """{name in the text: what a layer has, or makes of the traced tokens}."""
+    attention, U = layer.attention, layer.attention.bases()
+    X, flat, unit = layer.norm1(trace.tokens), attention.U.weight, unit_size(U)
+    w = attention.projections(X)
+    n, p = w.shape[2:]                                                  # w (B, K, n, p)
+    start, step = centered(trace.tokens), centered(trace.half - trace.tokens)
+    foreign = [at_norm(centered(each), step) for each in with_foreign_maps(attention, X)]
+    held, next_map, mean_map = (rate_change(start, each, unit, 0.1) for each in (step, *foreign))
+    before, after = (crate.subspace_coding_rate(Z, unit, 0.1) for Z in (trace.tokens, trace.half))
+
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
-    X, A, gram = layer.norm2(trace.half), trace.code, D.T @ D
+    Y, A, gram, eye = layer.norm2(trace.half), trace.code, D.T @ D, torch.eye(len(D))
+    noise = at_norm(torch.randn(A.shape, generator=torch.Generator().manual_seed(0)).to(A), A)
+    rates = layer_numbers(layer, trace, lambd=0)
 
     def lasso(A):
-        return 0.5 * (X - A @ D.mT).square().sum() + lambd * A.abs().sum()
-    return of_attention(layer, trace) | dict(
-        lasso=100 * lasso(A) / lasso(0 * X), relu=100 * lasso(X.relu()) / lasso(0 * X),
-        kept=100 * crate.coding_rate(A) / crate.coding_rate(X),
-        relu_kept=100 * crate.coding_rate(X.relu()) / crate.coding_rate(X),
-        gram=apart(gram, torch.eye(len(D))), miss=apart(A @ D.mT, X),
-        scaled=best_multiple(gram))
+        return 0.5 * (Y - A @ D.mT).square().sum() + lambd * A.abs().sum()
+    return dict(
+        s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
+        length=X.norm(dim=-1), sums=best_multiple(X @ flat.T @ flat, X),
+        u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
+        before=before, as_it_is=after - before,
+        attention=held, next_map=next_map, mean_map=mean_map,
+        cos=F.cosine_similarity(attention.W.weight.flatten(), flat.T.flatten(), 0),
+        kept=100 * crate.coding_rate(A) / crate.coding_rate(Y),
+        noise_kept=100 * crate.coding_rate(noise) / crate.coding_rate(Y),
+        gram=apart(gram, eye), miss=apart(A @ D.mT, Y), scaled=best_multiple(gram, eye),
+        lasso=100 * lasso(A) / lasso(0 * Y), relu=100 * lasso(Y.relu()) / lasso(0 * Y),
+        rise=rates["rise"], gain=rates["gain"])
 
 
 def listed(values):
@@ -85,9 +83,9 @@ def listed(values):
     return ", ".join(f"{value:z.{decimals}f}" for value in values).replace("-", "−")
 
 
-def by_layer(net, x, numbers):
-    """{name: its mean in each layer} of numbers(layer, trace), on the pictures x."""
-    rows = [numbers(layer, trace) for layer, trace in zip(net.encoder.layers, net.encoder.trace(x))]
+def by_layer(net, x):
+    """{name: its mean in each layer} of the numbers of `of_layer`, on the pictures x."""
+    rows = [*map(of_layer, net.encoder.layers, net.encoder.trace(x))]
     return {name: [float(row[name].mean()) for row in rows] for name in rows[0]}
 
 
@@ -118,15 +116,15 @@ def measured():
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
-    numbers, chances = by_layer(trained, first, of_layer), trained(first).softmax(1)
-    known |= {name: numbers[name][-1] for name in ("attention", "alone", "rise", "lasso", "miss")}
+    numbers, chances = by_layer(trained, first), trained(first).softmax(1)
+    shown = "attention", "as_it_is", "rise", "lasso", "miss"
+    known |= {name: numbers[name][-1] for name in shown}
     data |= dict(points=plane,
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
                  many=page.base64_of(torch.from_numpy(images[:40])))
     text = dict(data="{data}")              # which page.filled fills
     for prefix, net in (("", trained), ("random_", drawn)):
-        numbers = by_layer(net, x, of_layer)
-        numbers["gain_of_eight"] = by_layer(net, x[:96], partial(layer_numbers, together=8))["gain"]
+        numbers = by_layer(net, x)
         text |= {prefix + name: listed(values) for name, values in numbers.items()}
     return data, text
 
