@@ -94,6 +94,7 @@ def draw_layers(runs, c):
             name = "/".join(Path(run["name"]).parts[-2:]).removeprefix("pretrained:")
             ax.plot(l, y, marker="o", color=color, label=name, **look)
         figures.over_layers(ax, title)
+    axes[0, 1].yaxis.set_major_formatter("{x:.0%}")
     figures.legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)
 

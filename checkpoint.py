@@ -201,7 +201,8 @@ def translated(content, heads=None):
             raise ValueError(f"no published {arch} has width {d}: say how many --heads it has")
         note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, which the file "
              "does not hold; another K (the authors' emergence demo has 6) is --heads=K")
-    config |= dict(arch=arch, width=d, heads=heads, layers=layers, expansion=atoms // d)
+    config |= dict(arch=arch, width=d, heads=heads, layers=layers)
+    config |= dict(expansion=atoms // d) if arch != "crate" else {}
     return dict(task=task, model_config=config, model=state, data_meta=meta, run_config={})
 
 

@@ -160,12 +160,12 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x; eps as in the released code's figures:
+    """A dict for each layer, of means over the pictures x; U has the norm of orthonormal bases:
 
-    R^c               of Z^l. U is scaled to the norm of orthonormal bases
+    R^c               of Z^l. The released code's eps is as small, but of projections at norm 1
     attention, %      what the attention step adds to it, as it is
-    length held, %    the same of tokens less their mean, scaled so that U_k^* Z, which is all that
-                      R^c sees, keeps its length: longer tokens cost more, shorter ones less
+    length held, %    the same of tokens less their mean, scaled so that all U_k^* Z together, which
+                      is what R^c sees, keep their length: longer tokens cost more
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     rows, Zs = [], model.all_tokens(x)
@@ -175,7 +175,7 @@ def look(model, x, eps=0.1):
         half = Z + layer.attention(layer.norm1(Z))
         start, held = (T - T.mean(1, keepdim=True) for T in (Z, half))
         before, after = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (start, held))
-        held *= (before / after)[:, None, None]
+        held = held * (before / after)[:, None, None]
         Rc, Rc_half, Rc_start, Rc_held = (
             subspace_coding_rate(T, U, eps) for T in (Z, half, start, held))
         rows.append({"R^c": Rc.mean(), "attention, %": 100 * (Rc_half / Rc - 1).mean(),

@@ -10,6 +10,7 @@ The last line of each is one JSON object. Baselines are --untrained and --featur
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -101,7 +102,7 @@ def logistic_regression(x, y, classes, decay):
     return W.detach().to(x.device), b.detach().to(x.device)
 
 
-def linear_probe(x, y, x_test, y_test, classes, seed=0):
+def linear_probe(x, y, x_test, y_test, classes, processes=None, seed=0):
     """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
     decay), the decay chosen on a held-out tenth of the training samples."""
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
@@ -220,7 +221,7 @@ def probe(c, score):
 
 
 def linear(c):
-    return probe(c, lambda *samples: linear_probe(*samples[:-1], seed=c.seed))
+    return probe(c, partial(linear_probe, seed=c.seed))
 
 
 def knn(c):

@@ -75,12 +75,9 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def with_foreign_maps(attention, X):
-    """What attention makes of tokens X (B, n, d) if a sample's map is not its own, but (the next
-    sample's of the batch, the mean over all others): neither compares tokens of this sample."""
-    A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    return (attention.join(A.roll(-1, 0) @ values),
-            attention.join((A.sum(0) - A) / (len(A) - 1) @ values))
+def each_alone(attention, X):
+    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
+    return attention(X.flatten(0, 1)[:, None]).view_as(X)
 
 
 def one_set(T, together):

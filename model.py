@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -119,7 +119,7 @@ class SoftmaxAttention(Attention):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        # as measured; and its causal mask takes m queries for those of the first of n tokens
+        # as measured; and the fused kernel's causal mask is that of queries of the first m tokens
         fused_is_slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
         fused_is_wrong = 1 < m < n
         if fused_is_slower or fused_is_wrong:
@@ -714,6 +714,12 @@ ARCHS = {
 }
 
 
+def unread(arch):
+    """The fields of a config that other archs read, and this one does not."""
+    read = {name for spec in ARCHS.values() for name in spec.fields_read()}
+    return read - ARCHS[arch].fields_read()
+
+
 def _size(width, heads, layers):
     return dict(width=width, heads=heads, layers=layers)
 
@@ -732,7 +738,7 @@ SIZES = {
         "crate-alpha": VIT_SIZES | dict(small=SMALL, large=LARGE | dict(patch_size=14)),
         "tost": dict(tiny=_size(192, 4, 12), small=_size(384, 8, 12),
                      medium=_size(512, 8, 24) | dict(layer_scale=1e-5)),
-        "aot": CRATE_SIZES, "transformer": VIT_SIZES},
+        "transformer": VIT_SIZES},
     "mae": {
         "crate": dict(small=SMALL, base=BASE),
         "transformer": dict(small=_size(384, 6, 12), base=BASE)},
@@ -769,10 +775,11 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         self.spec = ARCHS[self.arch]
-        on = [name for name in ("rotary", "shift") if getattr(self, name)]
-        check_read(self.arch, on)
-        if on and self.kind != "text":
-            raise ConfigError(f"{on[0]} is for text: an image's tokens have two directions")
+        for field in fields(self):
+            if field.name in unread(self.arch) and getattr(self, field.name) != field.default:
+                raise ConfigError(f"{self.arch} has no {field.name}")
+        if (self.rotary or self.shift) and self.kind != "text":
+            raise ConfigError("rotary and shift are for text: an image has two directions")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:
@@ -849,19 +856,9 @@ class TextConfig(BackboneConfig):
     causal: bool = True             # False: every token sees all others (masked language modelling)
 
 
-def check_read(arch, names):
-    """ConfigError if one of the names is a field that other archs read, and this one does not."""
-    check_word("arch", arch, ARCHS)
-    read_by_some = {name for spec in ARCHS.values() for name in spec.fields_read()}
-    for name in sorted(read_by_some - ARCHS[arch].fields_read()):
-        if name in names:
-            raise ConfigError(f"{arch} has no {name}")
-
-
 def make_config(cls, size=None, arch="crate", **given):
-    """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides. A
-    field that the arch does not read is refused."""
-    check_read(arch, given)
+    """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
+    check_word("arch", arch, ARCHS)
     if size is not None:
         table = SIZES[cls.kind]
         sizes = table.get(arch, table[ARCHS[arch].sizes])

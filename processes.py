@@ -204,9 +204,9 @@ def cli(main):
             raise
         status, line = ending(error)
         # rank 0 alone reports what every process has: a shared error, any before they join
-        alone = dist.is_initialized() and not isinstance(error, SharedError)
-        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if alone else "")
-        if line and (alone or os.environ.get("LOCAL_RANK", "0") == "0"):
+        unshared = dist.is_initialized() and not isinstance(error, SharedError)
+        name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if unshared else "")
+        if line and (unshared or os.environ.get("LOCAL_RANK", "0") == "0"):
             sys.stderr.write(f"{name}: {' '.join(line.split())[:300]}\n")
     if dist.is_initialized():
         sys.stdout.flush()

@@ -147,16 +147,16 @@ class Run:
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, text, eval_every, flops=0, tokens=None):
+    def steps(self, total, what, eval_every, flops=0, tokens=None):
         """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `text` says what is trained; flops and tokens are a Meter's."""
+        checkpoint. `what` is trained; flops and tokens are a Meter's."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
         if self.step < total:           # else the files stay as they are
             self.processes.main_only(self._begin_files)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
-        self.say(f"{resuming}{text}, {total} steps on {self.processes.name()}")
+        self.say(f"{resuming}{what}, {total} steps on {self.processes.name()}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
         with self.bar, signals_kept(self.say, self.processes.world == 1) as received:

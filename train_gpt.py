@@ -28,8 +28,8 @@ class Config(RunFlags, ModelFlags):
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
     once: bool = option(False, "read each token at most once: the text is larger than the run")
-    rotary: bool | None = option(None, "rotary positions in place of learned ones; auto: no")
-    shift: bool | None = option(None, "keys and values that see the previous token; auto: no")
+    rotary: bool = option(False, "rotary positions in place of learned ones")
+    shift: bool = option(False, "keys and values that see the previous token")
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     lr: float = option(6e-4, "peak learning rate", above=0)

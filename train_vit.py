@@ -16,7 +16,7 @@ import checkpoint
 from data import augment, images
 from evaluate import classify
 from flags import model_fields, ModelFlags, option, parse_run, UserError
-from model import check_read, image_config, ImageClassifier, ImageConfig, subspace_coding_rate
+from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate, unread
 from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
@@ -132,10 +132,10 @@ def build_model(c, classes, loaded=None):
     if c.size is not None:
         raise UserError("--size and --init_from exclude each other")
     theirs = model_fields(ImageConfig, loaded.encoder.config, pool=loaded.pooling, drop_path=0.0)
-    check_read(theirs["arch"], ours)
     for name in SHAPE_FIELDS:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
+    theirs = {name: theirs[name] for name in theirs.keys() - unread(theirs["arch"])}
     model = ImageClassifier(ImageConfig(**theirs | ours))
     # positions are interpolated to the image size
     state, side = loaded.encoder.state_dict(), model.config.side

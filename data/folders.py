@@ -44,12 +44,15 @@ def files_in(folder):
             yield from files_in(path)
 
 
+SPLITS = dict(train="train", training="train", val="val", valid="val", validation="val",
+              test="test", testing="test")
+
+
 def split_of(name):
-    """train, val or test, if the name of a folder or a file ends in it, or in training, testing,
-    valid, validation; in any case, and with numbers behind: seg_train, ptb.valid.txt, test1."""
-    told = re.fullmatch(r"(.*[._-])?(train|val|test)(ing|id|idation)?(-\d+-of-)?\d*",
-                        Path(name).stem.lower())
-    return told and told[2]
+    """train, val or test, if the name of a folder or a file ends in a word of SPLITS; in any case,
+    and with numbers behind: seg_train, ptb.valid.txt, test1."""
+    last = re.fullmatch(r"(?:.*[._-])?([a-z]+)(?:-\d+-of-)?\d*", Path(name).stem.lower())
+    return last and SPLITS.get(last[1])
 
 
 def split_at(names):
@@ -67,7 +70,7 @@ def by_split(places):
     splits = {split for split, _ in found.values() if split}
     all_have_one = all(split for file, (split, _) in found.items() if places[file])
     train_and_another = "train" in splits and len(splits) > 1
-    if splits and all_have_one or train_and_another:
+    if (splits and all_have_one) or train_and_another:
         return {split: {file: below for file, (of, below) in found.items() if of == split}
                 for split in ("train", "val", "test") if split in splits}
     for split in splits:

@@ -33,7 +33,7 @@ from checkpoint import each_model
 from experiments.shared import averages, each_sample, SEVEN
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, centered, rate_change, traces, unit_size, with_foreign_maps
+from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
@@ -52,9 +52,14 @@ class Compression(SampleFlags):
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
-def each_alone(attention, X):
-    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
-    return attention(X.flatten(0, 1)[:, None]).view_as(X)
+def with_foreign_maps(attention, X):
+    """What attention makes of tokens X (B, n, d) if a sample's map is not its own, but (the next
+    sample's of the batch, the mean over all others): neither compares tokens of this sample."""
+    if len(X) == 1:
+        raise UserError("a batch has one sample: another --samples or --batch_size, please")
+    A, values = attention.map(X), attention.queries_keys_values(X)[2]
+    return (attention.join(A.roll(-1, 0) @ values),
+            attention.join((A.sum(0) - A) / (len(A) - 1) @ values))
 
 
 def steps(layer, Z, generator):

@@ -89,9 +89,8 @@ CHANGES = {"negated": Negated, "half negated": HalfNegated, "no self": NoSelf,
 
 
 def build(c, arch):
-    shift = dict(shift=True) if c.shift else {}         # refused if the arch has none
     config = text_config(arch=arch, width=c.width, heads=c.heads, layers=c.layers,
-                         context=4 * c.pairs - 1, vocab_size=2 * c.symbols, **shift)
+                         context=4 * c.pairs - 1, vocab_size=2 * c.symbols, shift=c.shift)
     if c.change != "none":
         changed, attention = CHANGES[c.change], config.spec.attention
         if not issubclass(changed, attention):

@@ -49,6 +49,7 @@ def recall():
               "attention only": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
     settings = {"three matrices": (0, "none", "64"), "query = key": (0, "query=key", "64"),
                 "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
+                "three, --shift": (0, "--shift", "64"),
                 "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),
                 "one, not to itself": (1, "no self", "64"),
                 "one, keys half negated": (1, "half negated", "64"),

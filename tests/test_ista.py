@@ -46,8 +46,9 @@ def test_optimum(problem):
 @torch.no_grad()
 def test_table(tmp_path, cache, arch):
     path = str(tmp_path / "a.pt")
+    wider = dict(expansion=2) if arch == "crate-alpha" else {}
     model = ImageClassifier(ImageConfig(arch=arch, width=16, heads=2, layers=2, image_size=32,
-                                        patch_size=8, classes=10, expansion=2))
+                                        patch_size=8, classes=10, **wider))
     write_model(path, scrambled(model), "vit", images.load("shapes", cache).meta())
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4", "--scored=30"]
     result, = ista.main([f"--ckpt={path}", *flags])

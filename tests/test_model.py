@@ -277,7 +277,7 @@ def test_ista(n):
 def test_odl():
     fields = dict(width=6, expansion=3, eta=0.2, lambd=0.15)
     d, C, eta, lambd = fields.values()
-    Z, op = torch.randn(2, 5, d), build(model.ODL, **fields)
+    Z, op = torch.randn(2, 5, d), build(model.ODL, "crate-alpha", **fields)
 
     def code(z):
         a1 = prox_step(torch.zeros(C * d, 5), z, op.D, eta, lambd)
@@ -285,7 +285,7 @@ def test_odl():
 
     assert_near(op.code(Z), by_column(code, Z))
     assert_near(op(Z), by_column(lambda z: op.D_hat @ code(z), Z))
-    tied = build(model.TiedODL, **fields)
+    tied = build(model.TiedODL, "crate-alpha", **fields)
     assert [name for name, _ in tied.named_parameters()] == ["D"]
     tied.D.data = op.D.data
     assert_near(tied(Z), by_column(lambda z: op.D @ code(z), Z))
@@ -301,7 +301,7 @@ def test_odl():
 
 def test_mmprox_and_mlp():
     mlp = build(model.MLP)
-    op = build(model.MMProx, lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4)
+    op = build(model.MMProx, "crate-mm", lambd=0.3, mm_eps=0.4, image_size=8, patch_size=4)
     Z, alpha = torch.randn(2, 5, 12), 12 / (5 * 0.4 ** 2)           # of 4 patches
     gain, cut = 1 + 4 / (9 * (1 + alpha)), 4 * 0.3 / (9 * alpha)
     assert_near(op(Z), by_column(lambda z: (gain * op.D.T @ z - cut).relu(), Z))

@@ -23,7 +23,5 @@ def test_recall():
         rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]
     dots = [x for ax in recall().axes for line in ax.lines for x in line.get_xdata() if x <= 3000]
     failed = [int(text.get_text()) for ax in recall().axes for text in ax.texts]
-    shown = [row for row in rows if not (row["change"] == "--shift" and row["arch"] in (
-        "transformer", "aot-mhsa", "mhsa-ista"))]           # three matrices with --shift are not
-    assert sorted(dots) == sorted(int(row["steps"]) for row in shown if row["steps"])
-    assert sum(failed) == sum(not row["steps"] for row in shown)
+    assert sorted(dots) == sorted(int(row["steps"]) for row in rows if row["steps"])
+    assert sum(failed) == sum(not row["steps"] for row in rows)

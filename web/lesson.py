@@ -19,7 +19,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, centered, layer_numbers, rate_change, unit_size, with_foreign_maps
+from measure import at_norm, centered, each_alone, layer_numbers, rate_change, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -48,12 +48,11 @@ def best_multiple(A, B):
 def of_layer(layer, trace):
     """{name in the text: what a layer has, or makes of the traced tokens}."""
     attention, U = layer.attention, layer.attention.bases()
-    X, flat, unit = layer.norm1(trace.tokens), attention.U.weight, unit_size(U)
+    X, Q, unit = layer.norm1(trace.tokens), torch.linalg.qr(U)[0], unit_size(U)
     w = attention.projections(X)
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
     start, step = centered(trace.tokens), centered(trace.half - trace.tokens)
-    foreign = [at_norm(centered(each), step) for each in with_foreign_maps(attention, X)]
-    held, next_map, mean_map = (rate_change(start, each, unit, 0.1) for each in (step, *foreign))
+    alone = at_norm(centered(each_alone(attention, X)), step)
     before, after = (crate.subspace_coding_rate(Z, unit, 0.1) for Z in (trace.tokens, trace.half))
 
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
@@ -65,15 +64,16 @@ def of_layer(layer, trace):
         return 0.5 * (Y - A @ D.mT).square().sum() + lambd * A.abs().sum()
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
-        length=X.norm(dim=-1), sums=best_multiple(X @ flat.T @ flat, X),
+        length=X.norm(dim=-1), sums=best_multiple((X[:, None] @ Q @ Q.mT).sum(1), X),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
         before=before, as_it_is=after - before,
-        attention=held, next_map=next_map, mean_map=mean_map,
-        cos=F.cosine_similarity(attention.W.weight.flatten(), flat.T.flatten(), 0),
+        attention=rate_change(start, step, unit, 0.1), alone=rate_change(start, alone, unit, 0.1),
+        cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0),
         kept=100 * crate.coding_rate(A) / crate.coding_rate(Y),
         noise_kept=100 * crate.coding_rate(noise) / crate.coding_rate(Y),
         gram=apart(gram, eye), miss=apart(A @ D.mT, Y), scaled=best_multiple(gram, eye),
         lasso=100 * lasso(A) / lasso(0 * Y), relu=100 * lasso(Y.relu()) / lasso(0 * Y),
+        start=100 * lasso(Y) / lasso(0 * Y),
         rise=rates["rise"], gain=rates["gain"])
 
 
