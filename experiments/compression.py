@@ -3,21 +3,22 @@
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
 Eq. (31)-(34). But R^c also falls as tokens get shorter or draw together on one vector. So it is
 measured of tokens less their mean, and after a step each sample is scaled back to a norm it had. U
-is at unit size. All steps are as long as attention's:
+is at unit size. All steps are scaled to the length of attention's:
 
     attention       MSSA(LN(Z))
     next_map        the same with the map of the next sample of the batch: it compares no tokens
-    mean_map        the same with the mean of the maps of all others, which is smoother
+    mean_map        the same with the mean of the maps of all others: --batch_size less one
     alone           each token attends to itself alone: the same matrices, and no averages
     noise           independent Gaussians
 
-There are three tables; in the first two, in nats, `before` is R^c of the tokens less their mean:
+There are four tables; in the first two, in nats, `before` is R^c of the tokens less their mean:
 
     projections     what a step adds to R^c if the norm of (U_k^* Z)_k, which is all that R^c sees,
                     is held
     tokens          the same if the norm of the tokens is held. Also `as_it_is`: what attention adds
                     with neither mean nor norm held, `as_it_was` being R^c before
     cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill
+    lengths         of a step before it is scaled, of attention's
 
 +- is the standard error over samples. --csv keeps all.
 
@@ -39,7 +40,8 @@ from processes import cli
 
 TABLES = {"projections": "added to R^c, the norm of the tokens' projections held",
           "tokens": "added to R^c, the norm of the tokens held",
-          "cosines": "cosines with -grad R^c; all: the mean over layers"}
+          "cosines": "cosines with -grad R^c; all: the mean over layers",
+          "lengths": "length before scaling, of attention's; all: the mean over layers"}
 
 
 @dataclass(kw_only=True)
@@ -63,13 +65,14 @@ def with_foreign_maps(attention, X):
 
 
 def steps(layer, Z, generator):
-    """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens."""
+    """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens, before
+    it is scaled."""
     X = layer.norm1(Z)
     attention, (next_map, mean_map) = layer.attention(X), with_foreign_maps(layer.attention, X)
     found = dict(attention=attention, next_map=next_map, mean_map=mean_map,
                  alone=each_alone(layer.attention, X),
                  noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
-    return {name: at_norm(centered(step), centered(attention)) for name, step in found.items()}
+    return {name: centered(step) for name, step in found.items()}
 
 
 def changes(layer, Z, generator, eps):
@@ -77,7 +80,8 @@ def changes(layer, Z, generator, eps):
     U, start = unit_size(layer.attention.bases()), centered(Z)
     as_it_is = Z + layer.attention(layer.norm1(Z))
     before, as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (start, Z, as_it_is))
-    downhill, added = -subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator)
+    downhill, unscaled = -subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator)
+    added = {name: at_norm(step, unscaled["attention"]) for name, step in unscaled.items()}
     tokens = {name: subspace_coding_rate(at_norm(start + step, start), U, eps) - before
               for name, step in added.items()}
     projections = {name: rate_change(start, step, U, eps) for name, step in added.items()}
@@ -86,7 +90,8 @@ def changes(layer, Z, generator, eps):
     return dict(
         projections=dict(before=before) | projections,
         tokens=dict(before=before) | tokens | dict(as_it_was=as_it_was, as_it_is=then - as_it_was),
-        cosines=cosines)
+        cosines=cosines, lengths={name: step.norm(dim=(1, 2)) / added[name].norm(dim=(1, 2))
+                                  for name, step in unscaled.items()})
 
 
 def rows_of(by_layer, whole):
@@ -110,7 +115,8 @@ def measured(loaded, c):
     for table in TABLES:
         by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
                      for column in batches[0][table]} for batches in zip(*found)]
-        tables[table] = rows_of(by_layer, torch.mean if table == "cosines" else torch.sum)
+        tables[table] = rows_of(
+            by_layer, torch.mean if table in ("cosines", "lengths") else torch.sum)
     return tables
 
 

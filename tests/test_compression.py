@@ -12,6 +12,7 @@ from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
+from flags import UserError
 from measure import centered, unit_size
 
 
@@ -73,18 +74,17 @@ def test_controls(text):
     attention, X = layer.attention, layer.norm1(Z)
 
     found = compression.steps(layer, Z, torch.Generator())
-    length = centered(attention(X)).norm(dim=(1, 2), keepdim=True)
     assert_near(found["attention"], centered(attention(X)))
     b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
     alone = (1 - b) * attention.projections(X)
-    alone = centered(attention.W(alone.transpose(1, 2).flatten(2)))
-    assert_near(found["alone"], alone / alone.norm(dim=(1, 2), keepdim=True) * length)
+    assert_near(found["alone"], centered(attention.W(alone.transpose(1, 2).flatten(2))))
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
     for name, others in dict(next_map=([1], [2], [0]), mean_map=([1, 2], [0, 2], [0, 1])).items():
         for i in range(3):
             foreign = (A[others[i]].mean(0) @ values[i]).transpose(0, 1).flatten(1)
-            foreign = centered(attention.W(foreign)[None])[0]
-            assert_near(found[name][i], foreign / foreign.norm() * length[i])
+            assert_near(found[name][i], centered(attention.W(foreign)[None])[0])
+    with pytest.raises(UserError, match="one sample"):
+        compression.steps(layer, Z[:1], torch.Generator())
 
 
 @pytest.mark.parametrize("held", ["tokens", "projections"])
@@ -111,9 +111,9 @@ def test_changes(held, eps=0.3):
         raw = layer.attention(layer.norm1(Z))
     assert_near(found["tokens"]["as_it_is"], rate(Z + raw) - rate(Z))
     for name in ("attention", "next_map", "mean_map", "alone"):
-        step = added[name]
-        length = step.norm(dim=(1, 2))
-        assert_near(length, centered(raw).norm(dim=(1, 2)))
+        length, own = centered(raw).norm(dim=(1, 2)), added[name].norm(dim=(1, 2))
+        assert_near(found["lengths"][name], own / length)
+        step = added[name] * (length / own)[:, None, None]
         assert_near(found[held][name], rate(after(step)) - rate(before))
         slope = -(step * uphill).sum((1, 2))            # of R^c, downhill
         assert_near(found["cosines"][name] * length * uphill.norm(dim=(1, 2)), slope)
@@ -130,7 +130,7 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 3
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 4
     tokens = run["tokens"][-1]
     assert float(rows[5]["noise"]) == pytest.approx(tokens["noise"], rel=1e-3)
     *layers, last = run["projections"]
