@@ -55,12 +55,10 @@ class Layers(SampleFlags, OutFlags):
 @torch.no_grad()
 def layer_table(loaded, c):
     """One dict a layer: the mean over samples of each number."""
-    by_layer = [[] for _ in loaded.backbone.layers]
-    for _, traced in traces(loaded, c):
-        for parts, (layer, trace) in zip(by_layer, traced):
-            parts.append(layer_numbers(layer, trace, c.eps, c.lambd, c.together))
+    batches = [[layer_numbers(layer, trace, c.eps, c.lambd, c.together) for layer, trace in traced]
+               for _, traced in traces(loaded, c)]
     return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
-                             for key in parts[0]} for l, parts in enumerate(by_layer, 1)]
+                             for key in parts[0]} for l, parts in enumerate(zip(*batches), 1)]
 
 
 def layers(c):

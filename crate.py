@@ -128,8 +128,8 @@ class CRATE(nn.Module):
 
 
 def newton_schulz(G):
-    """Nearly P Q^* of each G = P S Q^* (its SVD) in a stack (Jordan et al. 2024)."""
-    X = G / G.norm(dim=(1, 2), keepdim=True)
+    """Nearly P Q^* of a matrix G = P S Q^*, its SVD (Jordan et al. 2024)."""
+    X = G / G.norm()
     for _ in range(5):
         A = X @ X.mT
         X = 3.4445 * X + (-4.7750 * A + 2.0315 * A @ A) @ X
@@ -138,19 +138,19 @@ def newton_schulz(G):
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
     """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]                # all d x d
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
-    adamw, momentum = torch.optim.AdamW(rest, weight_decay=0), 0.0
+    adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * p.data for p in matrices]
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one shift a batch
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        G = torch.stack([p.grad for p in matrices])
-        momentum = 0.95 * momentum + 0.05 * G
-        for p, update in zip(matrices, newton_schulz(G.lerp(momentum, 0.95))):      # Nesterov
-            p.data.mul_(1 - lr * decay).sub_(0.2 * len(p) ** 0.5 * lr * update)     # AdamW's size
+        for p, momentum in zip(matrices, momenta):
+            update = newton_schulz(p.grad.lerp(momentum.lerp_(p.grad, 0.05), 0.95))     # Nesterov
+            size = 0.2 * max(p.shape) ** 0.5            # of entries, that of AdamW's steps
+            p.data.mul_(1 - lr * decay).sub_(lr * size * update)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()

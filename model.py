@@ -100,8 +100,7 @@ class Attention(nn.Module, ABC):
 
 
 class SoftmaxAttention(Attention):
-    """Each head averages values with the softmax of queries with keys: MSSA, MHSA. A subclass adds
-    `queries_keys_values`."""
+    """Heads that average values by the softmax of queries with keys: MSSA and MHSA."""
     reads = "rotary", "shift"
 
     def __init__(self, config):
@@ -160,9 +159,11 @@ class MSSA(SoftmaxAttention):
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def queries_keys_values(self, Z, cache=None):
-        w = self.projections(Z)         # all three, but for --shift and --rotary, see far below
+        w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
+        if self.mix is None and not self.rotary:
+            return w, seen, seen                                        # all three are U^* Z
+        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)   # what language models add
 
     def join(self, heads):
         if self.output == "learned":

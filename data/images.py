@@ -147,8 +147,7 @@ class Images:
         if self.resident:
             index = to_device(torch.as_tensor(index), self.device)
             return self.images[index], self.labels[index]
-        images, labels = self[index]
-        return to_device(images, self.device), to_device(labels, self.device)
+        return tuple(to_device(t, self.device) for t in self[index])
 
     def batches(self, index_batches):
         """Yields `batch(index)` for each index array of an iterable, which may be endless. A split

@@ -67,6 +67,7 @@ class ImageSet(Set):
     size: int                       # pixels per side, as stored
     val: str = "val"                # the split that validates
     image: str = "image"            # the column of the pictures
+    label: str = "label"            # the column of their classes
     streamed: bool = False          # read as it comes, and keeps its order; else one is drawn
 
     def read(self, source, draft):
@@ -94,7 +95,7 @@ class ImageSet(Set):
                 files = [io.BytesIO(cell["bytes"]) if cell["bytes"] else cell["path"]
                          for cell in cells]
                 decoded = threads.map(lambda file: folders.read_picture(file, self.size), files)
-                for cell, label, (pixels, problem) in zip(cells, batch["label"], decoded):
+                for cell, label, (pixels, problem) in zip(cells, batch[self.label], decoded):
                     if problem:
                         problems.append(f"{folders.shown(cell['path'] or '')} ({problem})")
                     else:
@@ -112,7 +113,7 @@ class ImageSet(Set):
                 raise UserError(f"there is no part `{name}`, only {', '.join(sets)}")
             rows = sets[name] if self.streamed else sets[name].shuffle(seed=SEED)
             self.write_split(split, rows, draft)
-        classes = getattr(sets["train"].features["label"], "names", None)
+        classes = getattr(sets["train"].features[self.label], "names", None)
         return image_meta(classes, self.size, draft)
 
 
@@ -254,7 +255,7 @@ def prepare(name, row, source=None, cache=CACHE):
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
     folder.parent.mkdir(parents=True, exist_ok=True)
     advice = "" if row.hub is None else (
-        f"; it needs a network, or python data/prepare.py {name} --data_dir={cache} --source DIR "
+        f"; it comes by network, or python data/prepare.py {name} --data_dir={cache} --source DIR "
         f"with the files of huggingface.co/datasets/{row.hub}")
     with one_line(name, advice), open(draft.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)                # another process waits, and finds the set

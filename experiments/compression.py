@@ -20,7 +20,8 @@ There are four tables; in the first two, in nats, `before` is R^c of the tokens 
     cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill
     lengths         of a step before it is scaled, of attention's
 
-+- is the standard error over samples. --csv keeps all.
+--csv keeps them, by layer and for `all`, of which cosines and lengths are means, with standard
+errors over samples. What is printed are sums over layers in % of R^c before.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
@@ -38,10 +39,7 @@ from measure import at_norm, centered, each_alone, rate_change, traces, unit_siz
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli
 
-TABLES = {"projections": "added to R^c, the norm of the tokens' projections held",
-          "tokens": "added to R^c, the norm of the tokens held",
-          "cosines": "cosines with -grad R^c; all: the mean over layers",
-          "lengths": "length before scaling, of attention's; all: the mean over layers"}
+TABLES = "projections", "tokens", "cosines", "lengths"
 
 
 @dataclass(kw_only=True)
@@ -177,12 +175,10 @@ def main(argv):
     for loaded in each_model(c):
         runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained)
                     | measured(loaded, c))
-        print(f"{loaded.name}: {c.samples} samples of {c.split}, eps {c.eps:g}")
-        for table, words in TABLES.items():
-            print(words)
-            print_table(runs[-1][table])
-        print("added to R^c, all layers, in % (below 0 it compresses): " + "; ".join(
-            f"{line} {share:+.1f}" for line, share in shares(runs[-1]).items()))
+        print(f"{loaded.name}, {c.samples} samples of {c.split}, eps {c.eps:g}: what all layers add "
+              "to R^c, in %; below 0 a step compresses")
+        print_table([dict(step=line, added=round(share, 2))
+                     for line, share in shares(runs[-1]).items()])
     if c.csv:
         keep(runs, c.csv)
     if c.figure:

@@ -355,7 +355,7 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
     assert_fails("imagenet: data/prepare.py imagenet makes it", images.load,
                  "imagenet", tmp_path)
-    assert_fails("pets: .*it needs a network, or .*prepare.py pets .*--source DIR", images.load,
+    assert_fails("pets: .*it comes by network, or .*prepare.py pets .*--source DIR", images.load,
                  "pets", tmp_path)
     assert_fails("for your texts", text.load, "books", tmp_path)
     prepare.prepare("pydoc", prepare.SETS["pydoc"], cache=tmp_path)

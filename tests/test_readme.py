@@ -67,8 +67,18 @@ def test_the_lines_of_python_run(tmp_path, monkeypatch):
     assert torch.equal(found["trace"][-1].out, found["loaded"].encoder(found["x"]))
 
 
-def test_the_diffs_apply():
-    """What they remove stands in crate.py as it is printed, in this order."""
-    for diff in re.findall(r"```diff\n(.*?)```", TEXTS["docs/QUESTIONS.md"], re.S):
-        before = "\n".join(line[1:] for line in diff.splitlines() if line[0] != "+")
-        assert before in (ROOT / "crate.py").read_text()
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_diffs_apply(place):
+    """What they remove stands in crate.py as it is printed; the changed file trains."""
+    diff = re.findall(r"```diff\n(.*?)```", TEXTS["docs/QUESTIONS.md"], re.S)[place]
+    before, after = ("\n".join(line[1:] for line in diff.splitlines() if line[0] != sign)
+                     for sign in "+-")
+    code = (ROOT / "crate.py").read_text()
+    assert before in code
+    changed = {"__name__": "changed"}
+    exec(code.replace(before, after), changed)
+    x, y = changed["shapes"](20, seed=0)
+    model = changed["CRATE"](d=16, K=2, L=2, P=8)
+    first = torch.nn.functional.cross_entropy(model(x), y)
+    changed["train"](model, x, y, steps=30, batch=20)
+    assert torch.nn.functional.cross_entropy(model(x), y) < first

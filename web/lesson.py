@@ -52,29 +52,30 @@ def of_layer(layer, trace):
     w = attention.projections(X)
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
     start, step = centered(trace.tokens), centered(trace.half - trace.tokens)
-    alone = at_norm(centered(each_alone(attention, X)), step)
+    steps = dict(attention=step, alone=centered(each_alone(attention, X)),
+                 downhill=-crate.subspace_coding_rate_grad(start, unit, 0.1))
     before, after = (crate.subspace_coding_rate(Z, unit, 0.1) for Z in (trace.tokens, trace.half))
-
     D, lambd = layer.sparsification.D, layer.sparsification.lambd
     Y, A, gram, eye = layer.norm2(trace.half), trace.code, D.T @ D, torch.eye(len(D))
+    DA = A @ D.mT
     noise = at_norm(torch.randn(A.shape, generator=torch.Generator().manual_seed(0)).to(A), A)
-    rates = layer_numbers(layer, trace, lambd=0)
 
-    def lasso(A):
-        return 0.5 * (Y - A @ D.mT).square().sum() + lambd * A.abs().sum()
+    def share(T):                       # of R(X), %
+        return 100 * crate.coding_rate(T) / crate.coding_rate(Y)
+
+    def lasso(A):                       # in % of that of no code
+        return 100 * ((Y - A @ D.mT).square().sum() + 2 * lambd * A.abs().sum()) / Y.square().sum()
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1), sums=best_multiple((X[:, None] @ Q @ Q.mT).sum(1), X),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
         before=before, as_it_is=after - before,
-        attention=rate_change(start, step, unit, 0.1), alone=rate_change(start, alone, unit, 0.1),
+        **{k: rate_change(start, at_norm(T, step), unit, 0.1) for k, T in steps.items()},
         cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0),
-        kept=100 * crate.coding_rate(A) / crate.coding_rate(Y),
-        noise_kept=100 * crate.coding_rate(noise) / crate.coding_rate(Y),
-        gram=apart(gram, eye), miss=apart(A @ D.mT, Y), scaled=best_multiple(gram, eye),
-        lasso=100 * lasso(A) / lasso(0 * Y), relu=100 * lasso(Y.relu()) / lasso(0 * Y),
-        start=100 * lasso(Y) / lasso(0 * Y),
-        rise=rates["rise"], gain=rates["gain"])
+        kept=share(A), noise_kept=share(noise), coded=share(DA), coded_long=share(at_norm(DA, Y)),
+        gram=apart(gram, eye), miss=apart(DA, Y), scaled=best_multiple(gram, eye),
+        start=lasso(Y), lasso=lasso(A), relu=lasso(Y.relu()),
+        **{k: v for k, v in layer_numbers(layer, trace, lambd=0).items() if k in ("rise", "gain")})
 
 
 def listed(values):

@@ -56,8 +56,8 @@ def content(name, loaded, untrained, data, tokens=None):
                           else text_examples(model, data, tokens))
     return examples | dict(
         name=name, task=loaded.task, config={key: getattr(c, key, None) for key in (
-            "arch", "width", "heads", "layers", "eta", "lambd", "causal", "context", "rotary",
-            "shift", "image_size", "patch_size", "pool")},
+            "arch width heads layers eta lambd causal context rotary shift image_size patch_size "
+            "pool").split()},
         expected=base64_of(expected), weights=f"{sum(p.numel() for p in model.parameters()):,}",
         tensors=[(key, t[..., 0].numel(), t.shape[-1]) for key, t in model.state_dict().items()],
         eps={key: part.eps for key, part in model.named_modules() if hasattr(part, "eps")},
