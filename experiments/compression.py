@@ -175,8 +175,8 @@ def main(argv):
     for loaded in each_model(c):
         runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained)
                     | measured(loaded, c))
-        print(f"{loaded.name}, {c.samples} samples of {c.split}, eps {c.eps:g}: what all layers add "
-              "to R^c, in %; below 0 a step compresses")
+        print(f"{loaded.name}, {c.samples} samples of {c.split}, eps {c.eps:g}: what layers add to "
+              "R^c, in %, summed; below 0 a step compresses")
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
     if c.csv:
