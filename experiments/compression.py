@@ -74,54 +74,51 @@ def steps(layer, Z, generator):
 
 
 def changes(layer, Z, generator, eps):
-    """{table: {column: a number for each sample of Z (B, n, d)}}."""
+    """{(table, column): a number for each sample of Z (B, n, d)}."""
     U, start = unit_size(layer.attention.bases()), centered(Z)
-    as_it_is = Z + layer.attention(layer.norm1(Z))
-    before, as_it_was, then = (subspace_coding_rate(T, U, eps) for T in (start, Z, as_it_is))
-    downhill, unscaled = -subspace_coding_rate_grad(start, U, eps), steps(layer, Z, generator)
-    added = {name: at_norm(step, unscaled["attention"]) for name, step in unscaled.items()}
-    tokens = {name: subspace_coding_rate(at_norm(start + step, start), U, eps) - before
-              for name, step in added.items()}
-    projections = {name: rate_change(start, step, U, eps) for name, step in added.items()}
-    cosines = {name: F.cosine_similarity(step.flatten(1), downhill.flatten(1))
-               for name, step in added.items()}
-    return dict(
-        projections=dict(before=before) | projections,
-        tokens=dict(before=before) | tokens | dict(as_it_was=as_it_was, as_it_is=then - as_it_was),
-        cosines=cosines, lengths={name: step.norm(dim=(1, 2)) / added[name].norm(dim=(1, 2))
-                                  for name, step in unscaled.items()})
-
-
-def rows_of(by_layer, whole):
-    """The rows of one table of {column: numbers of N samples} by layer, and of their `whole`."""
-    every = {column: whole(torch.stack([values[column] for values in by_layer]), 0)
-             for column in by_layer[0]}
-    return [dict(layer=layer) | averages(each_sample(**values))
-            for layer, values in [*enumerate(by_layer, 1), ("all", every)]]
+    half, downhill = Z + layer.attention(layer.norm1(Z)), -subspace_coding_rate_grad(start, U, eps)
+    before, as_it_was, after = (subspace_coding_rate(T, U, eps) for T in (start, Z, half))
+    found = {("projections", "before"): before, ("tokens", "before"): before}
+    unscaled = steps(layer, Z, generator)
+    for name, own in unscaled.items():
+        step = at_norm(own, unscaled["attention"])
+        held = subspace_coding_rate(at_norm(start + step, start), U, eps)
+        found |= {("projections", name): rate_change(start, step, U, eps),
+                  ("tokens", name): held - before,
+                  ("cosines", name): F.cosine_similarity(step.flatten(1), downhill.flatten(1)),
+                  ("lengths", name): own.norm(dim=(1, 2)) / step.norm(dim=(1, 2))}
+    return found | {("tokens", "as_it_was"): as_it_was, ("tokens", "as_it_is"): after - as_it_was}
 
 
 @torch.no_grad()
 def measured(loaded, c):
-    """{table: its rows} of one model, in float64."""
+    """{(table, column): numbers (L + 1, N) of each layer and of all, and of each sample} of one
+    model, in float64."""
     loaded.model.cpu().double()
     config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
     if not issubclass(config.spec.attention, SoftmaxAttention):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
-    found = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
-             for _, traced in traces(loaded, c)]                    # by batch, layer and table
-    tables = {}
-    for table in TABLES:
-        by_layer = [{column: torch.cat([batch[table][column] for batch in batches])
-                     for column in batches[0][table]} for batches in zip(*found)]
-        tables[table] = rows_of(
-            by_layer, torch.mean if table in ("cosines", "lengths") else torch.sum)
-    return tables
+    batches = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
+               for _, traced in traces(loaded, c)]
+    numbers = {}
+    for table, column in batches[0][0]:
+        each = torch.cat([torch.stack([layer[table, column] for layer in batch])
+                          for batch in batches], 1)                                     # (L, N)
+        every = each.mean(0) if table in ("cosines", "lengths") else each.sum(0)
+        numbers[table, column] = torch.cat([each, every[None]])
+    return numbers
 
 
 def keep(runs, path):
-    """Writes the rows of all tables, four digits of each number."""
-    rows = [dict(model=run["name"], table=table) | row
-            for run in runs for table in TABLES for row in run[table]]
+    """Writes a row for each model, table and layer: means and standard errors, to four digits."""
+    rows = []
+    for run in runs:
+        for table in TABLES:
+            columns = {column: each for (of, column), each in run["numbers"].items() if of == table}
+            for l, values in enumerate(zip(*columns.values()), 1):
+                last = l == len(columns["attention"])
+                row = dict(model=run["name"], table=table, layer="all" if last else l)
+                rows.append(row | averages(each_sample(**dict(zip(columns, values)))))
     with open(path, "w", newline="") as file:
         columns = dict.fromkeys(key for row in rows for key in row)
         writer = csv.DictWriter(file, [*columns], lineterminator="\n")
@@ -141,7 +138,8 @@ LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
 
 def shares(run):
     """{row of the figure: what its step adds, summed over layers, in % of R^c before}."""
-    return {line: 100 * run[table][-1][step] / run[table][-1][before]
+    whole = {key: each[-1].mean().item() for key, each in run["numbers"].items()}
+    return {line: 100 * whole[table, step] / whole[table, before]
             for line, (table, step, before) in LINES.items()}
 
 
@@ -169,12 +167,12 @@ def draw(runs, path):
 
 
 def main(argv):
-    """[{"name", "task", "untrained", and the rows of each of TABLES}, ...]."""
+    """[{"name", "task", "untrained", "numbers"}, ...]."""
     c = parse(Compression, argv, __doc__)
     runs = []
     for loaded in each_model(c):
-        runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained)
-                    | measured(loaded, c))
+        runs.append(dict(name=loaded.name, task=loaded.task, untrained=loaded.untrained,
+                         numbers=measured(loaded, c)))
         print(f"{loaded.name}, {c.samples} samples of {c.split}, eps {c.eps:g}: what layers add to "
               "R^c, in %, summed; below 0 a step compresses")
         print_table([dict(step=line, added=round(share, 2))

@@ -109,14 +109,14 @@ def test_changes(held, eps=0.3):
         added = compression.steps(layer, Z, torch.Generator())
         found = compression.changes(layer, Z, torch.Generator(), eps)
         raw = layer.attention(layer.norm1(Z))
-    assert_near(found["tokens"]["as_it_is"], rate(Z + raw) - rate(Z))
+    assert_near(found["tokens", "as_it_is"], rate(Z + raw) - rate(Z))
     for name in ("attention", "next_map", "mean_map", "alone"):
         length, own = centered(raw).norm(dim=(1, 2)), added[name].norm(dim=(1, 2))
-        assert_near(found["lengths"][name], own / length)
+        assert_near(found["lengths", name], own / length)
         step = added[name] * (length / own)[:, None, None]
-        assert_near(found[held][name], rate(after(step)) - rate(before))
+        assert_near(found[held, name], rate(after(step)) - rate(before))
         slope = -(step * uphill).sum((1, 2))            # of R^c, downhill
-        assert_near(found["cosines"][name] * length * uphill.norm(dim=(1, 2)), slope)
+        assert_near(found["cosines", name] * length * uphill.norm(dim=(1, 2)), slope)
 
 
 @torch.no_grad()
@@ -131,15 +131,18 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
     assert [row["layer"] for row in rows] == ["1", "2", "all"] * 4
-    tokens = run["tokens"][-1]
-    assert float(rows[5]["noise"]) == pytest.approx(tokens["noise"], rel=1e-3)
-    *layers, last = run["projections"]
-    assert last["layer"] == "all" and [row["layer"] for row in layers] == [1, 2]
-    assert last["attention"] == pytest.approx(sum(row["attention"] for row in layers))
+    means = {key: each.mean(1).tolist() for key, each in run["numbers"].items()}
+    assert run["numbers"]["tokens", "noise"].shape == (3, 6)            # layers and all, samples
+    assert float(rows[5]["noise"]) == pytest.approx(means["tokens", "noise"][-1], rel=1e-3)
+    assert float(rows[0]["before_error"]) == pytest.approx(
+        (run["numbers"]["projections", "before"][0].std() / 6 ** 0.5).item(), rel=1e-3)
+    first, second, whole = means["projections", "attention"]
+    assert whole == pytest.approx(first + second)
+    first, second, whole = means["cosines", "attention"]
+    assert whole == pytest.approx((first + second) / 2)
 
-    cosines = [row["attention"] for row in run["cosines"]]
-    assert cosines[2] == pytest.approx((cosines[0] + cosines[1]) / 2)
-
-    points, held = [[*line.get_xdata()] for line in drawn[0].axes[0].lines], run["projections"][-1]
-    assert points[1:3] == [[pytest.approx(100 * tokens["as_it_is"] / tokens["as_it_was"])],
-                           [pytest.approx(100 * held["attention"] / held["before"])]]
+    points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
+    for point, (table, step, before) in zip(points[1:], (
+            ("tokens", "as_it_is", "as_it_was"), ("projections", "attention", "before"))):
+        share = 100 * means[table, step][-1] / means[table, before][-1]
+        assert point == [pytest.approx(share)]
