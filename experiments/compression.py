@@ -25,14 +25,13 @@ errors over samples. What is printed are sums over layers in % of R^c before.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
-import csv
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from experiments.shared import averages, each_sample, SEVEN
+from experiments.shared import averages, each_sample, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
@@ -110,7 +109,7 @@ def measured(loaded, c):
 
 
 def keep(runs, path):
-    """Writes a row for each model, table and layer: means and standard errors, to four digits."""
+    """Writes a row for each model, table and layer: means and standard errors."""
     rows = []
     for run in runs:
         for table in TABLES:
@@ -119,12 +118,7 @@ def keep(runs, path):
                 last = l == len(columns["attention"])
                 row = dict(model=run["name"], table=table, layer="all" if last else l)
                 rows.append(row | averages(each_sample(**dict(zip(columns, values)))))
-    with open(path, "w", newline="") as file:
-        columns = dict.fromkeys(key for row in rows for key in row)
-        writer = csv.DictWriter(file, [*columns], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
-                          for key, value in row.items()} for row in rows)
+    write_csv(rows, path)
 
 
 # row of the figure: table, column, R^c before it

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from checkpoint import each_model
 from data.images import split_for
-from experiments.shared import averages, each_sample, FIVE
+from experiments.shared import averages, each_sample, FIVE, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import inputs, traces
@@ -37,6 +37,7 @@ class Sparsify(SampleFlags):
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
     batch_size: int = option(20, "samples at once", low=1)
+    csv: str | None = option(None, "a file for the rows of the table; none: no file")
     figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
 
 
@@ -172,6 +173,9 @@ def main(argv):
             print_table([without])
         results.append(dict(name=loaded.name, untrained=loaded.untrained, codes=rows,
                             without_D=without))
+    if c.csv:
+        write_csv([dict(model=result["name"]) | row
+                   for result in results for row in result["codes"]], c.csv)
     if c.figure:
         draw(results, c.figure)
     return results

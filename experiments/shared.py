@@ -1,4 +1,6 @@
-"""What several experiments use: checkpoints, means with their errors, random subspaces."""
+"""What several experiments use: checkpoints, means with their errors, files, random subspaces."""
+import csv
+
 import numpy as np
 import torch
 
@@ -22,6 +24,16 @@ def each_sample(**columns):
     """A dict for each sample of columns (B,)."""
     rows = torch.stack([*columns.values()], 1).tolist()
     return [dict(zip(columns, row)) for row in rows]
+
+
+def write_csv(rows, path):
+    """Rows, as dicts, with four digits of each number; a cell of a missing key is empty."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, [*dict.fromkeys(key for row in rows for key in row)],
+                                lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
+                          for key, value in row.items()} for row in rows)
 
 
 def random_subspaces(d, K, generator):
