@@ -35,7 +35,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
-    """The objective R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (15), of Z (B, n, d), U (K, d, p). As
+    """The objective R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (16), of Z (B, n, d), U (K, d, p). As
     in the papers, the rates are nats for one token, but ||Z||_0 counts the entries of all."""
     return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * (Z != 0).sum((1, 2))
 
@@ -202,5 +202,7 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
+    print("Below 0 % attention compresses, as it was derived to. Each layer has an R^c of its own U, so "
+          "compare none between layers. The lesson has controls: docs/index.html")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

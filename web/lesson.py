@@ -40,11 +40,6 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-def best_multiple(A, B):
-    """The distance of the best multiple of A from B, in % of the length of B."""
-    return apart(A * (A * B).sum() / A.square().sum(), B)
-
-
 def of_layer(layer, trace):
     """{name in the text: what a layer has, or makes of the traced tokens}."""
     attention, U = layer.attention, layer.attention.bases()
@@ -67,13 +62,15 @@ def of_layer(layer, trace):
         return 100 * ((Y - A @ D.mT).square().sum() + 2 * lambd * A.abs().sum()) / Y.square().sum()
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
-        length=X.norm(dim=-1), sums=best_multiple((X[:, None] @ Q @ Q.mT).sum(1), X),
+        length=X.norm(dim=-1),
+        near=100 * (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
         before=before, as_it_is=after - before,
         **{k: rate_change(start, at_norm(T, step), unit, 0.1) for k, T in steps.items()},
         cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0),
         kept=share(A), noise_kept=share(noise), coded=share(DA), coded_long=share(at_norm(DA, Y)),
-        gram=apart(gram, eye), miss=apart(DA, Y), scaled=best_multiple(gram, eye),
+        gram=apart(gram, eye), miss=apart(DA, Y),
+        scaled=apart(gram * gram.trace() / gram.square().sum(), eye),
         start=lasso(Y), lasso=lasso(A), relu=lasso(Y.relu()),
         **{k: v for k, v in layer_numbers(layer, trace, lambd=0).items() if k in ("rise", "gain")})
 
