@@ -202,7 +202,7 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    print("Below 0 % attention compresses, as it was derived to. Each layer has an R^c of its own U: "
-          "compare none between layers. The lesson has controls: docs/index.html")
+    print("Below 0 % attention compresses, as it was derived to. Each layer has an R^c of its own: "
+          "compare none between layers. The lesson, docs/index.html, has controls")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")
