@@ -147,9 +147,10 @@ class TextSet(Set):
         return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
 
     def write(self, source, draft):
+        """Writes the tokens of each split; of a single text the last tenth validates."""
         texts = self.read(source, draft)
         single = "train" in texts and "val" not in texts
-        if single:                      # a single text: its last tenth validates
+        if single:
             text = texts["train"][0]
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
