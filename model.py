@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -36,12 +36,11 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
 # config.spec is the arch's row of the table ARCHS; config.family says which maps have biases, etc.
 def attention_map(q, k, scale, causal=False):
-    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal,
-    queries are of the last m of n tokens, and a token has weights on itself and those before."""
+    """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
+    token has weights on itself and those before; one query, m = 1, is of the last token."""
     gram = scale * (q @ k.mT)
-    if causal:
-        m, n = gram.shape[-2:]
-        future = torch.ones(m, n, dtype=torch.bool, device=gram.device).triu(1 + n - m)
+    if causal and q.shape[-2] > 1:
+        future = torch.ones(*gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
         gram = gram.masked_fill(future, -math.inf)
     return gram.softmax(-1)
 
@@ -69,9 +68,8 @@ def side_by_side(heads):
 
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
-    and `forward`. If `causal`, no token sees a later one, and `forward` and `new_cache` keep what a
-    generation has read. `reads` names the fields of a config that not every arch has."""
-    reads = ()
+    and `forward`. If `causal`, no token sees a later one, and a cache from `new_cache` keeps what a
+    generation has read."""
 
     def __init__(self, config):
         super().__init__()
@@ -100,8 +98,7 @@ class Attention(nn.Module, ABC):
 
 
 class SoftmaxAttention(Attention):
-    """Heads that average values by the softmax of queries with keys: MSSA and MHSA."""
-    reads = "rotary", "shift"
+    """What MSSA and MHSA share: heads that average values by the softmax of queries with keys."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -115,28 +112,19 @@ class SoftmaxAttention(Attention):
         (B, K, n, p)."""
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v (B, K, m, p), by the fused kernel if right and faster."""
+        """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        # as measured; and the fused kernel's causal mask is that of queries of the first m tokens
-        fused_is_slower = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
-        fused_is_wrong = 1 < m < n
-        if fused_is_slower or fused_is_wrong:
+        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512:       # as measured
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
+        # a generation has m = 1 later: the newest token sees all, and needs no mask
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
-
-    def join(self, heads):
-        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
-        return self.W(side_by_side(heads))
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
-
-    def forward(self, Z, cache=None):
-        return self.join(self.attend(*self.queries_keys_values(Z, cache)))
 
 
 class MSSA(SoftmaxAttention):
@@ -158,16 +146,21 @@ class MSSA(SoftmaxAttention):
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
+    def forward(self, Z, cache=None):
+        q, k, v = self.queries_keys_values(Z, cache)                    # all three are U^* Z
+        return self.join(self.attend(q, k, v))
+
     def queries_keys_values(self, Z, cache=None):
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
         if self.mix is None and not self.rotary:
-            return w, seen, seen                                        # all three are U^* Z
+            return w, seen, seen
         return shift_and_rotate(w, seen, seen, self.mix, self.rotary)   # what language models add
 
     def join(self, heads):
+        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
         if self.output == "learned":
-            return super().join(heads)
+            return self.W(side_by_side(heads))
         back = self.U.weight if self.output == "transpose" else self.U.weight.mT
         s = -self.step_size if self.output == "negative" else self.step_size
         return F.linear(side_by_side(heads), s * back)
@@ -186,8 +179,7 @@ def ista(Z, D, eta=0.1, lambd=0.1):
 
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
-    made of the code alone. `reads` as in Attention."""
-    reads = ()
+    made of the code alone."""
 
     @abstractmethod
     def code(self, Z):
@@ -203,7 +195,6 @@ class ISTA(Sparsification):
     Z - eta D^*(DZ - Z) = Z + eta (D^* - D^*D) Z; for rows it is Z + Z G with G = eta (D - D^*D),
     built once per forward pass. The identity stays outside: in bfloat16, I + G would round G more.
     eta = lambda = 0.1 as released; no run with 0.02 or 0.5 is better in [N] Table 2."""
-    reads = "eta", "lambd"
 
     def __init__(self, config):
         super().__init__()
@@ -472,6 +463,9 @@ class MHSA(SoftmaxAttention):
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
+    def forward(self, Z, cache=None):
+        return self.W(side_by_side(self.attend(*self.queries_keys_values(Z, cache))))
+
     def queries_keys_values(self, Z, cache=None):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -548,7 +542,6 @@ class MMProx(Sparsification):
 
     [N] Eq. (92): majorization-minimization of the rate itself, for orthogonal D and Z^*Z = I,
     instead of a LASSO step. n is the model's context. (After LN Z has another norm: sqrt(d).)"""
-    reads = "lambd", "mm_eps"
 
     def __init__(self, config):
         super().__init__()
@@ -563,7 +556,6 @@ class MMProx(Sparsification):
 class Threshold(Sparsification):
     """ReLU(Z - eta lambda 1), the ISTA step without a dictionary (D = 0 or I in [J] Eq. (44)): an
     ablation, which asks what D is worth."""
-    reads = "eta", "lambd"
 
     def __init__(self, config):
         super().__init__()
@@ -582,7 +574,6 @@ class ODL(Sparsification):
         output = D_hat a2
     With ista_steps=1 the output is D_hat a1: an MLP with ReLU, whose bias is fixed, -eta lambda. At
     first ||D||^2 is about 2 (1 + C^1/2)^2, 18 for C = 4: descent is only sure for eta < 2 / 18."""
-    reads = "eta", "lambd", "expansion", "ista_steps"
     tied = False
 
     def __init__(self, config):
@@ -613,7 +604,6 @@ class TiedODL(ODL):
 
 class MLP(Sparsification):
     """Linear, GELU ([B] Eq. (7.2.20) prints ReLU), Linear, as in ViT and GPT-2; not sparse."""
-    reads = ("expansion",)
 
     def __init__(self, config):
         super().__init__()
@@ -682,12 +672,6 @@ class Arch(NamedTuple):
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
     text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
 
-    def fields_read(self):
-        """The fields of a config that this arch reads, and not every one does."""
-        operators = filter(None, (self.attention, self.sparsification))
-        names = {name for operator in operators for name in operator.reads}
-        return names if self.output == "learned" else names | {"step_size"}
-
 
 ARCHS = {
     "crate": Arch(MSSA, ISTA, AS_CRATE),                            # [J] Eq. (45)
@@ -713,12 +697,6 @@ ARCHS = {
     "crate-mlp": Arch(MSSA, MLP, AS_CRATE, residual=True),          # an MLP in CRATE's surroundings
     "mssa-ista": Arch(MSSA, ISTA, AS_VIT),                          # ISTA in a transformer's
 }
-
-
-def unread(arch):
-    """The fields of a config that other archs read, and this one does not."""
-    read = {name for spec in ARCHS.values() for name in spec.fields_read()}
-    return read - ARCHS[arch].fields_read()
 
 
 def _size(width, heads, layers):
@@ -776,11 +754,9 @@ class BackboneConfig:
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         self.spec = ARCHS[self.arch]
-        for field in fields(self):
-            if field.name in unread(self.arch) and getattr(self, field.name) != field.default:
-                raise ConfigError(f"{self.arch} has no {field.name}")
-        if (self.rotary or self.shift) and self.kind != "text":
-            raise ConfigError("rotary and shift are for text: an image has two directions")
+        if self.rotary or self.shift:
+            if self.kind != "text" or not issubclass(self.spec.attention, SoftmaxAttention):
+                raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
         self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:
@@ -1099,8 +1075,8 @@ class LanguageModel(Backbone):
                                ignore_index=-1, reduction="sum")
 
     def advance(self, ids, caches):
-        """Logits (B, V) of the token after `ids` (B, m), which continue the sequences in `caches`:
-        a list that is empty at first, then holds one for each layer."""
+        """Logits (B, V) of the token after `ids`, which are whole texts (B, n) while the list
+        `caches` is empty, and then, as it holds one for each layer, their next token (B, 1)."""
         if not self.config.causal:
             raise ConfigError("a masked model continues no text: its tokens attend to later ones")
         if not caches:

@@ -16,7 +16,7 @@ import checkpoint
 from data import augment, images
 from evaluate import classify
 from flags import model_fields, ModelFlags, option, parse_run, UserError
-from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate, unread
+from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
 from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
@@ -27,9 +27,11 @@ SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "pat
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS."""
-    data: str = option("imagenet", "which images: a prepared set")
-    train_images: int | None = option(None, "use the first N training images; auto: all", low=1)
-    val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0)
+    data: str = option("imagenet", "which images: a prepared set", kept=True)
+    train_images: int | None = option(None, "use the first N training images; auto: all", low=1,
+                                      kept=True)
+    val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0,
+                      kept=True)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
@@ -39,11 +41,13 @@ class Config(RunFlags, ModelFlags):
         displaces=("size", *SHAPE_FIELDS))
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
-    layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1)
+    layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1,
+                                kept=True)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
-    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0)
-    beta2: float = option(0.99, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
-    batch_size: int = option(128, "images a step, of all processes together", low=1)
+    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0, kept=True)
+    beta2: float = option(0.99, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999,
+                         kept=True)
+    batch_size: int = option(128, "images a step, of all processes together", low=1, kept=True)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(0.5, "epochs of linear warm-up, half of all at most", low=0)
@@ -135,7 +139,6 @@ def build_model(c, classes, loaded=None):
     for name in SHAPE_FIELDS:
         if ours.get(name, theirs[name]) != theirs[name]:
             raise UserError(f"--{name}={ours[name]}: {c.init_from} has {theirs[name]}")
-    theirs = {name: theirs[name] for name in theirs.keys() - unread(theirs["arch"])}
     model = ImageClassifier(ImageConfig(**theirs | ours))
     # positions are interpolated to the image size
     state, side = loaded.encoder.state_dict(), model.config.side
@@ -163,7 +166,8 @@ def srr_loss(model, x, layer=None, eps=0.5):
     U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
     rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
     for l, part in enumerate(model.encoder.layers[:layer], 1):
-        Z = part(Z).detach()
+        with torch.no_grad():
+            Z = part(Z)
         if layer in (None, l):
             rates.append(subspace_coding_rate(Z, part.attention.bases(), eps))
     return torch.stack(rates).mean()
