@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional as F
 
 from figures import print_table
-from flags import DeviceFlags, option, parse_command, PrecisionFlags
-from model import attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
+from flags import MachineFlags, option, parse_command
+from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
 from processes import cli, device_name, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
-class Flags(DeviceFlags, PrecisionFlags):
+class Flags(MachineFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")
@@ -40,9 +40,9 @@ class LiteralISTA(ISTA):
         return ista(Z, self.D, self.eta, self.lambd)
 
 
-VARIANTS = {"fast": {}, "literal attention": dict(attention=LiteralMSSA),
-            "literal ISTA": dict(sparsification=LiteralISTA),
-            "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
+LITERAL = {"literal attention": ARCHS["crate"]._replace(attention=LiteralMSSA),
+           "literal ISTA": ARCHS["crate"]._replace(sparsification=LiteralISTA),
+           "literal": ARCHS["crate"]._replace(attention=LiteralMSSA, sparsification=LiteralISTA)}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -68,15 +68,16 @@ def forward_backward(processes, forward, leaves):
 
 
 # ---- Training steps -----------------------------------------------------------------------------
-def loss_function(model, batch, device):
-    """A function that computes the model's loss on one random batch."""
-    c = model.config
+def random_batch(c, batch, device):
+    """What a model of config c trains on: pictures and labels, or texts and targets."""
     if c.kind == "text":
-        ids, targets = torch.randint(c.vocab_size, (2, batch, c.context), device=device)
-        return lambda: model(ids, targets)
+        return torch.randint(c.vocab_size, (2, batch, c.context), device=device).unbind()
     x = torch.randn(batch, 3, c.image_size, c.image_size, device=device)
-    labels = torch.randint(c.classes, (batch,), device=device)
-    return lambda: F.cross_entropy(model(x), labels)
+    return x, torch.randint(c.classes, (batch,), device=device)
+
+
+def loss_of(model, x, y):
+    return model(x, y) if model.config.kind == "text" else F.cross_entropy(model(x), y)
 
 
 PYDOC = dict(context=128, width=256, heads=4, layers=4)
@@ -86,12 +87,11 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, fields, **operators):
-    """A model of a table, with `operators` in place of its arch's."""
+def build(table, arch, fields):
+    """A model of a table. ARCHS gets the rows of the literal forms, as of any other arch."""
+    ARCHS.update(LITERAL)
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    config = model_class.config_class(**fields)
-    config.spec = config.spec._replace(**operators)
-    return model_class(config)
+    return model_class(model_class.config_class(arch=arch, **fields))
 
 
 def bench_steps(table, c, processes):
@@ -107,13 +107,15 @@ def bench_steps(table, c, processes):
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
-        models = {name: build(table, fields, **operators) for name, operators in VARIANTS.items()}
-        for name in VARIANTS:
+        models = dict(fast=build(table, "crate", fields))
+        for name in LITERAL:
+            models[name] = build(table, name, fields)
             models[name].load_state_dict(models["fast"].state_dict())
-        models["transformer"] = build(table, fields | narrow | dict(arch="transformer"))
+        models["transformer"] = build(table, "transformer", fields | narrow)
+        x, y = random_batch(models["fast"].config, batch, device)
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():
-            loss = loss_function(model.to(device), batch, device)
+            loss = partial(loss_of, model.to(device), x, y)
             if wants_compile(c.compile, device):
                 loss = torch.compile(loss)
             steps[name] = partial(forward_backward, processes, loss, list(model.parameters()))

@@ -13,16 +13,14 @@ TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 
 
 @pytest.mark.parametrize("table, fields", [("vit", IMAGE), ("gpt", TEXT)])
-@pytest.mark.parametrize("variant", [*bench.VARIANTS][1:])
+@pytest.mark.parametrize("variant", bench.LITERAL)
 def test_literal_is_the_same_function(monkeypatch, table, fields, variant):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
-    fast, literal = (bench.build(table, fields, **bench.VARIANTS[name]).double()
-                     for name in ("fast", variant))
+    fast, literal = (bench.build(table, arch, fields).double() for arch in ("crate", variant))
     literal.load_state_dict(scrambled(fast).state_dict())
-    losses = []
+    losses, batch = [], bench.random_batch(fast.config, 3, CPU)
     for model in (fast, literal.eval()):
-        torch.manual_seed(1)                    # the same batch
-        losses.append(bench.loss_function(model, 3, CPU)())
+        losses.append(bench.loss_of(model, *batch))
         losses[-1].backward()
     torch.testing.assert_close(*losses, rtol=0, atol=1e-10)
     for (key, a), b in zip(fast.named_parameters(), literal.parameters()):
