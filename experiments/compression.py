@@ -7,7 +7,8 @@ is at unit size. All steps are scaled to the length of attention's:
 
     attention       MSSA(LN(Z))
     next_map        the same with the map of the next sample of the batch: it compares no tokens
-    mean_map        the same with the mean of the maps of all others: --batch_size less one
+    mean_map        the same with the mean of the maps of all others, --batch_size less one: it
+                    compares none, and averages more widely than the map of one sample
     alone           each token attends to itself alone: the same matrices, and no averages
     noise           independent Gaussians
 
@@ -17,7 +18,8 @@ There are four tables; in the first two, in nats, `before` is R^c of the tokens 
                     is held
     tokens          the same if the norm of the tokens is held. Also `as_it_is`: what attention adds
                     with neither mean nor norm held, `as_it_was` being R^c before
-    cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill
+    cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill. Also `W_and_U`:
+                    of W and [U_1 .. U_K], which has its place in Eq. (36). Below 0 W reverses it
     lengths         of a step before it is scaled, of attention's
 
 --csv keeps them, by layer and for `all`, of which cosines and lengths are means, with standard
@@ -74,7 +76,7 @@ def steps(layer, Z, generator):
 
 def changes(layer, Z, generator, eps):
     """{(table, column): a number for each sample of Z (B, n, d)}."""
-    U, start = unit_size(layer.attention.bases()), centered(Z)
+    U, start, W = unit_size(layer.attention.bases()), centered(Z), layer.attention.W.weight
     half, downhill = Z + layer.attention(layer.norm1(Z)), -subspace_coding_rate_grad(start, U, eps)
     before, as_it_was, after = (subspace_coding_rate(T, U, eps) for T in (start, Z, half))
     found = {("projections", "before"): before, ("tokens", "before"): before}
@@ -86,7 +88,9 @@ def changes(layer, Z, generator, eps):
                   ("tokens", name): held - before,
                   ("cosines", name): F.cosine_similarity(step.flatten(1), downhill.flatten(1)),
                   ("lengths", name): own.norm(dim=(1, 2)) / step.norm(dim=(1, 2))}
-    return found | {("tokens", "as_it_was"): as_it_was, ("tokens", "as_it_is"): after - as_it_was}
+    W_and_U = F.cosine_similarity(W.flatten(), U.transpose(0, 1).flatten(), 0).expand(len(Z))
+    return found | {("tokens", "as_it_was"): as_it_was, ("tokens", "as_it_is"): after - as_it_was,
+                    ("cosines", "W_and_U"): W_and_U}
 
 
 @torch.no_grad()
@@ -125,7 +129,6 @@ def keep(runs, path):
 LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
          "the same, length held": ("projections", "attention", "before"),
          "another sample's map, length held": ("projections", "next_map", "before"),
-         "mean of other maps, length held": ("projections", "mean_map", "before"),
          "each token alone, length held": ("projections", "alone", "before"),
          "noise, length held": ("projections", "noise", "before")}
 
@@ -171,6 +174,8 @@ def main(argv):
               "R^c, in %, summed; below 0 a step compresses")
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
+        reversal = runs[-1]["numbers"]["cosines", "W_and_U"][:-1, 0]
+        print("cosine of W and [U_1 .. U_K] by layer:", *(f"{cos:.2f}" for cos in reversal))
     if c.csv:
         keep(runs, c.csv)
     if c.figure:

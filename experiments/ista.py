@@ -1,14 +1,16 @@
 """Does the ISTA step make a sparse code of the tokens?
 
 It is derived as one proximal gradient step, from A = X, on the LASSO of [J] Eq. (41)-(42),
-lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). The LASSO stands for
-lambda ||A||_0 - R(A), Eq. (38), if R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
+lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). This A has entries below
+0, so the step starts where A may not be. The LASSO stands for lambda ||A||_0 - R(A), Eq. (38), if
+R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
 
     python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png
 
 The table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
-    step      what the layer computes         relu       ReLU(X)
-    zero      no code                         threshold  ReLU(X - eta lambda): the step with D = 0
+    start     X, which has entries below 0    relu       ReLU(X), the nearest A that has none
+    step      what the layer computes         threshold  ReLU(X - eta lambda): the step with D = 0
+    zero      no code
     optimum   of (42), within 1 %             lasso      l1 + fit, the two terms of (41)
     at_best_length      lasso of A with each token times the best number >= 0
     error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
@@ -87,7 +89,7 @@ def codes(X, operator):
     A = operator.code(X)
     found = dict(step=A, zero=torch.zeros_like(A), optimum=optimum(X, operator.D, operator.lambd))
     if A.shape == X.shape:
-        found |= dict(relu=F.relu(X), threshold=F.relu(X - operator.eta * operator.lambd))
+        found |= dict(start=X, relu=F.relu(X), threshold=F.relu(X - operator.eta * operator.lambd))
     return found
 
 
