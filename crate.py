@@ -15,6 +15,7 @@ stays points uphill by itself. But the learned W may point against U; `look` mea
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
 import math
+from functools import partial
 
 import torch
 from torch import nn
@@ -148,7 +149,8 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
         for p, momentum in zip(matrices, momenta):
-            update = newton_schulz(p.grad.lerp(momentum.lerp_(p.grad, 0.05), 0.95))     # Nesterov
+            momentum.lerp_(p.grad, 0.05)
+            update = newton_schulz(p.grad.lerp(momentum, 0.95))                         # Nesterov
             size = 0.2 * max(p.shape) ** 0.5            # of entries, that of AdamW's steps
             p.data.mul_(1 - lr * decay).sub_(lr * size * update)
         adamw.param_groups[0]["lr"] = lr
@@ -162,7 +164,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 def look(model, x, eps=0.1):
     """A dict for each layer, of means over the pictures x; U has the norm of orthonormal bases:
 
-    R^c               of Z^l. The released code's eps is as small, but of projections at norm 1
+    R^c               of Z^l
     attention, %      what the attention step adds to it, as it is
     length held, %    the same of tokens less their mean, scaled so that all U_k^* Z together, which
                       is what R^c sees, keep their length: longer tokens cost more
@@ -173,13 +175,12 @@ def look(model, x, eps=0.1):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         half = Z + layer.attention(layer.norm1(Z))
-        start, held = (T - T.mean(1, keepdim=True) for T in (Z, half))
-        before, after = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (start, held))
-        held = held * (before / after)[:, None, None]
-        Rc, Rc_half, Rc_start, Rc_held = (
-            subspace_coding_rate(T, U, eps) for T in (Z, half, start, held))
-        rows.append({"R^c": Rc.mean(), "attention, %": 100 * (Rc_half / Rc - 1).mean(),
-                     "length held, %": 100 * (Rc_held / Rc_start - 1).mean(),
+        start, end = (T - T.mean(1, keepdim=True) for T in (Z, half))
+        length, longer = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (start, end))
+        end = end * (length / longer)[:, None, None]
+        Rc = partial(subspace_coding_rate, U=U, eps=eps)
+        rows.append({"R^c": Rc(Z).mean(), "attention, %": 100 * (Rc(half) / Rc(Z) - 1).mean(),
+                     "length held, %": 100 * (Rc(end) / Rc(start) - 1).mean(),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
