@@ -14,7 +14,7 @@ import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
-from flags import CacheFlags, CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
+from flags import CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
 from measure import layer_numbers, saliency, spread, traces
 from processes import cli, Processes
 from run import read_metrics
@@ -194,7 +194,7 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(CheckpointFlags, CacheFlags, OutFlags):
+class Page(CheckpointFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
 

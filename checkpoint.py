@@ -1,4 +1,4 @@
-"""Checkpoints: files written whole, one `load_model` for every task and for published ones.
+"""Checkpoints: writes files whole, and opens those of every task and of the authors.
 
 One schema for all tasks: {format, task, model, model_config, data_meta, run_config, step, best,
 optimizer, extra}. `model` holds the weights to evaluate, SimDINO's teacher's; its student's are in
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import zipfile
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +21,6 @@ from model import CRATE_SIZES, ImageClassifier, ImageEncoder, LanguageModel, Mas
 from processes import is_main, note, Processes
 
 FORMAT = "crate-3"
-# Flags that a resumed run keeps: the optimizer's state and the order of the data depend on them
-KEPT = ("optimizer", "weight_decay", "beta2", "layer_decay", "data", "once", "val", "train_images",
-        "batch_size", "seed")
 PRETRAINED = ROOT / "data" / "pretrained"
 # The model of each training script. SimDINO's checkpoints keep the teacher's encoder
 TASKS = dict(vit=ImageClassifier, mae=MaskedAutoencoder, simdino=ImageEncoder, gpt=LanguageModel)
@@ -113,11 +110,12 @@ def newest_whole(folder, task):
 
 
 def refuse_another(content, flags, model_config, data_meta, folder):
-    """UserError if the checkpoint of a run in `folder` is of another model, of other flags in KEPT
-    or of another version of the data. With another --lr or --epochs a run goes on."""
+    """UserError if the checkpoint of a run in `folder` is of another model, of other flags that are
+    `kept` or of another version of the data. With another --lr or --epochs a run goes on."""
     saved = content["run_config"] | content["model_config"]     # values that auto stands for
-    given = flags | model_config
-    for name in (*KEPT, *model_config):
+    given = vars(flags) | model_config
+    kept = [f.name for f in fields(flags) if f.metadata["kept"]]
+    for name in (*kept, *model_config):
         if name in saved and saved[name] != given.get(name):
             raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
                             f"{given.get(name)}; give those of its config.json again")

@@ -10,14 +10,13 @@ The last line of each is one JSON object. Baselines are --untrained and --featur
 import json
 import math
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
-from flags import OpenFlags, option, parse_command, PrecisionFlags, SampleFlags, UserError
+from flags import OpenFlags, option, parse_command, SampleFlags, UserError
 from processes import cli, derive_seed, is_main, Processes, with_bar
 
 
@@ -64,13 +63,13 @@ def features(encoder, split, data, processes, kind="class", batch_size=500):
                 Z = encoder(images.model_input(batch, data, encoder.config.image_size)).float()
             x = Z[:, 1:].mean(1) if kind == "mean" else Z[:, 0].clone()     # a view would keep Z
         parts.append(x)
-    mine = torch.cat(parts)
+    mine = torch.cat(parts)     # every process adds its rows to zeros: the sum has all
     result = mine.new_zeros(len(split), mine.shape[1])
     result[processes.share] = mine
     return processes.sum(result), split.labels.to(result.device)
 
 
-def nearest_neighbours(x, y, x_test, y_test, classes, processes, k=20, temperature=0.07):
+def nearest_neighbours(processes, x, y, x_test, y_test, classes, k=20, temperature=0.07):
     """Accuracy of a vote among the k nearest by cosine, each with the weight
     exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
@@ -102,7 +101,7 @@ def logistic_regression(x, y, classes, decay):
     return W.detach().to(x.device), b.detach().to(x.device)
 
 
-def linear_probe(x, y, x_test, y_test, classes, processes=None, seed=0):
+def linear_probe(x, y, x_test, y_test, classes, seed=0):
     """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
     decay), the decay chosen on a held-out tenth of the training samples."""
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
@@ -179,13 +178,9 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class ScoreFlags(OpenFlags, PrecisionFlags):
-    batch_size: int = option(500, "images at once", low=1)
-
-
-@dataclass(kw_only=True)
-class Accuracy(ScoreFlags, SampleFlags):
+class Accuracy(SampleFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
+    batch_size: int = option(500, "images at once", low=1)
 
 
 def accuracy(c):
@@ -199,15 +194,16 @@ def accuracy(c):
 
 
 @dataclass(kw_only=True)
-class Probe(ScoreFlags):
+class Probe(OpenFlags):
     """How well features separate the classes: an encoder's, trained or not, or the pixels."""
+    batch_size: int = option(500, "images at once", low=1)
     features: str | None = option(
         None, "class token, mean of the patch tokens, or the pixels; auto is what the head reads",
         choices=("class", "mean", "pixels"))
 
 
 def probe(c, score):
-    """{what was read} | score(x, y, x_test, y_test, number of classes, processes)."""
+    """{what was read} | score(processes, x, y, x_test, y_test, number of classes)."""
     processes = Processes(c.device, c.dtype)
     loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     data, kind = images.load_for(c.data, loaded.meta, c.data_dir), c.features or loaded.pooling
@@ -217,11 +213,11 @@ def probe(c, score):
         samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
     encoder = "random" if c.untrained else c.ckpt
     what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
-    return what | score(*samples, len(data.classes), processes)
+    return what | score(processes, *samples, len(data.classes))
 
 
 def linear(c):
-    return probe(c, partial(linear_probe, seed=c.seed))
+    return probe(c, lambda processes, *samples: linear_probe(*samples, c.seed))
 
 
 def knn(c):
@@ -229,7 +225,7 @@ def knn(c):
 
 
 @dataclass(kw_only=True)
-class LM(OpenFlags, PrecisionFlags):
+class LM(OpenFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))

@@ -22,37 +22,31 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
               above=("more than", operator.gt), high=("at most", operator.le))
 
 
-def option(default, help, displaces=(), **limits):
-    """A dataclass field with its --help text and limits. With MISSING it is required. If given, it
-    removes the preset's values of `displaces`."""
-    return field(default=default, metadata=dict(help=help, displaces=displaces, limits=limits))
+def option(default, help, displaces=(), kept=False, **limits):
+    """A dataclass field with its --help text and limits. With MISSING it is required. If it is
+    given, the preset's values of `displaces` do not count. A run cannot be resumed with another
+    value of a flag that is `kept`: its optimizer's state or the order of its data would not fit."""
+    return field(default=default, metadata=dict(help=help, displaces=displaces, kept=kept,
+                                                limits=limits))
 
 
 # ---- Flags of several commands ------------------------------------------------------------------
 @dataclass(kw_only=True)
-class CacheFlags:
+class MachineFlags:
+    device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
+    dtype: str = option("auto", "of training and scores; auto is bfloat16 where that is fast",
+                        choices=("auto", "float32", "bfloat16"))
     data_dir: str = option(str(CACHE), "where prepared data lies")
 
 
 @dataclass(kw_only=True)
-class DeviceFlags:
-    device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
-
-
-@dataclass(kw_only=True)
-class PrecisionFlags:
-    dtype: str = option("auto", "autocast's; auto is bfloat16 where there are instructions for it",
-                        choices=("auto", "float32", "bfloat16"))
-
-
-@dataclass(kw_only=True)
-class CheckpointFlags:
+class CheckpointFlags(MachineFlags):
     ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 
 @dataclass(kw_only=True)
-class OpenFlags(CheckpointFlags, DeviceFlags, CacheFlags):
+class OpenFlags(CheckpointFlags):
     data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     untrained: bool = option(False, "random weights instead; layers and experiments show both")
     seed: int = option(0, "of the random weights, and of what else a command draws", low=0)

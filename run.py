@@ -15,17 +15,17 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
-from flags import CacheFlags, DeviceFlags, option, PrecisionFlags, ROOT, UserError
+from flags import MachineFlags, option, ROOT, UserError
 from processes import is_main, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
-class RunFlags(DeviceFlags, PrecisionFlags, CacheFlags):
+class RunFlags(MachineFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
-    seed: int = option(0, "the same seed gives the same run on the same CPU", low=0)
-    optimizer: str = option("adamw", "update rule", choices=("adamw", "muon", "lion"))
+    seed: int = option(0, "the same seed gives the same run on the same CPU", low=0, kept=True)
+    optimizer: str = option("adamw", "update rule", kept=True, choices=("adamw", "muon", "lion"))
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
@@ -139,7 +139,7 @@ class Run:
         if not self.config.resume:
             return None
         content, config = newest_whole(self.dir, self.task), asdict(self.model.config)
-        refuse_another(content, vars(self.config), config, self.data_meta, self.dir)
+        refuse_another(content, self.config, config, self.data_meta, self.dir)
         with reading(self.dir / "ckpt.pt"):
             self.model.load_state_dict(content["model"])
             for optimizer, state in zip(self.optimizers, content["optimizer"], strict=True):

@@ -11,12 +11,12 @@ import torch
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import CheckpointFlags, DeviceFlags, option, parse, PrecisionFlags
+from flags import CheckpointFlags, option, parse
 from processes import cli, derive_seed, Processes
 
 
 @dataclass(kw_only=True)
-class Sample(CheckpointFlags, DeviceFlags, PrecisionFlags):
+class Sample(CheckpointFlags):
     prompt: str = option("", "how the text begins; empty: a new document")
     tokens: int = option(300, "how many to write, fewer if the model ends the text", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)

@@ -4,8 +4,9 @@
     python train_gpt.py pydoc                                Python's manual, two CPU cores
     python train_gpt.py shakespeare --arch=tost              any preset, any flag
 
-[B] 7.4, nanoGPT's recipe: AdamW, linear warm-up, cosine, gradients clipped at norm 1. With
---objective=masked tokens see all others, and masked ones are predicted (CRATE-BERT, [J])."""
+[B] 7.4, nanoGPT's recipe: AdamW (the preset `pydoc` has Muon), linear warm-up, cosine, gradients
+clipped at norm 1. With --objective=masked tokens see all others, and the masked ones are predicted
+(CRATE-BERT, [J])."""
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,20 +24,22 @@ from run import Run, RunFlags
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """Defaults are nanoGPT's for GPT-2, except [B]'s batches of 384. Presets change them."""
-    data: str = option("openwebtext", "a prepared text set")
+    data: str = option("openwebtext", "a prepared text set", kept=True)
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
-    once: bool = option(False, "read each token at most once: the text is larger than the run")
+    once: bool = option(False, "read each token at most once, of a text larger than the run",
+                        kept=True)
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
-    weight_decay: float = option(0.1, "decoupled, on matrices only", low=0)
-    beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999)
-    batch_size: int = option(384, "sequences per step, of all processes together", low=1)
+    weight_decay: float = option(0.1, "decoupled, on matrices only", low=0, kept=True)
+    beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999,
+                         kept=True)
+    batch_size: int = option(384, "sequences per step, of all processes together", low=1, kept=True)
     micro_batch: int | None = option(None, "sequences at once, to save memory; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up, half of all at most", low=0)
@@ -44,12 +47,12 @@ class Config(RunFlags, ModelFlags):
     eval_windows: int = option(400, "sequences of an evaluation; 0, and at the end: all", low=0)
 
 
-_OWT = dict(data="openwebtext", size="base", micro_batch=12)
+_OWT = dict(data="openwebtext", size="base")
 PRESETS = {
     "openwebtext": dict(_OWT, micro_batch=16),      # [B] 7.4; 16 have logits of 3.3 GB in float32
-    "tost": dict(_OWT, arch="tost",
+    "tost": dict(_OWT, micro_batch=12, arch="tost",
                  batch_size=480, weight_decay=0.01),    # released ToST; 0.1 above Base
-    "gpt2": dict(_OWT, arch="transformer"),
+    "gpt2": dict(_OWT, micro_batch=12, arch="transformer"),
     "bert": dict(           # BERT's peak lr, decay and length; its lr falls linearly
         _OWT, micro_batch=32, objective="masked", context=512, batch_size=256, lr=1e-4,
         min_lr=0.0, weight_decay=0.01, beta2=0.999, warmup=10_000, steps=1_000_000),

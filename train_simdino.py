@@ -29,7 +29,7 @@ from run import Run, RunFlags
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
-    data: str = option("imagenet", "which images: a prepared set")
+    data: str = option("imagenet", "which images: a prepared set", kept=True)
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
@@ -46,7 +46,7 @@ class Config(RunFlags, ModelFlags):
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes stay fixed", low=0)
     # optimization
     lr: float = option(2e-3, "peak learning rate", above=0)
-    batch_size: int = option(256, "images of all processes together", low=2)
+    batch_size: int = option(256, "images of all processes together", low=2, kept=True)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(10, "epochs of linear warm-up, half of all at most", low=0)
     # views
@@ -275,7 +275,7 @@ def main(argv):
         if run.evaluation_due:              # by neighbours of the teacher's class token
             first, second = (features(teacher.encoder, split, data, processes)
                              for split in (train, val))
-            run.record(nearest_neighbours(*first, *second, len(data.classes), processes))
+            run.record(nearest_neighbours(processes, *first, *second, len(data.classes)))
     return run.done("python evaluate.py knn --ckpt={dir}/ckpt.pt    # nearest neighbours",
                     "python analyze.py saliency --ckpt={dir}/ckpt.pt    # where attention looks")
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data import folders, shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
-from flags import CACHE, CacheFlags, not_one_of, option, parse, UserError
+from flags import CACHE, not_one_of, option, parse, UserError
 from processes import cli, note
 
 SEED = 2357         # of every order and part that is drawn
@@ -310,7 +310,8 @@ def opened(name, kind, cache):
 
 
 @dataclass(kw_only=True)
-class Flags(CacheFlags):
+class Flags:
+    data_dir: str = option(str(CACHE), "where prepared data lies")
     source: str | None = option(None, "where the files are; auto is the Hub")
     tokenizer: str | None = option(None, "of your own text", choices=("gpt2", "char"))
     size: int | None = option(None, "of your own pictures, pixels; auto is 32", low=1, high=512)

@@ -15,15 +15,14 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images
-from evaluate import ScoreFlags
 from figures import stretched
-from flags import option, parse
+from flags import OpenFlags, option, parse
 from measure import saliency
 from processes import cli, Processes, with_bar
 
 
 @dataclass(kw_only=True)
-class Config(ScoreFlags):
+class Config(OpenFlags):
     data: str = option("shapes", "pictures with masks", choices=("shapes",))
     batch_size: int = option(100, "images at once", low=1)
     dtype: str = option("float32", "autocast's", choices=("auto", "float32", "bfloat16"))

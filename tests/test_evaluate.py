@@ -49,7 +49,7 @@ def test_nearest_neighbours_by_hand():
         nearest = sorted(range(60), key=lambda i: -cosine[i])[:7]
         votes = [sum(np.exp(cosine[i] / 0.1) for i in nearest if y[i] == k) for k in range(3)]
         right += votes.index(max(votes)) == label
-    result = evaluate.nearest_neighbours(3 * x, y, tests, labels, 3, Processes("cpu"), 7, 0.1)
+    result = evaluate.nearest_neighbours(Processes("cpu"), 3 * x, y, tests, labels, 3, 7, 0.1)
     assert result == dict(acc=pytest.approx(right / 23), k=7)
 
 

@@ -53,6 +53,6 @@ def test_scores(name, text_cache, drawn):
         found = reconstruction_loss(model, val, data, PROCESSES)["loss"]
     if task == "simdino":
         first, second = (features(loaded.encoder, split, data, PROCESSES) for split in (train, val))
-        found = 100 * nearest_neighbours(*first, *second, 10, PROCESSES)["acc"]
+        found = 100 * nearest_neighbours(PROCESSES, *first, *second, 10)["acc"]
     score, near = SCORES[name]
     assert found == pytest.approx(score, abs=near)

@@ -1,6 +1,7 @@
 """What a run does with its folder, its metrics, its checkpoints and its signals."""
 import os
 import signal
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,17 +11,22 @@ from helpers import metrics
 from test_checkpoint import make
 
 from checkpoint import read_checkpoint
-from flags import UserError
+from flags import option, UserError
 from optim import make_optimizers
 from processes import Processes
 from run import read_metrics, Run, RunEnded, RunFlags
 
 
-def run_in(out, model=None, optimizers=(), version=None, log_every=1, **more):
-    flags = RunFlags(out_dir=str(out), log_every=log_every, **more)
-    config = SimpleNamespace(**vars(flags), batch_size=1)
+@dataclass(kw_only=True)
+class Config(RunFlags):
+    batch_size: int = option(1, "", kept=True)
+    log_every: int = option(1, "")
+
+
+def run_in(out, model=None, optimizers=(), version=None, **more):
     meta = dict(name="abc", version=version)
-    return Run(config, "vit", "tiny", Processes("cpu"), model, optimizers, meta)
+    return Run(Config(out_dir=str(out), **more), "vit", "tiny", Processes("cpu"), model, optimizers,
+               meta)
 
 
 def start(out, total=10, eval_every=100, version=None, **more):
