@@ -70,8 +70,8 @@ def features(encoder, split, data, processes, kind="class", batch_size=500):
 
 
 def nearest_neighbours(processes, x, y, x_test, y_test, classes, k=20, temperature=0.07):
-    """Accuracy of a vote among the k nearest by cosine, each with the weight
-    exp(cosine / temperature), DINO's ([B] (7.2.39) has none): dict(acc, k). x (N, D), y (N,)."""
+    """Accuracy of a vote among the k nearest samples by cosine: dict(acc, k). As in DINO a vote has
+    the weight exp(cosine / temperature); [B] Eq. (7.2.39) has none. x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
     right = torch.zeros((), device=x.device)
     mine = torch.arange(len(x_test), device=x.device)[processes.share]
@@ -151,8 +151,8 @@ def masked_batches(batches, n_vocab, mask_rate, rank, world):
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     context=None):
     """Loss in nats over a text: dict(loss, ppl, n). A causal model predicts each token but the
-    first, once; a masked one the masked tokens of whole windows, with their top-1 accuracy "acc".
-    A window's mask is a function of its number, at every evaluation, on any number of processes."""
+    first, once. A masked model predicts the masked tokens of whole windows, with top-1 accuracy
+    "acc"; a window has the same mask in every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,

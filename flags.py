@@ -101,12 +101,11 @@ def boolean(text):
 
 
 def converter(f, kind, optional):
-    """The function from a flag's text to its value. argparse says "invalid int value"."""
+    """The function that turns a flag's text into its value. If it raises ValueError, argparse says
+    "invalid int value", after its __name__."""
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        if text.startswith("~/"):                       # bash leaves it in --out_dir=~/x
-            text = str(Path(text).expanduser())
         value = boolean(text) if kind is bool else kind(text)
         for name, limit in f.metadata["limits"].items():
             words, holds = LIMITS[name]
@@ -118,7 +117,8 @@ def converter(f, kind, optional):
 
 
 def add_flag(parser, f, default):
-    """One flag of `parser` for the dataclass field f; a tuple takes the words that are no flags."""
+    """Adds a flag to `parser` for the dataclass field f. A field of type tuple is no flag: it gets
+    the words of the command line that belong to none, such as file names."""
     kind, *optional = typing.get_args(f.type) or [f.type]       # (int, NoneType) of int | None
     if kind is tuple:
         parser.add_argument(f.name, nargs="+" if default is MISSING else "*",

@@ -59,8 +59,8 @@ def in_words(speed):
 
 class Meter:
     """The losses of the last steps, which stay on the device until they are read, and the seconds
-    of each step, without evaluations and checkpoints. A step has `samples`, one of which
-    takes `flops`, 0 if nobody counted, and is a text of `tokens` or, None, an image."""
+    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
+    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
 
     def __init__(self, processes, samples, flops=0, tokens=None):
         self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
@@ -70,8 +70,8 @@ class Meter:
         self.started = time.perf_counter()
 
     def stop(self, loss, read):
-        """Ends a step. If `read`, returns the losses since the last time, as means over the
-        processes, before the clock stops, since that waits for a GPU; else []."""
+        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
+        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
         self.losses.append(loss.detach())
         losses = []
         if read:
@@ -81,8 +81,8 @@ class Meter:
         return losses
 
     def speed(self, steps):
-        """{name in metrics.jsonl: value} of the last steps without the first of all, which may
-        compile; {} if there is no other."""
+        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
+        as it may compile; if there is no other, the dict is empty."""
         seconds = self.seconds[max(1, len(self.seconds) - steps):]
         if not seconds:
             return {}
@@ -94,10 +94,12 @@ class Meter:
 
 
 class Run:
-    """One training run in one folder, out/TASK-NAME. A checkpoint is made of the model that is
-    evaluated, the optimizers, and in `extra` tensors that change in place. A script calls resume(),
-    which may fill them, then for each of steps() log(), and record() after an evaluation, at last
-    done(). Every process calls them, rank 0 alone writes. A failed write ends the run."""
+    """One training run in one folder, out/TASK-NAME. A checkpoint holds the model that is
+    evaluated, the optimizers, and `extra`, a dict of tensors that change in place.
+
+    A script calls resume(), which fills them if there is something to resume. For each of steps()
+    it calls log(), and after an evaluation record(). At last it calls done(). Every process makes
+    these calls, and rank 0 alone writes. A failed write ends the run."""
 
     def __init__(self, config, task, name, processes, model, optimizers, data_meta, extra=None):
         self.config, self.task, self.processes = config, task, processes
@@ -148,8 +150,8 @@ class Run:
         return content
 
     def steps(self, total, what, eval_every, flops=0, tokens=None):
-        """Yields the number of each step that is left of `total`; after a signal RunEnded, with a
-        checkpoint. `what` is trained; flops and tokens are a Meter's."""
+        """Yields the number of each step that is left of `total`. After a signal it saves ckpt.pt
+        and raises RunEnded. `what` says what is trained; a Meter explains flops and tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
@@ -182,9 +184,9 @@ class Run:
             os.replace(tmp, path)
 
     def log(self, loss, lr, numbers=None):
-        """Counts a step, and sets evaluation_due. After the first, every log_every steps and before
-        an evaluation it writes a line of the steps since the last: the mean loss, lr, the speed,
-        and numbers(), if given. RunEnded if a loss is not finite."""
+        """Counts a step, and sets evaluation_due. After step 1, every log_every steps, and where an
+        evaluation is due it writes a line on the steps since the last line: their mean loss, lr,
+        the speed, and what numbers() returns. Raises RunEnded if a loss is not finite."""
         self.step += 1
         self.bar.update()
         self.evaluation_due = self.step == self.total or self.step % self.eval_every == 0
@@ -211,8 +213,8 @@ class Run:
                            f"--lr; any checkpoint in {self.dir} is of a step before")
 
     def record(self, scores, chosen_by=None):
-        """Writes an evaluation's scores and ckpt.pt; before that best.pt, if the loss `chosen_by`
-        is given and the lowest so far. RunEnded if the loss or a weight is not finite."""
+        """Writes an evaluation's scores, and ckpt.pt; also best.pt, if the loss `chosen_by` is the
+        lowest so far. Raises RunEnded if the loss or a weight is not finite."""
         self._check_finite(scores.get("loss", 0.0), self.step)
         self.write(dict(step=self.step, split="val", **scores))
         shown = [f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}"
@@ -225,8 +227,8 @@ class Run:
         self.save(*names)
 
     def save(self, *names):
-        """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs. RunEnded
-        if a weight is not finite: the last good checkpoint stays."""
+        """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs. If a
+        weight is not finite, it raises RunEnded, and the last good checkpoint stays."""
         norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
         self._check_finite(norms.sum().item(), self.step)
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
@@ -252,8 +254,8 @@ class Run:
                 file.write(json.dumps(line) + "\n")
 
     def done(self, *then):
-        """Writes the last line of metrics.jsonl, with the mean speed, and returns it. Prints
-        commands to try next, with the folder in place of {dir}."""
+        """Writes the last line of metrics.jsonl, with the mean speed, and returns it. It prints the
+        commands `then`, in which the folder takes the place of {dir}."""
         seconds = round(time.perf_counter() - self.began, 3)
         speed = self.meter.speed(self.total)
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)

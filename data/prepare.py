@@ -171,8 +171,6 @@ class TextSet(Set):
                 tokens[split] = out.tell() // 2
             if tokens[split] < 2:
                 raise UserError(f"its {split} has {tokens[split]} tokens: the text is too short")
-        if tokens.get("val", 0) > tokens.get("train", math.inf):
-            note("val is larger than train: put texts into DIR/train and DIR/val instead")
         return dict(kind="text", tokenizer=tokenizer.meta(), tokens=tokens, checksum=checksum)
 
 

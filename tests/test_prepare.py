@@ -187,14 +187,6 @@ def test_rows_of_text(tmp_path, capsys):
         assert_fails(message, prepare.prepare, "mine", CHARACTERS, folder, tmp_path)
 
 
-def test_a_val_larger_than_train_is_told(tmp_path, capsys):
-    for split, n in (("train", 9), ("val", 10)):
-        (tmp_path / f"{split}.txt").write_text("x" * n)
-    prepare.main(["mine", f"--source={tmp_path}", "--tokenizer=char",
-                  f"--data_dir={tmp_path / 'cache'}"])
-    assert "val is larger than train" in capsys.readouterr().err
-
-
 def test_own_pictures(tmp_path, capsys):
     """DIR/test validates, or a tenth. What is no picture is left out; a name may be a pattern."""
     for i, suffix in enumerate((".png", ".gif", ".bmp", ".tiff", ".webp") * 4):

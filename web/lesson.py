@@ -40,39 +40,55 @@ def apart(A, B):
     return 100 * (A - B).norm() / B.norm()
 
 
-def of_layer(layer, trace):
-    """{name in the text: what a layer has, or makes of the traced tokens}."""
-    attention, U = layer.attention, layer.attention.bases()
-    X, Q, unit = layer.norm1(trace.tokens), torch.linalg.qr(U)[0], unit_size(U)
-    w = attention.projections(X)
+def of_subspaces(layer, trace):
+    """How far U, W and the tokens are from what the derivation presumes."""
+    attention, U, X = layer.attention, layer.attention.bases(), layer.norm1(trace.tokens)
+    w, Q = attention.projections(X), torch.linalg.qr(U)[0]
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
-    start, step = centered(trace.tokens), centered(trace.half - trace.tokens)
-    steps = dict(attention=step, alone=centered(each_alone(attention, X)),
-                 downhill=-crate.subspace_coding_rate_grad(start, unit, 0.1))
-    before, after = (crate.subspace_coding_rate(Z, unit, 0.1) for Z in (trace.tokens, trace.half))
-    D, lambd = layer.sparsification.D, layer.sparsification.lambd
-    Y, A, gram, eye = layer.norm2(trace.half), trace.code, D.T @ D, torch.eye(len(D))
-    DA = A @ D.mT
-    noise = at_norm(torch.randn(A.shape, generator=torch.Generator().manual_seed(0)).to(A), A)
-
-    def share(T):                       # of R(X), %
-        return 100 * crate.coding_rate(T) / crate.coding_rate(Y)
-
-    def lasso(A):                       # in % of that of no code
-        return 100 * ((Y - A @ D.mT).square().sum() + 2 * lambd * A.abs().sum()) / Y.square().sum()
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
         length=X.norm(dim=-1),
         near=100 * (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
-        before=before, as_it_is=after - before,
-        **{k: rate_change(start, at_norm(T, step), unit, 0.1) for k, T in steps.items()},
-        cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0),
-        kept=share(A), noise_kept=share(noise), coded=share(DA), coded_long=share(at_norm(DA, Y)),
-        gram=apart(gram, eye), miss=apart(DA, Y),
-        scaled=apart(gram * gram.trace() / gram.square().sum(), eye),
-        start=lasso(Y), lasso=lasso(A), relu=lasso(Y.relu()),
-        **{k: v for k, v in layer_numbers(layer, trace, lambd=0).items() if k in ("rise", "gain")})
+        cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0))
+
+
+def of_attention(layer, trace):
+    """What attention, and other steps as long, add to R^c."""
+    U = unit_size(layer.attention.bases())
+    tokens, step = centered(trace.tokens), centered(trace.half - trace.tokens)
+    others = dict(alone=centered(each_alone(layer.attention, layer.norm1(trace.tokens))),
+                  downhill=-crate.subspace_coding_rate_grad(tokens, U, 0.1))
+    before, after = (crate.subspace_coding_rate(Z, U, 0.1) for Z in (trace.tokens, trace.half))
+    return dict(before=before, as_it_is=after - before,
+                attention=rate_change(tokens, step, U, 0.1),
+                **{name: rate_change(tokens, at_norm(other, step), U, 0.1)
+                   for name, other in others.items()})
+
+
+def of_code(layer, trace):
+    """What the code A of tokens X costs, and what it keeps, in % of what X or no code has."""
+    X, A, D = layer.norm2(trace.half), trace.code, layer.sparsification.D
+    DA, gram, eye = A @ D.mT, D.T @ D, torch.eye(len(D))
+    noise = at_norm(torch.randn(A.shape, generator=torch.Generator().manual_seed(0)).to(A), A)
+
+    def rate(T):
+        return 100 * crate.coding_rate(T) / crate.coding_rate(X)
+
+    def lasso(A):
+        l1, fit = layer.sparsification.lambd * A.abs().sum(), (X - A @ D.mT).square().sum() / 2
+        return 100 * (l1 + fit) / (X.square().sum() / 2)
+    return dict(
+        kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
+        gram=apart(gram, eye), scaled=apart(gram * gram.trace() / gram.square().sum(), eye),
+        miss=apart(DA, X), start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
+
+
+def of_layer(layer, trace):
+    """{name in the text: what a layer has, or makes of the traced tokens}."""
+    added = layer_numbers(layer, trace, lambd=0)
+    return (of_subspaces(layer, trace) | of_attention(layer, trace) | of_code(layer, trace)
+            | dict(rise=added["rise"], gain=added["gain"]))
 
 
 def listed(values):
@@ -120,7 +136,7 @@ def measured():
     data |= dict(points=plane,
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
                  many=page.base64_of(torch.from_numpy(images[:40])))
-    text = dict(data="{data}")              # which page.filled fills
+    text = {}
     for prefix, net in (("", trained), ("random_", drawn)):
         numbers = by_layer(net, x)
         text |= {prefix + name: listed(values) for name, values in numbers.items()}
@@ -134,12 +150,20 @@ def written():
     out = re.sub(r"\$\$([^$]*)\$\$(\(.*\))", lambda found: (
         f'<p class="equation"><math display="block">{mathml(found[1])}</math>'
         f"<span>{found[2]}</span></p>"), out)
-    out = re.sub(r"\{code (.*?)\}", lambda found: code(found[1]), out)
-    out = re.sub(r"\{slider (\S+) (\S+) (\S+) (\S+) (\S+) (.*?)\}", (
-        r'<label>\6 <input type="range" name="\1" min="\2" max="\3" step="\4" value="\5">'
-        "</label>"), out)
-    out = re.sub(r"<td>\{(\w+)\}", lambda found: "<td>" + text[found[1]].replace(", ", "<td>"), out)
-    out = re.sub(r"\{(\w+)\}", lambda found: text[found[1]], out)
+
+    def fill(found):
+        kind, rest, cell, name = found.groups()
+        if kind == "code":
+            return code(rest)
+        if kind == "slider":
+            name, low, high, step, value, words = rest.split(" ", 5)
+            return (f'<label>{words} <input type="range" name="{name}" min="{low}" max="{high}" '
+                    f'step="{step}" value="{value}"></label>')
+        if name == "data":              # which page.filled fills
+            return found[0]
+        return cell + text[name].replace(", ", "<td>") if cell else text[name]
+
+    out = re.sub(r"\{(code|slider) (.*?)\}|(<td>)?\{(\w+)\}", fill, out)
     return page.filled(out, data)
 
 
