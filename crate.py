@@ -166,8 +166,7 @@ def look(model, x, eps=0.1):
 
     R^c               of Z^l
     attention, %      what the attention step adds to it, as it is
-    length held, %    the same of tokens less their mean, scaled so that all U_k^* Z together, which
-                      is what R^c sees, keep their length: longer tokens cost more
+    after LN, %       the same of LN(Z), which the next step reads: longer tokens alone cost more
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     rows, Zs = [], model.all_tokens(x)
@@ -175,12 +174,10 @@ def look(model, x, eps=0.1):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         half = Z + layer.attention(layer.norm1(Z))
-        start, end = (T - T.mean(1, keepdim=True) for T in (Z, half))
-        length, longer = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (start, end))
-        end = end * (length / longer)[:, None, None]
         Rc = partial(subspace_coding_rate, U=U, eps=eps)
+        LN = partial(F.layer_norm, normalized_shape=Z.shape[-1:])
         rows.append({"R^c": Rc(Z).mean(), "attention, %": 100 * (Rc(half) / Rc(Z) - 1).mean(),
-                     "length held, %": 100 * (Rc(end) / Rc(start) - 1).mean(),
+                     "after LN, %": 100 * (Rc(LN(half)) / Rc(LN(Z)) - 1).mean(),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

@@ -57,17 +57,10 @@ def at_norm(Z, other):
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
-def centered(Z):
-    """Tokens (..., n, d) less their mean."""
-    return Z - Z.mean(-2, keepdim=True)
-
-
-def rate_change(Z, step, U, eps):
-    """What `step` adds to R^c(Z | U) of Z (B, n, d) if the norm of (U_k^* Z)_k, which is all that
-    R^c sees, is held: longer projections alone raise it, and shorter ones lower it. (B,)"""
-    before, after = ((T[:, None] @ U).flatten(1).norm(dim=1) for T in (Z, Z + step))
-    after = (before / after)[:, None, None] * (Z + step)
-    return subspace_coding_rate(after, U, eps) - subspace_coding_rate(Z, U, eps)
+def normed(Z):
+    """Tokens (..., n, d) as the next step of a layer reads them, after a LayerNorm (here without
+    gain and bias). It discards their lengths, and longer tokens alone have a higher rate."""
+    return F.layer_norm(Z, Z.shape[-1:])
 
 
 def unit_size(U):
@@ -105,7 +98,8 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     return dict(
         Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
         Rc_added=subspace_coding_rate(half, U, eps) - Rc_before,
-        Rc_change=rate_change(centered(Z), centered(half - Z), U, eps),
+        Rc_change=(subspace_coding_rate(normed(half), U, eps)
+                   - subspace_coding_rate(normed(Z), U, eps)),
         R_change=R_scaled - R_before, gain=R_scaled - R_before - (Rc_scaled - Rc_before),
         R=R, Rc=Rc, nonzeros=nonzeros / out[0].numel(), objective=objective,
         rise=objective - (R_before - Rc_before - lambd * nonzeros_before))

@@ -1,28 +1,25 @@
 """Does the attention step lower R^c, and would anything else?
 
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
-Eq. (31)-(34). But R^c also falls as tokens get shorter or draw together on one vector. So it is
-measured of tokens less their mean, and after a step each sample is scaled back to a norm it had. U
-is at unit size. All steps are scaled to the length of attention's:
+Eq. (31)-(34). Longer tokens alone raise R^c, and the LayerNorm before the next step discards their
+lengths. So it is measured of the tokens as they are, and after a LayerNorm without gain and bias.
+U is at unit size.
 
     attention       MSSA(LN(Z))
     next_map        the same with the map of the next sample of the batch: it compares no tokens
-    mean_map        the same with the mean of the maps of all others, --batch_size less one: it
-                    compares none, and averages more widely than the map of one sample
     alone           each token attends to itself alone: the same matrices, and no averages
-    noise           independent Gaussians
+    common          the mean over tokens of attention's step, for every token: it draws them near
+    noise           independent Gaussians, together as long as attention's step
 
-There are four tables; in the first two, in nats, `before` is R^c of the tokens less their mean:
+There are five tables; in the first three, in nats, `before` is R^c before the step:
 
-    projections     what a step adds to R^c if the norm of (U_k^* Z)_k, which is all that R^c sees,
-                    is held
-    tokens          the same if the norm of the tokens is held. Also `as_it_is`: what attention adds
-                    with neither mean nor norm held, `as_it_was` being R^c before
-    cosines         of a step and -grad R^c, Eq. (31): above 0 it begins downhill. Also `W_and_U`:
-                    of W and [U_1 .. U_K], which has its place in Eq. (36). Below 0 W reverses it
-    lengths         of a step before it is scaled, of attention's
+    raw             what a step adds to R^c of the tokens
+    normed          what it adds to R^c of the tokens after a LayerNorm
+    equal_length    the same with every step scaled to the length of attention's
+    lengths         of a step, attention's being 1
+    weights         W_and_U is the cosine of W and [U_1 .. U_K], which has its place in Eq. (36)
 
---csv keeps them, by layer and for `all`, of which cosines and lengths are means, with standard
+--csv keeps them, by layer and for `all`, of which lengths and weights are means, with standard
 errors over samples. What is printed are sums over layers in % of R^c before.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
@@ -36,11 +33,11 @@ from checkpoint import each_model
 from experiments.shared import averages, each_sample, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, centered, each_alone, rate_change, traces, unit_size
-from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
+from measure import at_norm, each_alone, normed, traces, unit_size
+from model import SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
-TABLES = "projections", "tokens", "cosines", "lengths"
+TABLES = "raw", "normed", "equal_length", "lengths", "weights"
 
 
 @dataclass(kw_only=True)
@@ -48,49 +45,48 @@ class Compression(SampleFlags):
     ckpt: str = option(SEVEN, "checkpoints, separated by commas")
     samples: int = option(40, "images or sequences, spread over the split", low=2)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    batch_size: int = option(20, "samples at once; of them mean_map is a mean", low=2)
+    batch_size: int = option(20, "samples at once", low=2)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
-def with_foreign_maps(attention, X):
-    """What attention makes of tokens X (B, n, d) if a sample's map is not its own, but (the next
-    sample's of the batch, the mean over all others): neither compares tokens of this sample."""
+def next_map(attention, X):
+    """What attention makes of tokens X (B, n, d) if each sample has the map of the next one."""
     if len(X) == 1:
         raise UserError("a batch has one sample: another --samples or --batch_size, please")
-    A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    return (attention.join(A.roll(-1, 0) @ values),
-            attention.join((A.sum(0) - A) / (len(A) - 1) @ values))
+    values = attention.queries_keys_values(X)[2]
+    return attention.join(attention.map(X).roll(-1, 0) @ values)
 
 
 def steps(layer, Z, generator):
-    """{name: the step of the docstring from tokens Z (B, n, d)}, less its mean over tokens, before
-    it is scaled."""
+    """{name: the step of the docstring from tokens Z (B, n, d)}."""
     X = layer.norm1(Z)
-    attention, (next_map, mean_map) = layer.attention(X), with_foreign_maps(layer.attention, X)
-    found = dict(attention=attention, next_map=next_map, mean_map=mean_map,
-                 alone=each_alone(layer.attention, X),
-                 noise=torch.randn(Z.shape, generator=generator, dtype=Z.dtype))
-    return {name: centered(step) for name, step in found.items()}
+    attention = layer.attention(X)
+    noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
+    return dict(attention=attention, next_map=next_map(layer.attention, X),
+                alone=each_alone(layer.attention, X),
+                common=attention.mean(1, keepdim=True).expand_as(Z),
+                noise=at_norm(noise, attention))
 
 
 def changes(layer, Z, generator, eps):
     """{(table, column): a number for each sample of Z (B, n, d)}."""
-    U, start, W = unit_size(layer.attention.bases()), centered(Z), layer.attention.W.weight
-    half, downhill = Z + layer.attention(layer.norm1(Z)), -subspace_coding_rate_grad(start, U, eps)
-    before, as_it_was, after = (subspace_coding_rate(T, U, eps) for T in (start, Z, half))
-    found = {("projections", "before"): before, ("tokens", "before"): before}
-    unscaled = steps(layer, Z, generator)
-    for name, own in unscaled.items():
-        step = at_norm(own, unscaled["attention"])
-        held = subspace_coding_rate(at_norm(start + step, start), U, eps)
-        found |= {("projections", name): rate_change(start, step, U, eps),
-                  ("tokens", name): held - before,
-                  ("cosines", name): F.cosine_similarity(step.flatten(1), downhill.flatten(1)),
-                  ("lengths", name): own.norm(dim=(1, 2)) / step.norm(dim=(1, 2))}
-    W_and_U = F.cosine_similarity(W.flatten(), U.transpose(0, 1).flatten(), 0).expand(len(Z))
-    return found | {("tokens", "as_it_was"): as_it_was, ("tokens", "as_it_is"): after - as_it_was,
-                    ("cosines", "W_and_U"): W_and_U}
+    U, W = unit_size(layer.attention.bases()), layer.attention.W.weight
+
+    def rate(T):
+        return subspace_coding_rate(T, U, eps)
+    before, normed_before = rate(Z), rate(normed(Z))
+    found = {("raw", "before"): before, ("normed", "before"): normed_before,
+             ("equal_length", "before"): normed_before}
+    every = steps(layer, Z, generator)
+    for name, step in every.items():
+        scaled = at_norm(step, every["attention"])
+        found |= {("raw", name): rate(Z + step) - before,
+                  ("normed", name): rate(normed(Z + step)) - normed_before,
+                  ("equal_length", name): rate(normed(Z + scaled)) - normed_before,
+                  ("lengths", name): step.norm(dim=(1, 2)) / scaled.norm(dim=(1, 2))}
+    W_and_U = F.cosine_similarity(W.flatten(), U.transpose(0, 1).flatten(), 0)
+    return found | {("weights", "W_and_U"): W_and_U.expand(len(Z))}
 
 
 @torch.no_grad()
@@ -107,7 +103,7 @@ def measured(loaded, c):
     for table, column in batches[0][0]:
         each = torch.cat([torch.stack([layer[table, column] for layer in batch])
                           for batch in batches], 1)                                     # (L, N)
-        every = each.mean(0) if table in ("cosines", "lengths") else each.sum(0)
+        every = each.mean(0) if table in ("lengths", "weights") else each.sum(0)
         numbers[table, column] = torch.cat([each, every[None]])
     return numbers
 
@@ -119,38 +115,41 @@ def keep(runs, path):
         for table in TABLES:
             columns = {column: each for (of, column), each in run["numbers"].items() if of == table}
             for l, values in enumerate(zip(*columns.values()), 1):
-                last = l == len(columns["attention"])
+                last = l == len(run["numbers"]["raw", "before"])
                 row = dict(model=run["name"], table=table, layer="all" if last else l)
                 rows.append(row | averages(each_sample(**dict(zip(columns, values)))))
     write_csv(rows, path)
 
 
-# row of the figure: table, column, R^c before it
-LINES = {"attention": ("tokens", "as_it_is", "as_it_was"),
-         "the same, length held": ("projections", "attention", "before"),
-         "another sample's map, length held": ("projections", "next_map", "before"),
-         "each token alone, length held": ("projections", "alone", "before"),
-         "noise, length held": ("projections", "noise", "before")}
+# row of the figure: table, column
+LINES = {"attention, tokens as they are": ("raw", "attention"),
+         "attention, after LayerNorm": ("normed", "attention"),
+         "another sample's map": ("normed", "next_map"),
+         "each token alone": ("normed", "alone"),
+         "one vector for all tokens": ("normed", "common"),
+         "noise": ("normed", "noise")}
 
 
 def shares(run):
     """{row of the figure: what its step adds, summed over layers, in % of R^c before}."""
     whole = {key: each[-1].mean().item() for key, each in run["numbers"].items()}
-    return {line: 100 * whole[table, step] / whole[table, before]
-            for line, (table, step, before) in LINES.items()}
+    return {line: 100 * whole[table, step] / whole[table, "before"]
+            for line, (table, step) in LINES.items()}
 
 
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
-    figure, ((ax,),) = new_figure(1, 1, 6.5, 3.25)
+    figure, ((ax,),) = new_figure(1, 1, 6.5, 4)
     ax.axvline(0, color="black", lw=0.8)
     for place, run in enumerate(runs):
-        text = run["task"] == "gpt"
+        text, height = run["task"] == "gpt", 0.17 * (place - 2)
         for line, share in enumerate(shares(run).values()):
-            ax.plot(share, line + 0.16 * (place - 2), "o", ms=5,
+            ax.plot(share, line + height, "o", ms=5,
                     mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
+        ax.annotate(run["name"].removeprefix("pretrained:"), ([*shares(run).values()][0], height),
+                    (6, 0), textcoords="offset points", va="center", fontsize=6)
     for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
     ax.set(xlabel="change of $R^c$, %", ylim=(len(LINES) - 0.5, -0.5))
@@ -174,7 +173,7 @@ def main(argv):
               "R^c, in %, summed; below 0 a step compresses")
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
-        reversal = runs[-1]["numbers"]["cosines", "W_and_U"][:-1, 0]
+        reversal = runs[-1]["numbers"]["weights", "W_and_U"][:-1, 0]
         print("cosine of W and [U_1 .. U_K] by layer:", *(f"{cos:.2f}" for cos in reversal))
     if c.csv:
         keep(runs, c.csv)

@@ -74,11 +74,10 @@ def test_layers(save, call, cache, arch, eps=0.3):
             n, p = out.shape[1], U.shape[2]
             U = U * (len(U) * p) ** 0.5 / U.norm()
             final = out * (Z.norm(dim=(1, 2)) / out.norm(dim=(1, 2)))[:, None, None]
-            apart = [T - T.mean(1, keepdim=True) for T in (Z, step.half)]
-            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, out, final, *apart)]
+            normed = [(T - T.mean(2, keepdim=True)) / (T.var(2, False, True) + 1e-5).sqrt()
+                      for T in (Z.double(), step.half.double())]
+            ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, out, final, *normed)]
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
-            sizes = [w.flatten(1).norm(dim=1)[:, None, None, None] for w in ws[4:]]
-            ws[5] *= sizes[0] / sizes[1]
             Rc_tokens, Rc_first, Rc, Rc_final, before, after = (
                 0.5 * (torch.eye(n) + p / (n * eps ** 2) * w @ w.mT).logdet().sum(1) for w in ws)
             objective, first = (models.sparse_rate_reduction(T.double(), U, eps, 0.2)

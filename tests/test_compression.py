@@ -13,7 +13,7 @@ from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
 from flags import UserError
-from measure import centered, unit_size
+from measure import unit_size
 
 
 def start(seed, norm):
@@ -74,49 +74,45 @@ def test_controls(text):
     attention, X = layer.attention, layer.norm1(Z)
 
     found = compression.steps(layer, Z, torch.Generator())
-    assert_near(found["attention"], centered(attention(X)))
+    assert_near(found["attention"], attention(X))
+    assert_near(found["common"], attention(X).mean(1, keepdim=True).repeat(1, 9, 1))
+    assert_near(found["noise"].norm(dim=(1, 2)), attention(X).norm(dim=(1, 2)))
     b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
     alone = (1 - b) * attention.projections(X)
-    assert_near(found["alone"], centered(attention.W(alone.transpose(1, 2).flatten(2))))
+    assert_near(found["alone"], attention.W(alone.transpose(1, 2).flatten(2)))
     A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    for name, others in dict(next_map=([1], [2], [0]), mean_map=([1, 2], [0, 2], [0, 1])).items():
-        for i in range(3):
-            foreign = (A[others[i]].mean(0) @ values[i]).transpose(0, 1).flatten(1)
-            assert_near(found[name][i], centered(attention.W(foreign)[None])[0])
+    for i, other in enumerate([1, 2, 0]):
+        foreign = (A[other] @ values[i]).transpose(0, 1).flatten(1)
+        assert_near(found["next_map"][i], attention.W(foreign))
     with pytest.raises(UserError, match="one sample"):
         compression.steps(layer, Z[:1], torch.Generator())
 
 
-@pytest.mark.parametrize("held", ["tokens", "projections"])
-def test_changes(held, eps=0.3):
-    """Of tokens less their mean, at the norm before of the tokens or of their projections."""
+@torch.no_grad()
+def test_changes(eps=0.3):
+    """Of the tokens, and after a LayerNorm, whatever the tokens' lengths; of steps as they are and
+    at attention's length."""
     model = models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
-    U = unit_size(layer.attention.bases()).detach()
-    seen = torch.eye(16).double() if held == "tokens" else torch.cat([*U], 1)
+    U, W = unit_size(layer.attention.bases()), layer.attention.W.weight
 
     def rate(T):
         return models.subspace_coding_rate(T, U, eps)
 
-    def after(step):
-        T = before + step
-        return T * ((before @ seen).norm(dim=(1, 2)) / (T @ seen).norm(dim=(1, 2)))[:, None, None]
-    uphill, = torch.autograd.grad(rate(centered(Z.requires_grad_())).sum(), Z)
-    Z = Z.detach()
-    before = centered(Z)
-    with torch.no_grad():
-        added = compression.steps(layer, Z, torch.Generator())
-        found = compression.changes(layer, Z, torch.Generator(), eps)
-        raw = layer.attention(layer.norm1(Z))
-    assert_near(found["tokens", "as_it_is"], rate(Z + raw) - rate(Z))
-    for name in ("attention", "next_map", "mean_map", "alone"):
-        length, own = centered(raw).norm(dim=(1, 2)), added[name].norm(dim=(1, 2))
-        assert_near(found["lengths", name], own / length)
-        step = added[name] * (length / own)[:, None, None]
-        assert_near(found[held, name], rate(after(step)) - rate(before))
-        slope = -(step * uphill).sum((1, 2))            # of R^c, downhill
-        assert_near(found["cosines", name] * length * uphill.norm(dim=(1, 2)), slope)
+    def after_norm(T):
+        T = T - T.mean(2, keepdim=True)
+        return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
+    added = compression.steps(layer, Z, torch.Generator())
+    found = compression.changes(layer, Z, torch.Generator(), eps)
+    for name, step in added.items():
+        length = step.norm(dim=(1, 2)) / added["attention"].norm(dim=(1, 2))
+        assert_near(found["lengths", name], length)
+        assert_near(found["raw", name], rate(Z + step) - rate(Z))
+        for table, scaled in dict(normed=step, equal_length=step / length[:, None, None]).items():
+            assert_near(found[table, name], rate(after_norm(Z + scaled)) - rate(after_norm(Z)))
+    bases = torch.cat([*layer.attention.bases()], 1)                        # [U_1 .. U_K]
+    assert_near(found["weights", "W_and_U"][0], (W * bases).sum() / W.norm() / bases.norm())
 
 
 @torch.no_grad()
@@ -130,19 +126,18 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 4
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 5
     means = {key: each.mean(1).tolist() for key, each in run["numbers"].items()}
-    assert run["numbers"]["tokens", "noise"].shape == (3, 6)            # layers and all, samples
-    assert float(rows[5]["noise"]) == pytest.approx(means["tokens", "noise"][-1], rel=1e-3)
+    assert run["numbers"]["raw", "noise"].shape == (3, 6)               # layers and all, samples
+    assert float(rows[5]["noise"]) == pytest.approx(means["normed", "noise"][-1], rel=1e-3)
     assert float(rows[0]["before_error"]) == pytest.approx(
-        (run["numbers"]["projections", "before"][0].std() / 6 ** 0.5).item(), rel=1e-3)
-    first, second, whole = means["projections", "attention"]
+        (run["numbers"]["raw", "before"][0].std() / 6 ** 0.5).item(), rel=1e-3)
+    first, second, whole = means["normed", "attention"]
     assert whole == pytest.approx(first + second)
-    first, second, whole = means["cosines", "attention"]
+    first, second, whole = means["lengths", "alone"]
     assert whole == pytest.approx((first + second) / 2)
 
     points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
-    for point, (table, step, before) in zip(points[1:], (
-            ("tokens", "as_it_is", "as_it_was"), ("projections", "attention", "before"))):
-        share = 100 * means[table, step][-1] / means[table, before][-1]
+    for point, table in zip(points[1:], ("raw", "normed")):
+        share = 100 * means[table, "attention"][-1] / means[table, "before"][-1]
         assert point == [pytest.approx(share)]

@@ -194,17 +194,16 @@ function softmaxForGram(box) {
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
-// ---- 7: what attention adds to R^c, as it is and if projections keep their length
+// ---- 7: what attention adds to R^c of the tokens, and after a LayerNorm
 function leftOut(box) {
   const {L, Z, half} = trace();
   const U = unit(L.U);
-  const before = subspaceRate(Z, U, L.p, .1);
-  const as_it_is = subspaceRate(half, U, L.p, .1) - before;
-  const [start, after] = [Z, half].map(M => multiply(lessMean(M), U));    // heads side by side
-  const rate = w => sumOf(headsOf(w, L.p), head => codingRate(head, .1));
-  const attention = rate(atNorm(after, start)) - rate(start);
-  bars(box, [["as it is", as_it_is], ["length held", attention, "hot"]]);
-  fill(box, ".read", `Before the step R<sup>c</sup> is ${show(before)}.`);
+  const rate = M => subspaceRate(M, U, L.p, .1);
+  const normed = M => normalize(M, {weight: made(1, M.cols, () => 1), eps: 1e-5});
+  const as_it_is = rate(half) - rate(Z);
+  const attention = rate(normed(half)) - rate(normed(Z));
+  bars(box, [["as they are", as_it_is], ["after LN", attention, "hot"]]);
+  fill(box, ".read", `Before the step R<sup>c</sup> is ${show(rate(Z))}.`);
   return {as_it_is, attention};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty

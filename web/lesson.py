@@ -19,7 +19,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, centered, each_alone, layer_numbers, rate_change, unit_size
+from measure import at_norm, each_alone, layer_numbers, normed, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -54,16 +54,16 @@ def of_subspaces(layer, trace):
 
 
 def of_attention(layer, trace):
-    """What attention, and other steps as long, add to R^c."""
-    U = unit_size(layer.attention.bases())
-    tokens, step = centered(trace.tokens), centered(trace.half - trace.tokens)
-    others = dict(alone=centered(each_alone(layer.attention, layer.norm1(trace.tokens))),
-                  downhill=-crate.subspace_coding_rate_grad(tokens, U, 0.1))
-    before, after = (crate.subspace_coding_rate(Z, U, 0.1) for Z in (trace.tokens, trace.half))
-    return dict(before=before, as_it_is=after - before,
-                attention=rate_change(tokens, step, U, 0.1),
-                **{name: rate_change(tokens, at_norm(other, step), U, 0.1)
-                   for name, other in others.items()})
+    """What attention and other steps add to R^c, and to R^c after a LayerNorm."""
+    Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
+    steps = dict(attention=step, alone=each_alone(layer.attention, layer.norm1(Z)),
+                 common=step.mean(1, keepdim=True),
+                 downhill=at_norm(-crate.subspace_coding_rate_grad(Z, U, 0.1), step))
+
+    def rate(T):
+        return crate.subspace_coding_rate(T, U, 0.1)
+    return dict(before=rate(Z), as_it_is=rate(trace.half) - rate(Z), normed_before=rate(normed(Z)),
+                **{name: rate(normed(Z + T)) - rate(normed(Z)) for name, T in steps.items()})
 
 
 def of_code(layer, trace):

@@ -10,11 +10,6 @@ const times = (s, M) => made(M.rows, M.cols, t => s * M.at[t]);
 const gram = M => multiply(transposed(M), transposed(M));       // Z Z^*, where a token is a column
 const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
 const nonzeros = M => sumOf(flat(M), y => y !== 0);
-const atNorm = (M, N) => times(sizeOf(N) / sizeOf(M), M);
-function lessMean(M) {                                          // tokens less their mean token
-  const mean = multiply(made(1, M.rows, () => 1 / M.rows), transposed(M)).at;
-  return made(M.rows, M.cols, t => M.at[t] - mean[t % M.cols]);
-}
 const unit = U => times(Math.sqrt(U.rows) / sizeOf(U), U);      // as long as orthonormal bases
 
 // The inverse of a positive matrix, by Gauss and Jordan, and the log of its determinant
