@@ -464,7 +464,8 @@ class MHSA(SoftmaxAttention):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
     def forward(self, Z, cache=None):
-        return self.W(side_by_side(self.attend(*self.queries_keys_values(Z, cache))))
+        q, k, v = self.queries_keys_values(Z, cache)
+        return self.join(self.attend(q, k, v))
 
     def queries_keys_values(self, Z, cache=None):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
@@ -472,6 +473,10 @@ class MHSA(SoftmaxAttention):
         if cache is not None:
             k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
         return shift_and_rotate(q, k, v, self.mix, self.rotary)
+
+    def join(self, heads):
+        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
+        return self.W(side_by_side(heads))
 
 
 @dataclass

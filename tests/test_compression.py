@@ -88,12 +88,13 @@ def test_controls(text):
         compression.steps(layer, Z[:1], torch.Generator())
 
 
+@pytest.mark.parametrize("arch", ["crate", "transformer"])
 @torch.no_grad()
-def test_changes(eps=0.3):
+def test_changes(arch, eps=0.3):
     """Of the tokens, and after a LayerNorm, whatever the tokens' lengths; of steps as they are and
     at attention's length."""
     model = models.ImageEncoder(models.ImageConfig(
-        width=16, heads=2, layers=1, image_size=32, patch_size=8))
+        arch=arch, width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
     U, W = unit_size(layer.attention.bases()), layer.attention.W.weight
 
