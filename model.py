@@ -34,7 +34,8 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.spec is the arch's row of the table ARCHS; config.family says which maps have biases, etc.
+# config.spec is the arch's row of ARCHS, such as Arch(MSSA, ISTA, AS_CRATE); config.family, here
+# AS_CRATE, is what surrounds its operators: which maps have biases, an eps for LayerNorms
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; one query, m = 1, is of the last token."""

@@ -69,7 +69,7 @@ def of_attention(layer, trace):
 def of_code(layer, trace):
     """What the code A of tokens X costs, and what it keeps, in % of what X or no code has."""
     X, A, D = layer.norm2(trace.half), trace.code, layer.sparsification.D
-    DA, gram, eye = A @ D.mT, D.T @ D, torch.eye(len(D))
+    DA = A @ D.mT
     noise = at_norm(torch.randn(A.shape, generator=torch.Generator().manual_seed(0)).to(A), A)
 
     def rate(T):
@@ -80,8 +80,7 @@ def of_code(layer, trace):
         return 100 * (l1 + fit) / (X.square().sum() / 2)
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
-        gram=apart(gram, eye), scaled=apart(gram * gram.trace() / gram.square().sum(), eye),
-        miss=apart(DA, X), start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
+        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X), start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
 
 
 def of_layer(layer, trace):
