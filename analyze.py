@@ -68,8 +68,12 @@ def layers(c):
     for loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
-        runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
-                         layers=table))
+        label = loaded.name.removeprefix("pretrained:")
+        if Path(label).parent.name:             # of a run, whose name is its folder's
+            untrained = ", untrained" if loaded.untrained else ""
+            label = f"{Path(label).parent.name}, step {loaded.content.get('step')}{untrained}"
+        runs.append(dict(name=loaded.name, label=label, untrained=loaded.untrained,
+                         objective=mean, layers=table))
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
@@ -81,7 +85,8 @@ def draw_layers(runs, c):
     """Three numbers of the table over the layers."""
     panels = {"Rc_tokens": f"rate $R^c$ of the projections\n(nats, $\\epsilon$ = {c.eps:g})",
               "nonzeros": "share of entries\nthat are not zero",
-              "objective": f"objective $R - R^c - {c.lambd:g}\\,|Z|_0$\n(nats, higher is better)"}
+              "objective": f"objective $R - R^c - {c.lambd:g}\\,\\Vert Z\\Vert_0$\n"
+                           "(nats, higher is better)"}
     figure, axes = figures.new_figure(1, 3, 3, 3)
     colors = {}                         # of a model, trained or not
     for ax, (key, title) in zip(axes.flat, panels.items()):
@@ -89,8 +94,7 @@ def draw_layers(runs, c):
             color = colors.setdefault(run["name"].removesuffix(", untrained"), f"C{len(colors)}")
             look = dict(ls="--", mfc="white") if run["untrained"] else {}
             l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
-            name = "/".join(Path(run["name"]).parts[-2:]).removeprefix("pretrained:")
-            ax.plot(l, y, marker="o", color=color, label=name, **look)
+            ax.plot(l, y, marker="o", color=color, label=run["label"], **look)
         figures.over_layers(ax, title)
     axes[0, 1].yaxis.set_major_formatter("{x:.0%}")
     figures.legend_below(figure, axes[0, 0])

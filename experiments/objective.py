@@ -61,24 +61,26 @@ def table(path, c):
     return rows
 
 
-# mark of the figure: style, which weights, column
-MARKS = {"trained": ("oC0", "trained", "later"),
-         "trained, random subspaces": ("sk", "trained", "later_elsewhere"),
-         "random weights": ("oC0", "at random weights", "later")}
+# mark of the figure: its shape, which weights, column
+MARKS = {"trained": ("o", "trained", "later"),
+         "trained, random subspaces": ("s", "trained", "later_elsewhere"),
+         "random weights": ("o", "at random weights", "later")}
 
 
 def draw(tables, path):
     """What layers after the first add to R - R^c of 64 samples coded together."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
+    names = [name.removeprefix("pretrained:") for name in tables]
     ax.axvline(0, color="black", lw=0.8)
     for place, rows in enumerate(tables.values()):
         ax.axhline(place, color="0.85", lw=0.6, zorder=0)
         gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
-        for label, (style, weights, column) in MARKS.items():
-            hollow = weights != "trained"
-            ax.plot(gains[weights][column], place, style, mfc="white" if hollow else None,
-                    label=None if place else label)
-    ax.set_yticks(range(len(tables)), [name.removeprefix("pretrained:") for name in tables])
+        color = "C3" if "transformer" in names[place] else "C0"
+        for label, (shape, weights, column) in MARKS.items():
+            ax.plot(gains[weights][column], place, shape, label=None if place else label,
+                    color="black" if shape == "s" else color,
+                    mfc="white" if weights != "trained" else None)
+    ax.set_yticks(range(len(tables)), names)
     ax.set(xlabel="added to $R - R^c$ by the layers after the first, nats",
            ylim=(len(tables) - 0.5, -0.5))
     ax.tick_params(left=False)
