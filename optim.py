@@ -5,7 +5,7 @@ import math
 import torch
 
 from model import MHSA, SoftmaxAttention
-from processes import is_fast_in_bfloat16
+from processes import device_name, is_fast_in_bfloat16
 
 
 def micro_batches(model, size, *batch):
@@ -146,6 +146,18 @@ def take_step(optimizers, lr, weight_decay=None):
 
 
 # ---- What a step costs --------------------------------------------------------------------------
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def share_of_peak(flops, processes):
+    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+    that peak is not known or the run is in float32."""
+    words = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
+    return flops / (processes.world * peaks[0]) if peaks else None
+
+
 def count(model, without=()):
     """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
     return sum(p.numel() for name, p in model.named_parameters() if name not in without)

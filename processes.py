@@ -48,10 +48,6 @@ def wants_compile(wanted, device):
     return wanted
 
 
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
-
 # ---- Seeds, and what rank 0 shows ---------------------------------------------------------------
 def derive_seed(*purpose):
     """A 63-bit seed, a function of the arguments: no state has to be saved."""
@@ -113,13 +109,6 @@ class Processes:
         """How many of which device, and the precision."""
         precision = "bfloat16" if self.bfloat16 else "float32"
         return f"{self.world} x {device_name(self.device)}, {precision}"
-
-    def share_of_peak(self, flops):
-        """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
-        that peak is not known or the run is in float32."""
-        words = device_name(self.device).replace("-", " ").split()
-        peaks = [PEAK[word] for word in words if word in PEAK and self.bfloat16]
-        return flops / (self.world * peaks[0]) if peaks else None
 
     def sum(self, tensor):
         """The tensor summed over all processes, in place."""

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
 from flags import MachineFlags, option, ROOT, UserError
+from optim import share_of_peak
 from processes import is_main, SharedError, signals_kept
 
 
@@ -87,7 +88,7 @@ class Meter:
         if not seconds:
             return {}
         samples = self.samples * len(seconds) / sum(seconds)
-        mfu = self.processes.share_of_peak(samples * self.flops)
+        mfu = share_of_peak(samples * self.flops, self.processes)
         speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
             examples_per_s=samples)
         return speed | dict(mfu=mfu) if mfu else speed

@@ -2,7 +2,6 @@
 import os
 import signal
 from dataclasses import dataclass
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -198,13 +197,3 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
-
-
-@pytest.mark.parametrize("name, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("RTX 4090", 165e12),
-                                        ("NVIDIA A100-SXM4-40GB", 312e12), ("Tesla T4", None)])
-def test_share_of_the_peak_of_all_gpus(monkeypatch, name, peak):
-    monkeypatch.setattr("processes.device_name", lambda device: name)
-    two = SimpleNamespace(world=2, bfloat16=True, device=None)
-    assert Processes.share_of_peak(two, 1e12) == (peak and 1e12 / (2 * peak))
-    two.bfloat16 = False
-    assert Processes.share_of_peak(two, 1e12) is None
