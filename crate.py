@@ -109,7 +109,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # is attended to, not classified
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # as released: attended to
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -138,7 +138,9 @@ def newton_schulz(G):
 
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
-    """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine."""
+    """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine.
+
+    m = 0.95 m + 0.05 g;   W = (1 - lr decay) W - lr size newton_schulz(0.05 g + 0.95 m)"""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
     adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * p.data for p in matrices]
@@ -176,8 +178,9 @@ def look(model, x, eps=0.1):
         half = Z + layer.attention(layer.norm1(Z))
         Rc = partial(subspace_coding_rate, U=U, eps=eps)
         LN = partial(F.layer_norm, normalized_shape=Z.shape[-1:])
-        rows.append({"R^c": Rc(Z).mean(), "attention, %": 100 * (Rc(half) / Rc(Z) - 1).mean(),
-                     "after LN, %": 100 * (Rc(LN(half)) / Rc(LN(Z)) - 1).mean(),
+        rows.append({"R^c": Rc(Z).mean(),
+                     "attention, %": 100 * (Rc(half).mean() / Rc(Z).mean() - 1),
+                     "after LN, %": 100 * (Rc(LN(half)).mean() / Rc(LN(Z)).mean() - 1),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
@@ -200,7 +203,7 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    print("Below 0 % attention compresses, as it was derived to. Each layer has an R^c of its own: "
-          "compare none between layers. The lesson, docs/index.html, has controls")
+    print("Below 0 % after LN attention compresses. Each layer has a U of its own: compare no R^c "
+          "between layers. The lesson, docs/index.html, has controls")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

@@ -68,11 +68,6 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
-def each_alone(attention, X):
-    """What attention makes of tokens X (B, n, d) if each of them attends to itself alone."""
-    return attention(X.flatten(0, 1)[:, None]).view_as(X)
-
-
 def one_set(T, together):
     """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
     if len(T) % together:

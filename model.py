@@ -127,6 +127,14 @@ class SoftmaxAttention(Attention):
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
 
+    @abstractmethod
+    def join(self, heads):
+        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
+
+    def forward(self, Z, cache=None):
+        q, k, v = self.queries_keys_values(Z, cache)
+        return self.join(self.attend(q, k, v))
+
 
 class MSSA(SoftmaxAttention):
     """Multi-head subspace self-attention, with one of four ways to map the heads back to R^d.
@@ -147,19 +155,13 @@ class MSSA(SoftmaxAttention):
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
-    def forward(self, Z, cache=None):
-        q, k, v = self.queries_keys_values(Z, cache)                    # all three are U^* Z
-        return self.join(self.attend(q, k, v))
-
     def queries_keys_values(self, Z, cache=None):
         w = self.projections(Z)
         seen = w if cache is None else cache.append(w)
-        if self.mix is None and not self.rotary:
-            return w, seen, seen
-        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)   # what language models add
+        # all three are U^* Z, unless a language model has --shift or --rotary
+        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
 
     def join(self, heads):
-        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
         if self.output == "learned":
             return self.W(side_by_side(heads))
         back = self.U.weight if self.output == "transpose" else self.U.weight.mT
@@ -403,13 +405,13 @@ def shift_and_rotate(q, k, v, mix=None, rotary=False):
 
     shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
     rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
-    symmetric, but with R a score changes if two tokens swap places. shift ends the symmetry."""
+    symmetric, but exchanging the contents of i and j changes it. shift ends the symmetry."""
     if mix is not None:
         a, b = mix.sigmoid().view(2, -1, 1, 1)
         k, v = shift(k, a), shift(v, b)
     if rotary:
-        phase = phases(k.shape[2], k.shape[3], k)
-        q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
+        angle = angles(k.shape[2], k.shape[3], k)
+        q, k = rotate(q, angle[-q.shape[2]:]), rotate(k, angle)
     return q, k, v
 
 
@@ -419,19 +421,19 @@ def shift(w, a):
     return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
-def phases(n, p, like):
-    """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
+def angles(n, p, like):
+    """t theta_m, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: (n, p/2)."""
     options = dict(dtype=at_least_float32(like).dtype, device=like.device)
     theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
-    angle = torch.arange(n, **options)[:, None] * theta
-    return torch.polar(torch.ones_like(angle), angle)
+    return torch.arange(n, **options)[:, None] * theta
 
 
-def rotate(w, phase):
+def rotate(w, angle):
     """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
-    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
-    pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
+    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), angle as `angles`."""
+    x, y = at_least_float32(w).unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1).flatten(-2).to(w.dtype)
 
 
 @dataclass
@@ -464,10 +466,6 @@ class MHSA(SoftmaxAttention):
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
-    def forward(self, Z, cache=None):
-        q, k, v = self.queries_keys_values(Z, cache)
-        return self.join(self.attend(q, k, v))
-
     def queries_keys_values(self, Z, cache=None):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -476,7 +474,6 @@ class MHSA(SoftmaxAttention):
         return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def join(self, heads):
-        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
         return self.W(side_by_side(heads))
 
 

@@ -6,16 +6,17 @@ lengths. So it is measured of the tokens as they are, and after a LayerNorm with
 U is at unit size.
 
     attention       MSSA(LN(Z))
-    next_map        the same with the map of the next sample of the batch: it compares no tokens
-    alone           each token attends to itself alone: the same matrices, and no averages
-    common          the mean over tokens of attention's step, for every token: it draws them near
-    noise           independent Gaussians, together as long as attention's step
+    shuffled        the same with the weights of each token dealt at random to the others that it
+                    sees; its own weight it keeps
+    turned          attention's step, all of it turned by one random rotation of R^d
+    alone           the same with each token attending to itself alone: no averages
 
-There are five tables; in the first three, in nats, `before` is R^c before the step:
+There are six tables; in the first four, in nats, `before` is R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens after a LayerNorm
     equal_length    the same with every step scaled to the length of attention's
+    elsewhere       as normed, but R^c of random subspaces in place of U
     lengths         of a step, attention's being 1
     weights         W_and_U is the cosine of W and [U_1 .. U_K], which has its place in Eq. (36)
 
@@ -30,63 +31,72 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from experiments.shared import averages, each_sample, SEVEN, write_csv
+from experiments.shared import averages, each_sample, random_subspaces, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, each_alone, normed, traces, unit_size
+from measure import at_norm, normed, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
-TABLES = "raw", "normed", "equal_length", "lengths", "weights"
+TABLES = "raw", "normed", "equal_length", "elsewhere", "lengths", "weights"
 
 
 @dataclass(kw_only=True)
 class Compression(SampleFlags):
     ckpt: str = option(SEVEN, "checkpoints, separated by commas")
-    samples: int = option(40, "images or sequences, spread over the split", low=2)
+    samples: int = option(40, "images or sequences, spread over the split", low=1)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    batch_size: int = option(20, "samples at once", low=2)
+    batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
     figure: str | None = option(None, "a .png of the changes of the first five; none: no figure")
 
 
-def next_map(attention, X):
-    """What attention makes of tokens X (B, n, d) if each sample has the map of the next one."""
-    if len(X) == 1:
-        raise UserError("a batch has one sample: another --samples or --batch_size, please")
-    values = attention.queries_keys_values(X)[2]
-    return attention.join(attention.map(X).roll(-1, 0) @ values)
+def shuffled(A, causal, generator):
+    """The maps A (B, K, n, n) with the weights in each row dealt at random to the tokens that it
+    sees, but to itself."""
+    n = A.shape[-1]
+    stays = torch.eye(n, dtype=torch.bool)
+    if causal:
+        stays |= torch.ones(n, n, dtype=torch.bool).triu(1)
+    drawn = torch.rand(A.shape, generator=generator)
+    # both orders end with what stays, by place
+    dealt, order = (keys.masked_fill(stays, 2).argsort(dim=-1, stable=True)
+                    for keys in (drawn, torch.arange(n).expand_as(A) / n))
+    return torch.zeros_like(A).scatter(-1, order, A.gather(-1, dealt))
 
 
 def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
-    X = layer.norm1(Z)
-    attention = layer.attention(X)
-    noise = torch.randn(Z.shape, generator=generator, dtype=Z.dtype)
-    return dict(attention=attention, next_map=next_map(layer.attention, X),
-                alone=each_alone(layer.attention, X),
-                common=attention.mean(1, keepdim=True).expand_as(Z),
-                noise=at_norm(noise, attention))
+    attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
+    values, own = attention.queries_keys_values(X)[2], attention(X)
+    weights = shuffled(attention.map(X), attention.causal, generator)
+    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
+    return dict(attention=own, shuffled=attention.join(weights @ values), turned=own @ rotation,
+                alone=attention.join(values))
 
 
 def changes(layer, Z, generator, eps):
     """{(table, column): a number for each sample of Z (B, n, d)}."""
-    U, W = unit_size(layer.attention.bases()), layer.attention.W.weight
+    U, W = unit_size(layer.attention.bases()), getattr(layer.attention, "W", None)
+    V = random_subspaces(U.shape[1], U.shape[0], generator).to(U)
+    every, found = steps(layer, Z, generator), {}
 
-    def rate(T):
-        return subspace_coding_rate(T, U, eps)
-    before, normed_before = rate(Z), rate(normed(Z))
-    found = {("raw", "before"): before, ("normed", "before"): normed_before,
-             ("equal_length", "before"): normed_before}
-    every = steps(layer, Z, generator)
+    def measure(table, bases, look, steps):
+        before = subspace_coding_rate(look(Z), bases, eps)
+        found[table, "before"] = before
+        for name, step in steps.items():
+            found[table, name] = subspace_coding_rate(look(Z + step), bases, eps) - before
+    scaled = {name: at_norm(step, every["attention"]) for name, step in every.items()}
+    measure("raw", U, lambda T: T, every)
+    measure("normed", U, normed, every)
+    measure("equal_length", U, normed, scaled)
+    measure("elsewhere", V, normed, every)
     for name, step in every.items():
-        scaled = at_norm(step, every["attention"])
-        found |= {("raw", name): rate(Z + step) - before,
-                  ("normed", name): rate(normed(Z + step)) - normed_before,
-                  ("equal_length", name): rate(normed(Z + scaled)) - normed_before,
-                  ("lengths", name): step.norm(dim=(1, 2)) / scaled.norm(dim=(1, 2))}
-    W_and_U = F.cosine_similarity(W.flatten(), U.transpose(0, 1).flatten(), 0)
-    return found | {("weights", "W_and_U"): W_and_U.expand(len(Z))}
+        found["lengths", name] = step.norm(dim=(1, 2)) / scaled[name].norm(dim=(1, 2))
+    if W is not None:
+        W_and_U = F.cosine_similarity(W.weight.flatten(), U.transpose(0, 1).flatten(), 0)
+        found["weights", "W_and_U"] = W_and_U.expand(len(Z))
+    return found
 
 
 @torch.no_grad()
@@ -124,10 +134,10 @@ def keep(runs, path):
 # row of the figure: table, column
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
-         "another sample's map": ("normed", "next_map"),
-         "each token alone": ("normed", "alone"),
-         "one vector for all tokens": ("normed", "common"),
-         "noise": ("normed", "noise")}
+         "its weights shuffled": ("normed", "shuffled"),
+         "its step turned at random": ("normed", "turned"),
+         "random subspaces for U": ("elsewhere", "attention"),
+         "each token alone": ("normed", "alone")}
 
 
 def shares(run):
@@ -148,8 +158,9 @@ def draw(runs, path):
             ax.plot(share, line + height, "o", ms=5,
                     mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
-        ax.annotate(run["name"].removeprefix("pretrained:"), ([*shares(run).values()][0], height),
-                    (9, 0), textcoords="offset points", va="center", fontsize=6)
+        name = run["name"].removeprefix("pretrained:").replace("-crate", "")
+        ax.annotate(name, ([*shares(run).values()][0], height), (9, 0),
+                    textcoords="offset points", va="center", fontsize=7)
     for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
     ax.set(xlabel="change of $R^c$, %", ylim=(len(LINES) - 0.5, -0.5))
@@ -173,8 +184,8 @@ def main(argv):
               "R^c, in %, summed; below 0 a step compresses")
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
-        reversal = runs[-1]["numbers"]["weights", "W_and_U"][:-1, 0]
-        print("cosine of W and [U_1 .. U_K] by layer:", *(f"{cos:.2f}" for cos in reversal))
+        if (cosines := runs[-1]["numbers"].get(("weights", "W_and_U"))) is not None:
+            print("cosine of W and [U_1 .. U_K] by layer:", *(f"{c:.2f}" for c in cosines[:-1, 0]))
     if c.csv:
         keep(runs, c.csv)
     if c.figure:

@@ -77,6 +77,8 @@ def draw(tables, path):
         gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
         color = "C3" if "transformer" in names[place] else "C0"
         for label, (shape, weights, column) in MARKS.items():
+            if weights not in gains:        # --untrained=false
+                continue
             ax.plot(gains[weights][column], place, shape, label=None if place else label,
                     color="black" if shape == "s" else color,
                     mfc="white" if weights != "trained" else None)

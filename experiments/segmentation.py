@@ -16,14 +16,13 @@ from torch.nn import functional as F
 from checkpoint import open_model
 from data import augment, images
 from figures import stretched
-from flags import OpenFlags, option, parse
+from flags import OpenFlags, option, parse, UserError
 from measure import saliency
 from processes import cli, Processes, with_bar
 
 
 @dataclass(kw_only=True)
 class Config(OpenFlags):
-    data: str = option("shapes", "pictures with masks", choices=("shapes",))
     batch_size: int = option(100, "images at once", low=1)
     dtype: str = option("float32", "autocast's", choices=("auto", "float32", "bfloat16"))
 
@@ -52,6 +51,8 @@ def segment(c):
     loaded = open_model(c, processes.device, "vit", "mae", "simdino")
     encoder, size = loaded.encoder, loaded.encoder.config.image_size
     data = images.load_for(c.data, loaded.meta, c.data_dir)
+    if data.val.masks is None:
+        raise UserError(f"{data.name} has no masks of objects; shapes has")
     n, overlaps = len(data.val.masks), {}
 
     def objects(split):
@@ -70,7 +71,7 @@ def segment(c):
         overlaps[name] = torch.stack([torch.cat(parts, 1), of_prior], 2).mean(1)    # (100, 2)
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, of_prior = overlaps["val"].gather(0, best)[0].tolist()
-    return dict(data=c.data, encoder="random" if c.untrained else c.ckpt, n=n, iou=mean,
+    return dict(data=data.name, encoder="random" if c.untrained else c.ckpt, n=n, iou=mean,
                 iou_prior=of_prior)
 
 

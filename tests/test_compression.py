@@ -12,7 +12,6 @@ from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
-from flags import UserError
 from measure import unit_size
 
 
@@ -60,10 +59,27 @@ def test_shrinking_does_what_the_step_was_derived_to_do():
     assert terms["0.5"] < 0 < terms["2"] < terms["57.6"]
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_shuffled(causal):
+    """A row keeps its own weight and those of tokens it does not see; the others change places,
+    each to each with the same chance."""
+    A = torch.arange(1.0, 26).view(1, 1, 5, 5).expand(6000, 1, 5, 5)
+    A = A.tril() if causal else A
+    found = compression.shuffled(A, causal, torch.Generator().manual_seed(0))
+    for i in range(5):
+        others = [j for j in range(i if causal else 5) if j != i]
+        stays = [j for j in range(5) if j not in others]
+        assert torch.equal(found[..., i, stays], A[..., i, stays])
+        assert torch.equal(found[..., i, others].sort(-1)[0], A[..., i, others].sort(-1)[0])
+        for j in others:
+            wanted = A[0, 0, i, others].mean().item()
+            assert found[..., i, j].mean().item() == pytest.approx(wanted, rel=0.02)
+
+
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """A token alone has its own value, and with --shift no part of a token before."""
+    """A token alone has its own value; turning keeps lengths and angles."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -72,47 +88,48 @@ def test_controls(text):
             width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
     attention, X = layer.attention, layer.norm1(Z)
-
     found = compression.steps(layer, Z, torch.Generator())
     assert_near(found["attention"], attention(X))
-    assert_near(found["common"], attention(X).mean(1, keepdim=True).repeat(1, 9, 1))
-    assert_near(found["noise"].norm(dim=(1, 2)), attention(X).norm(dim=(1, 2)))
-    b = attention.mix.sigmoid()[2:, None, None] if text else 0              # of two heads
-    alone = (1 - b) * attention.projections(X)
-    assert_near(found["alone"], attention.W(alone.transpose(1, 2).flatten(2)))
-    A, values = attention.map(X), attention.queries_keys_values(X)[2]
-    for i, other in enumerate([1, 2, 0]):
-        foreign = (A[other] @ values[i]).transpose(0, 1).flatten(1)
-        assert_near(found["next_map"][i], attention.W(foreign))
-    with pytest.raises(UserError, match="one sample"):
-        compression.steps(layer, Z[:1], torch.Generator())
+    values = attention.queries_keys_values(X)[2]
+    eye = torch.eye(9).double()
+    assert_near(found["alone"], attention.join(eye @ values))
+    own = found["attention"].flatten(0, 1)
+    turned = found["turned"].flatten(0, 1)
+    assert_near(turned @ turned.mT, own @ own.mT)
+    assert not torch.allclose(turned, own) and not torch.allclose(found["shuffled"], attention(X))
 
 
-@pytest.mark.parametrize("arch", ["crate", "transformer"])
+@pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
 @torch.no_grad()
 def test_changes(arch, eps=0.3):
     """Of the tokens, and after a LayerNorm, whatever the tokens' lengths; of steps as they are and
-    at attention's length."""
+    at attention's length; on U and on random subspaces."""
     model = models.ImageEncoder(models.ImageConfig(
         arch=arch, width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
-    U, W = unit_size(layer.attention.bases()), layer.attention.W.weight
+    U, generator = unit_size(layer.attention.bases()), torch.Generator()
+    V = random_subspaces(16, 2, generator)
+    added = compression.steps(layer, Z, generator)
+    found = compression.changes(layer, Z, torch.Generator(), eps)
 
-    def rate(T):
+    def rate(T, U=U):
         return models.subspace_coding_rate(T, U, eps)
 
     def after_norm(T):
         T = T - T.mean(2, keepdim=True)
         return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
-    added = compression.steps(layer, Z, torch.Generator())
-    found = compression.changes(layer, Z, torch.Generator(), eps)
     for name, step in added.items():
         length = step.norm(dim=(1, 2)) / added["attention"].norm(dim=(1, 2))
         assert_near(found["lengths", name], length)
         assert_near(found["raw", name], rate(Z + step) - rate(Z))
+        assert_near(found["elsewhere", name],
+                    rate(after_norm(Z + step), V) - rate(after_norm(Z), V))
         for table, scaled in dict(normed=step, equal_length=step / length[:, None, None]).items():
             assert_near(found[table, name], rate(after_norm(Z + scaled)) - rate(after_norm(Z)))
-    bases = torch.cat([*layer.attention.bases()], 1)                        # [U_1 .. U_K]
+    if arch == "crate-n":                                                   # it has no W
+        assert ("weights", "W_and_U") not in found
+        return
+    bases, W = torch.cat([*layer.attention.bases()], 1), layer.attention.W.weight   # [U_1 .. U_K]
     assert_near(found["weights", "W_and_U"][0], (W * bases).sum() / W.norm() / bases.norm())
 
 
@@ -127,10 +144,10 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
                              "--batch_size=4", f"--csv={table}", "--figure=a.png"])
     rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 5
+    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 6
     means = {key: each.mean(1).tolist() for key, each in run["numbers"].items()}
-    assert run["numbers"]["raw", "noise"].shape == (3, 6)               # layers and all, samples
-    assert float(rows[5]["noise"]) == pytest.approx(means["normed", "noise"][-1], rel=1e-3)
+    assert run["numbers"]["raw", "alone"].shape == (3, 6)               # layers and all, samples
+    assert float(rows[5]["alone"]) == pytest.approx(means["normed", "alone"][-1], rel=1e-3)
     assert float(rows[0]["before_error"]) == pytest.approx(
         (run["numbers"]["raw", "before"][0].std() / 6 ** 0.5).item(), rel=1e-3)
     first, second, whole = means["normed", "attention"]

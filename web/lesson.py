@@ -19,7 +19,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, each_alone, layer_numbers, normed, unit_size
+from measure import at_norm, layer_numbers, normed, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -54,16 +54,18 @@ def of_subspaces(layer, trace):
 
 
 def of_attention(layer, trace):
-    """What attention and other steps add to R^c, and to R^c after a LayerNorm."""
+    """What attention adds to R^c; what it and other steps, as long, add after a LayerNorm."""
     Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
-    steps = dict(attention=step, alone=each_alone(layer.attention, layer.norm1(Z)),
-                 common=step.mean(1, keepdim=True),
-                 downhill=at_norm(-crate.subspace_coding_rate_grad(Z, U, 0.1), step))
 
     def rate(T):
         return crate.subspace_coding_rate(T, U, 0.1)
-    return dict(before=rate(Z), as_it_is=rate(trace.half) - rate(Z), normed_before=rate(normed(Z)),
-                **{name: rate(normed(Z + T)) - rate(normed(Z)) for name, T in steps.items()})
+    uphill = torch.func.grad(lambda Z: rate(normed(Z)).sum())(Z)
+    values = layer.attention.queries_keys_values(layer.norm1(Z))[2]
+    steps = dict(attention=step, alone=layer.attention.join(values), downhill=-uphill)
+    normed_before = rate(normed(Z))
+    return dict(as_it_is=rate(trace.half) - rate(Z), normed_before=normed_before,
+                **{name: rate(normed(Z + at_norm(T, step))) - normed_before
+                   for name, T in steps.items()})
 
 
 def of_code(layer, trace):
@@ -80,7 +82,8 @@ def of_code(layer, trace):
         return 100 * (l1 + fit) / (X.square().sum() / 2)
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
-        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X), start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
+        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X),
+        start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
 
 
 def of_layer(layer, trace):
