@@ -35,8 +35,8 @@ class Layers(SampleFlags, OutFlags):
     Rc_tokens    R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its caption has
                  R^c(Z^{l+1/2} | U)); without --shift and --rotary
     Rc_added     what attention, which was derived to lower R^c, adds to it
-    Rc_change    the same of tokens after a LayerNorm, as the next step reads them: longer tokens
-                 alone raise R^c
+    Rc_change    the same of tokens less their mean, after a LayerNorm: longer tokens alone raise
+                 R^c, a vector added to all lowers it
     R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
     gain         the same of R - R^c
     R, Rc        the rates of Z^{l+1}

@@ -168,7 +168,8 @@ def look(model, x, eps=0.1):
 
     R^c               of Z^l
     attention, %      what the attention step adds to it, as it is
-    after LN, %       the same of LN(Z), which the next step reads: longer tokens alone cost more
+    after LN, %       the same of tokens less their mean, after a LayerNorm: longer tokens alone
+                      would cost more, a vector added to all would make them cheaper
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     rows, Zs = [], model.all_tokens(x)
@@ -177,10 +178,10 @@ def look(model, x, eps=0.1):
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         half = Z + layer.attention(layer.norm1(Z))
         Rc = partial(subspace_coding_rate, U=U, eps=eps)
-        LN = partial(F.layer_norm, normalized_shape=Z.shape[-1:])
+        before, after = (F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:]) for T in (Z, half))
         rows.append({"R^c": Rc(Z).mean(),
                      "attention, %": 100 * (Rc(half).mean() / Rc(Z).mean() - 1),
-                     "after LN, %": 100 * (Rc(LN(half)).mean() / Rc(LN(Z)).mean() - 1),
+                     "after LN, %": 100 * (Rc(after).mean() / Rc(before).mean() - 1),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

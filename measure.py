@@ -58,9 +58,10 @@ def at_norm(Z, other):
 
 
 def normed(Z):
-    """Tokens (..., n, d) as the next step of a layer reads them, after a LayerNorm (here without
-    gain and bias). It discards their lengths, and longer tokens alone have a higher rate."""
-    return F.layer_norm(Z, Z.shape[-1:])
+    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias. The next step of
+    a layer reads them after a LayerNorm: longer tokens alone would have a higher rate. A vector
+    added to all of them would have a lower one after it, so their mean is subtracted before."""
+    return F.layer_norm(Z - Z.mean(-2, keepdim=True), Z.shape[-1:])
 
 
 def unit_size(U):

@@ -2,8 +2,8 @@
 
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
 Eq. (31)-(34). Longer tokens alone raise R^c, and the LayerNorm before the next step discards their
-lengths. So it is measured of the tokens as they are, and after a LayerNorm without gain and bias.
-U is at unit size.
+lengths; after it a vector added to all tokens lowers R^c. So it is measured of the tokens as they
+are, and of the tokens less their mean, after a LayerNorm without gain and bias. U is at unit size.
 
     attention       MSSA(LN(Z))
     shuffled        the same with the weights of each token dealt at random to the others that it
@@ -14,7 +14,7 @@ U is at unit size.
 There are six tables; in the first four, in nats, `before` is R^c before the step:
 
     raw             what a step adds to R^c of the tokens
-    normed          what it adds to R^c of the tokens after a LayerNorm
+    normed          what it adds to R^c of the tokens less their mean, after a LayerNorm
     equal_length    the same with every step scaled to the length of attention's
     elsewhere       as normed, but R^c of random subspaces in place of U
     lengths         of a step, attention's being 1
@@ -134,10 +134,10 @@ def keep(runs, path):
 # row of the figure: table, column
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
-         "its weights shuffled": ("normed", "shuffled"),
+         "its weights shuffled": ("equal_length", "shuffled"),
          "its step turned at random": ("normed", "turned"),
          "random subspaces for U": ("elsewhere", "attention"),
-         "each token alone": ("normed", "alone")}
+         "each token alone": ("equal_length", "alone")}
 
 
 def shares(run):

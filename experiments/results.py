@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from figures import new_figure
+from figures import legend_below, new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
 from run import read_metrics
@@ -39,6 +39,27 @@ def images():
             ax.plot(x, y, "o-", color=COLORS[arch], ms=3)
         ax.text(x[-1] + 0.5, y[-1], name, color=COLORS[arch], va=side)
     ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %", xlim=(4, 35))
+    return figure
+
+
+def text():
+    """How far the loss of each run on text is above the mean of the transformer's three."""
+    sets = {"Python's manual": "pydoc-{}-plain", "the same, --rotary --shift": "pydoc-{}-shift",
+            "its masked characters": "pydoc-masked-{}",
+            "books, --rotary --shift": "bookchars-short-{}"}
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
+    ax.axvline(0, color="black", lw=0.8)
+    for place, folder in enumerate(sets.values()):
+        ax.axhline(place, color="0.85", lw=0.6, zorder=0)
+        losses = {arch: [scores(f"{folder.format(arch)}-{seed}", "loss")[-1][1]
+                         for seed in range(3)] for arch in NAMES}
+        zero = sum(losses["transformer"]) / 3
+        for arch, name in NAMES.items():
+            ax.plot([loss - zero for loss in losses[arch]], [place] * 3, "o", mfc="none",
+                    color=COLORS[arch], label=None if place else name)
+    ax.set_yticks(range(len(sets)), sets)
+    ax.set(xlabel="loss above the transformer's, nats a character", ylim=(len(sets) - 0.5, -0.5))
+    legend_below(figure, ax)
     return figure
 
 
@@ -94,7 +115,7 @@ def pretraining():
     return figure
 
 
-FIGURES = dict(images=images, recall=recall, pretraining=pretraining)
+FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining)
 
 
 def main(argv):

@@ -74,8 +74,9 @@ def test_layers(save, call, cache, arch, eps=0.3):
             n, p = out.shape[1], U.shape[2]
             U = U * (len(U) * p) ** 0.5 / U.norm()
             final = out * (Z.norm(dim=(1, 2)) / out.norm(dim=(1, 2)))[:, None, None]
+            normed = [(T - T.mean(1, keepdim=True)) for T in (Z.double(), step.half.double())]
             normed = [(T - T.mean(2, keepdim=True)) / (T.var(2, False, True) + 1e-5).sqrt()
-                      for T in (Z.double(), step.half.double())]
+                      for T in normed]
             ws = [T.double()[:, None] @ U for T in (layer.norm1(Z), Z, out, final, *normed)]
             ws[0] = ws[0] / ws[0].norm(dim=-1, keepdim=True)
             Rc_tokens, Rc_first, Rc, Rc_final, before, after = (

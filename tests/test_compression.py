@@ -102,8 +102,8 @@ def test_controls(text):
 @pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
 @torch.no_grad()
 def test_changes(arch, eps=0.3):
-    """Of the tokens, and after a LayerNorm, whatever the tokens' lengths; of steps as they are and
-    at attention's length; on U and on random subspaces."""
+    """Of the tokens, and of those less their mean after a LayerNorm, whatever their lengths; of
+    steps as they are and at attention's length; on U and on random subspaces."""
     model = models.ImageEncoder(models.ImageConfig(
         arch=arch, width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
@@ -116,6 +116,7 @@ def test_changes(arch, eps=0.3):
         return models.subspace_coding_rate(T, U, eps)
 
     def after_norm(T):
+        T = T - T.mean(1, keepdim=True)
         T = T - T.mean(2, keepdim=True)
         return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
     for name, step in added.items():

@@ -26,7 +26,7 @@ def test_same_weights_same_logits():
         assert_near(Z, trace.out)
         numbers, U = measure.layer_numbers(layer, trace), measure.unit_size(layer.attention.bases())
         before, start = (model.subspace_coding_rate(T, U, 0.1)
-                         for T in (trace.tokens, F.layer_norm(trace.tokens, (24,))))
+                         for T in (trace.tokens, measure.normed(trace.tokens)))
         for value, wanted in zip(row.values(), (
                 before, 100 * numbers["Rc_added"].mean() / before.mean(),
                 100 * numbers["Rc_change"].mean() / start.mean(),

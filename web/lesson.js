@@ -194,12 +194,16 @@ function softmaxForGram(box) {
     row("similarities", scaled), row("their softmax", A)]));
   return {most};
 }
-// ---- 7: what attention adds to R^c of the tokens, and after a LayerNorm
+// ---- 7: what attention adds to R^c of the tokens, and less their mean after a LayerNorm
 function leftOut(box) {
   const {L, Z, half} = trace();
   const U = unit(L.U);
   const rate = M => subspaceRate(M, U, L.p, .1);
-  const normed = M => normalize(M, {weight: made(1, M.cols, () => 1), eps: 1e-5});
+  const normed = M => {
+    const mean = multiply(made(1, M.rows, () => 1 / M.rows), transposed(M)).at;
+    const rest = made(M.rows, M.cols, t => M.at[t] - mean[t % M.cols]);
+    return normalize(rest, {weight: made(1, M.cols, () => 1), eps: 1e-5});
+  };
   const as_it_is = rate(half) - rate(Z);
   const attention = rate(normed(half)) - rate(normed(Z));
   bars(box, [["as they are", as_it_is], ["after LN", attention, "hot"]]);
