@@ -58,9 +58,9 @@ def at_norm(Z, other):
 
 
 def normed(Z):
-    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias. The next step of
-    a layer reads them after a LayerNorm: longer tokens alone would have a higher rate. A vector
-    added to all of them would have a lower one after it, so their mean is subtracted before."""
+    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias: much as the next
+    step reads them. Longer tokens alone have a higher rate, and those to which one vector is added
+    a lower one after a LayerNorm."""
     return F.layer_norm(Z - Z.mean(-2, keepdim=True), Z.shape[-1:])
 
 
