@@ -74,7 +74,7 @@ def layers(c):
             label = f"{Path(label).parent.name}, step {loaded.content.get('step')}{untrained}"
         runs.append(dict(name=loaded.name, label=label, untrained=loaded.untrained,
                          objective=mean, layers=table))
-        print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}")
+        print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
