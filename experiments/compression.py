@@ -9,7 +9,8 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
     turned          attention's step, all of it turned by one random rotation of R^d
-    alone           the same with each token attending to itself alone: no averages
+    alone           the same with each token attending to itself alone: no averages (with --shift
+                    its value has a part of the token before)
 
 There are six tables; in the first four, in nats, `before` is R^c before the step:
 
@@ -185,7 +186,7 @@ def main(argv):
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
         if (cosines := runs[-1]["numbers"].get(("weights", "W_and_U"))) is not None:
-            print("cosine of W and [U_1 .. U_K] by layer:", *(f"{c:.2f}" for c in cosines[:-1, 0]))
+            print("cosine of W and [U_1 .. U_K] by layer:", *(f"{cos:.2f}" for cos in cosines[:-1, 0]))
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
