@@ -186,7 +186,7 @@ def main(argv):
         print_table([dict(step=line, added=round(share, 2))
                      for line, share in shares(runs[-1]).items()])
         if (cosines := runs[-1]["numbers"].get(("weights", "W_and_U"))) is not None:
-            print("cosine of W and [U_1 .. U_K] by layer:", *(f"{cos:.2f}" for cos in cosines[:-1, 0]))
+            print("cosine of W and [U_1 .. U_K]:", *(f"{cos:.2f}" for cos in cosines[:-1, 0]))
     if c.csv:
         keep(runs, c.csv)
     if c.figure:
