@@ -410,8 +410,8 @@ def shift_and_rotate(q, k, v, mix=None, rotary=False):
         a, b = mix.sigmoid().view(2, -1, 1, 1)
         k, v = shift(k, a), shift(v, b)
     if rotary:
-        angle = angles(k.shape[2], k.shape[3], k)
-        q, k = rotate(q, angle[-q.shape[2]:]), rotate(k, angle)
+        phase = phases(k.shape[2], k.shape[3], k)
+        q, k = rotate(q, phase[-q.shape[2]:]), rotate(k, phase)
     return q, k, v
 
 
@@ -421,19 +421,20 @@ def shift(w, a):
     return w.lerp(F.pad(w[..., :-1, :], (0, 0, 1, 0)), a.to(w.dtype))
 
 
-def angles(n, p, like):
-    """t theta_m, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: (n, p/2)."""
+def phases(n, p, like):
+    """e^{i t theta_m}, theta_m = 10000^(-2m/p), for positions t = 0 .. n - 1: complex (n, p/2)."""
     options = dict(dtype=at_least_float32(like).dtype, device=like.device)
     theta = 1e4 ** (-torch.arange(0, p, 2, **options) / p)
-    return torch.arange(n, **options)[:, None] * theta
+    angle = torch.arange(n, **options)[:, None] * theta
+    return torch.polar(torch.ones_like(angle), angle)
 
 
-def rotate(w, angle):
+def rotate(w, phase):
     """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
-    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), angle as `angles`."""
-    x, y = at_least_float32(w).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1).flatten(-2).to(w.dtype)
+    (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
+    # with cosines and sines it would compile, but takes a CPU 2.6 times as long
+    pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
 
 
 @dataclass
