@@ -62,7 +62,7 @@ def of_attention(layer, trace):
     uphill = torch.func.grad(lambda Z: rate(normed(Z)).sum())(Z)
     values = layer.attention.queries_keys_values(layer.norm1(Z))[2]
     steps = dict(attention=step, alone=layer.attention.join(values), downhill=-uphill)
-    added = {name: rate(normed(Z + at_norm(T, step))) - rate(normed(Z)) for name, T in steps.items()}
+    added = {k: rate(normed(Z + at_norm(T, step))) - rate(normed(Z)) for k, T in steps.items()}
     return dict(as_it_is=rate(trace.half) - rate(Z), normed_before=rate(normed(Z))) | added
 
 
