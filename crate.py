@@ -9,8 +9,8 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
 Attention comes from a gradient step on R^c: Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z).
-The layer, Eq. (45), keeps all of Z. So the term that goes downhill on R^c is gone, and the one that
-stays points uphill by itself. But the learned W may point against U; `look` measures what it does.
+with beta U in W's place. The layer, Eq. (45), keeps all of Z: the term that goes downhill on R^c is
+gone, the one that stays points uphill. But the learned W may point against U: `look` measures it.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
@@ -204,7 +204,7 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    print("Below 0 % after LN attention compresses. Each layer has a U of its own: compare no R^c "
-          "between layers. The lesson, docs/index.html, has controls")
+    print("Below 0 % R^c falls. Each layer has a U of its own: compare no R^c between layers. "
+          "RESULTS.md has controls")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")
