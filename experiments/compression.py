@@ -9,6 +9,7 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
     turned          attention's step, all of it turned by one random rotation of R^d
+    random          the same with random matrices of the norms of its own
     alone           the same with each token attending to itself alone: no averages (with --shift
                     its value has a part of the token before)
 
@@ -16,9 +17,9 @@ There are six tables; in the first four, in nats, `before` is R^c before the ste
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm
-    equal_length    the same with every step scaled to the length of attention's
+    equal_length    the same with every step, less its mean, scaled to the length of attention's
     elsewhere       as normed, but R^c of random subspaces in place of U
-    lengths         of a step, attention's being 1
+    lengths         of a step, less its mean, attention's being 1
     weights         W_and_U is the cosine of W and [U_1 .. U_K], which has its place in Eq. (36)
 
 --csv keeps them, by layer and for `all`, of which lengths and weights are means, with standard
@@ -26,6 +27,7 @@ errors over samples. What is printed are sums over layers in % of R^c before.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +37,7 @@ from checkpoint import each_model
 from experiments.shared import averages, each_sample, random_subspaces, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, normed, traces, unit_size
+from measure import normed, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
@@ -66,6 +68,15 @@ def shuffled(A, causal, generator):
     return torch.zeros_like(A).scatter(-1, order, A.gather(-1, dealt))
 
 
+def random_like(attention, generator):
+    """Attention with Gaussian parameters, each as long as its own."""
+    other = copy.deepcopy(attention)
+    for p in other.parameters():
+        drawn = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+        p.copy_(drawn * p.norm() / drawn.norm())
+    return other
+
+
 def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
     attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
@@ -73,7 +84,7 @@ def steps(layer, Z, generator):
     weights = shuffled(attention.map(X), attention.causal, generator)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     return dict(attention=own, shuffled=attention.join(weights @ values), turned=own @ rotation,
-                alone=attention.join(values))
+                random=random_like(attention, generator)(X), alone=attention.join(values))
 
 
 def changes(layer, Z, generator, eps):
@@ -87,13 +98,16 @@ def changes(layer, Z, generator, eps):
         found[table, "before"] = before
         for name, step in steps.items():
             found[table, name] = subspace_coding_rate(look(Z + step), bases, eps) - before
-    scaled = {name: at_norm(step, every["attention"]) for name, step in every.items()}
+    length = {name: (step - step.mean(1, keepdim=True)).norm(dim=(1, 2))
+              for name, step in every.items()}
+    scaled = {name: step * (length["attention"] / length[name])[:, None, None]
+              for name, step in every.items()}
     measure("raw", U, lambda T: T, every)
     measure("normed", U, normed, every)
     measure("equal_length", U, normed, scaled)
     measure("elsewhere", V, normed, every)
-    for name, step in every.items():
-        found["lengths", name] = step.norm(dim=(1, 2)) / scaled[name].norm(dim=(1, 2))
+    for name in every:
+        found["lengths", name] = length[name] / length["attention"]
     if W is not None:
         W_and_U = F.cosine_similarity(W.weight.flatten(), U.transpose(0, 1).flatten(), 0)
         found["weights", "W_and_U"] = W_and_U.expand(len(Z))
@@ -136,7 +150,7 @@ def keep(runs, path):
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
          "its weights shuffled": ("equal_length", "shuffled"),
-         "its step turned at random": ("normed", "turned"),
+         "random matrices": ("equal_length", "random"),
          "random subspaces for U": ("elsewhere", "attention"),
          "each token alone": ("equal_length", "alone")}
 

@@ -97,6 +97,10 @@ def test_controls(text):
     turned = found["turned"].flatten(0, 1)
     assert_near(turned @ turned.mT, own @ own.mT)
     assert not torch.allclose(turned, own) and not torch.allclose(found["shuffled"], attention(X))
+    other = compression.random_like(attention, torch.Generator().manual_seed(1))
+    for p, drawn in zip(attention.parameters(), other.parameters(), strict=True):
+        assert_near(drawn.norm(), p.norm())
+        assert not torch.equal(p, drawn)
 
 
 @pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
@@ -120,7 +124,9 @@ def test_changes(arch, eps=0.3):
         T = T - T.mean(2, keepdim=True)
         return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
     for name, step in added.items():
-        length = step.norm(dim=(1, 2)) / added["attention"].norm(dim=(1, 2))
+        length, own = ((T - T.mean(1, keepdim=True)).norm(dim=(1, 2))
+                       for T in (step, added["attention"]))
+        length = length / own
         assert_near(found["lengths", name], length)
         assert_near(found["raw", name], rate(Z + step) - rate(Z))
         assert_near(found["elsewhere", name],
