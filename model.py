@@ -432,7 +432,7 @@ def phases(n, p, like):
 def rotate(w, phase):
     """R_t w_t for every token t (Su et al. 2021): entries 2m and 2m + 1 turn by t theta_m, so that
     (R_s q)^* R_t k = q^* R_{t-s} k depends on t - s alone. w (..., n, p), phase as `phases`."""
-    # with cosines and sines it would compile, but takes a CPU 2.6 times as long
+    # with cosines and sines it would compile, but takes a CPU longer
     pairs = torch.view_as_complex(at_least_float32(w).unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * phase).flatten(-2).to(w.dtype)
 

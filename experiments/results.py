@@ -91,7 +91,7 @@ def recall():
         ax.set(xlim=(0, 3750), ylim=(len(settings) - 0.5, -0.5))
         ax.set_title(title, fontsize="medium")
         ax.tick_params(labelleft=ax is axes[0])
-    axes[1].set_xlabel("training steps until 95 % of the values are right")
+    axes[1].set_xlabel("training steps until 95 % of the answers are right")
     return figure
 
 
@@ -103,7 +103,7 @@ def pretraining():
             ("scratch", 0, (24, 72, 144, 264, 384), "o-", (112, 90),
              "from scratch\n(24 epochs: 50 %)"),
             ("mae", 240, (24, 72, 144), "s--", (320, 91), "after pretraining,\nits cost counted"),
-            ("mae", 0, (24, 72, 144), "s:", (8, 96.5), "the same, its\ncost not counted")):
+            ("mae", 0, (24, 72, 144), "s:", (8, 96.5), "after pretraining,\ncost not counted")):
         runs = torch.tensor([[scores(f"labels-{start}-{n}-{seed}", "acc")[-1][1]
                               for seed in range(3)] for n in epochs])
         ax.errorbar([before + n for n in epochs], 100 * runs.mean(1), 100 * runs.std(1) / 3 ** 0.5,
