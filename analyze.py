@@ -14,7 +14,7 @@ import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
-from flags import CheckpointFlags, option, parse_command, ROOT, SampleFlags, UserError
+from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SampleFlags, UserError
 from measure import layer_numbers, saliency, spread, traces
 from processes import cli, Processes
 from run import read_metrics
@@ -68,12 +68,8 @@ def layers(c):
     for loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
-        label = loaded.name.removeprefix("pretrained:")
-        if Path(label).parent.name:             # of a run, whose name is its folder's
-            untrained = ", untrained" if loaded.untrained else ""
-            label = f"{Path(label).parent.name}, step {loaded.content.get('step')}{untrained}"
-        runs.append(dict(name=loaded.name, label=label, untrained=loaded.untrained,
-                         objective=mean, layers=table))
+        runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
+                         layers=table))
         print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
@@ -94,7 +90,8 @@ def draw_layers(runs, c):
             color = colors.setdefault(run["name"].removesuffix(", untrained"), f"C{len(colors)}")
             look = dict(ls="--", mfc="white") if run["untrained"] else {}
             l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
-            ax.plot(l, y, marker="o", color=color, label=run["label"], **look)
+            label = run["name"].removeprefix("pretrained:")
+            ax.plot(l, y, marker="o", color=color, label=label, **look)
         figures.over_layers(ax, title)
     axes[0, 1].yaxis.set_major_formatter("{x:.0%}")
     figures.legend_below(figure, axes[0, 0])
@@ -198,9 +195,8 @@ def curves(c):
 
 
 @dataclass(kw_only=True)
-class Page(CheckpointFlags, OutFlags):
+class Page(CheckpointFlags, DataFlags, OutFlags):
     """One HTML file that runs the model itself in a browser, with trained and untrained weights."""
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
 
 
 def write_page(c):

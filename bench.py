@@ -14,14 +14,14 @@ import torch
 from torch.nn import functional as F
 
 from figures import print_table
-from flags import MachineFlags, option, parse_command
+from flags import DeviceFlags, option, parse_command, TypeFlags
 from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
 from processes import cli, device_name, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
-class Flags(MachineFlags):
+class Flags(DeviceFlags, TypeFlags):
     """Times of one table, in milliseconds."""
     repeats: int = option(9, "turns of every variant", low=1)
     compile: bool | None = option(None, "torch.compile every variant; auto is cuda only")

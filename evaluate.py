@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
-from flags import OpenFlags, option, parse_command, SampleFlags, UserError
+from flags import OpenFlags, option, parse_command, SampleFlags, TypeFlags, UserError
 from processes import cli, derive_seed, is_main, Processes, with_bar
 
 
@@ -178,7 +178,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Accuracy(SampleFlags):
+class Accuracy(SampleFlags, TypeFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
     batch_size: int = option(500, "images at once", low=1)
 
@@ -194,7 +194,7 @@ def accuracy(c):
 
 
 @dataclass(kw_only=True)
-class Probe(OpenFlags):
+class Probe(OpenFlags, TypeFlags):
     """How well features separate the classes: an encoder's, trained or not, or the pixels."""
     batch_size: int = option(500, "images at once", low=1)
     features: str | None = option(
@@ -211,8 +211,7 @@ def probe(c, score):
     for split in (data.train, data.val):
         split = images.Images(split, processes.device)
         samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
-    encoder = "random" if c.untrained else c.ckpt
-    what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else encoder)
+    what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else loaded.name)
     return what | score(processes, *samples, len(data.classes))
 
 
@@ -225,7 +224,7 @@ def knn(c):
 
 
 @dataclass(kw_only=True)
-class LM(OpenFlags):
+class LM(OpenFlags, TypeFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))

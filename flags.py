@@ -32,22 +32,30 @@ def option(default, help, displaces=(), kept=False, **limits):
 
 # ---- Flags of several commands ------------------------------------------------------------------
 @dataclass(kw_only=True)
-class MachineFlags:
+class DeviceFlags:
     device: str = option("auto", "auto: cuda if there is a GPU", choices=("auto", "cuda", "cpu"))
+
+
+@dataclass(kw_only=True)
+class TypeFlags:
     dtype: str = option("auto", "of training and scores; auto is bfloat16 where that is fast",
                         choices=("auto", "float32", "bfloat16"))
+
+
+@dataclass(kw_only=True)
+class DataFlags:
+    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
     data_dir: str = option(str(CACHE), "where prepared data lies")
 
 
 @dataclass(kw_only=True)
-class CheckpointFlags(MachineFlags):
+class CheckpointFlags(DeviceFlags):
     ckpt: str = option(MISSING, "a checkpoint: ours, a published one, pretrained:NAME")
     heads: int | None = option(None, "K of a published file, which does not hold it", low=1)
 
 
 @dataclass(kw_only=True)
-class OpenFlags(CheckpointFlags):
-    data: str | None = option(None, "data set; auto is what the checkpoint was trained on")
+class OpenFlags(CheckpointFlags, DataFlags):
     untrained: bool = option(False, "random weights instead; layers and experiments show both")
     seed: int = option(0, "of the random weights, and of what else a command draws", low=0)
 

@@ -15,13 +15,13 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
-from flags import MachineFlags, option, ROOT, UserError
+from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
 from optim import share_of_peak
 from processes import is_main, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
-class RunFlags(MachineFlags):
+class RunFlags(DeviceFlags, TypeFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")

@@ -1,22 +1,19 @@
 """Text from a trained causal language model.
 
     python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
-
-Text goes to stdout, the rate in tokens/s to stderr."""
-import sys
-import time
+"""
 from dataclasses import dataclass
 
 import torch
 
 from checkpoint import load_model
 from data.tokenizer import tokenizer_from_meta
-from flags import CheckpointFlags, option, parse
+from flags import CheckpointFlags, option, parse, TypeFlags
 from processes import cli, derive_seed, Processes
 
 
 @dataclass(kw_only=True)
-class Sample(CheckpointFlags):
+class Sample(CheckpointFlags, TypeFlags):
     prompt: str = option("", "how the text begins; empty: a new document")
     tokens: int = option(300, "how many to write, fewer if the model ends the text", low=1)
     temperature: float = option(0.8, "0 is greedy", low=0)
@@ -34,16 +31,13 @@ def main(argv):
     ids = tokenizer.encode(c.prompt).tolist() or [tokenizer.start]
     start = torch.tensor([ids], device=processes.device)
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
-    began = time.perf_counter()
     with processes.autocast():
         written = model.generate(start, c.tokens, c.temperature, c.top_k, tokenizer.eot, generator,
                                  tokenizer.known)[0, len(ids):].tolist()
-    rate = len(written) / (time.perf_counter() - began)
     if tokenizer.eot in written:
         written = written[:written.index(tokenizer.eot)]
     text = tokenizer.decode(ids + written if c.prompt else written)
     print(text)
-    print(f"{rate:,.0f} tokens/s", file=sys.stderr)
     return text
 
 

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from checkpoint import open_model
 from data import augment, images
 from figures import stretched
-from flags import OpenFlags, option, parse, UserError
+from flags import OpenFlags, option, parse, TypeFlags, UserError
 from measure import saliency
 from processes import cli, Processes, with_bar
 
 
 @dataclass(kw_only=True)
-class Config(OpenFlags):
+class Config(OpenFlags, TypeFlags):
     batch_size: int = option(100, "images at once", low=1)
     dtype: str = option("float32", "autocast's", choices=("auto", "float32", "bfloat16"))
 
@@ -71,8 +71,7 @@ def segment(c):
         overlaps[name] = torch.stack([torch.cat(parts, 1), of_prior], 2).mean(1)    # (100, 2)
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, of_prior = overlaps["val"].gather(0, best)[0].tolist()
-    return dict(data=data.name, encoder="random" if c.untrained else c.ckpt, n=n, iou=mean,
-                iou_prior=of_prior)
+    return dict(data=data.name, encoder=loaded.name, n=n, iou=mean, iou_prior=of_prior)
 
 
 def main(argv):
