@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkpoint import each_model
-from experiments.shared import random_subspaces, SEVEN
+from experiments.shared import FIVE, random_subspaces
 from figures import legend_below, new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, one_set, traces, unit_size
@@ -23,7 +23,7 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 @dataclass(kw_only=True)
 class Objective(SampleFlags):
-    ckpt: str = option(SEVEN, "checkpoints, separated by commas")
+    ckpt: str = option(FIVE, "checkpoints, separated by commas")
     untrained: bool = option(True, "random weights, too")
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
@@ -69,18 +69,17 @@ MARKS = {"trained": ("o", "trained", "later"),
 
 def draw(tables, path):
     """What layers after the first add to R - R^c of 64 samples coded together."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.8)
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.3)
     names = [name.removeprefix("pretrained:") for name in tables]
     ax.axvline(0, color="black", lw=0.8)
     for place, rows in enumerate(tables.values()):
         ax.axhline(place, color="0.85", lw=0.6, zorder=0)
         gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
-        color = "C3" if "transformer" in names[place] else "C0"
         for label, (shape, weights, column) in MARKS.items():
             if weights not in gains:        # --untrained=false
                 continue
             ax.plot(gains[weights][column], place, shape, label=None if place else label,
-                    color="black" if shape == "s" else color,
+                    color="black" if shape == "s" else "C0",
                     mfc="white" if weights != "trained" else None)
     ax.set_yticks(range(len(tables)), names)
     ax.set(xlabel="added to $R - R^c$ by the layers after the first, nats",
