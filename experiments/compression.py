@@ -9,9 +9,10 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
     turned          attention's step, all of it turned by one random rotation of R^d
-    random          the same with random matrices of the norms of its own
+    others          the same with each token's weight on itself set to 0
     alone           the same with each token attending to itself alone: no averages (with --shift
                     its value has a part of the token before)
+    rest            the same as alone, with the part of W along [U_1 .. U_K] taken out of W
 
 There are six tables; in the first four, in nats, `before` is R^c before the step:
 
@@ -27,7 +28,6 @@ errors over samples. What is printed are sums over layers in % of R^c before.
 
     python -m experiments.compression --untrained --csv=records/compression.csv
 """
-import copy
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +38,7 @@ from experiments.shared import averages, each_sample, random_subspaces, SEVEN, w
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import normed, traces, unit_size
-from model import SoftmaxAttention, subspace_coding_rate
+from model import side_by_side, SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
 TABLES = "raw", "normed", "equal_length", "elsewhere", "lengths", "weights"
@@ -68,23 +68,20 @@ def shuffled(A, causal, generator):
     return torch.zeros_like(A).scatter(-1, order, A.gather(-1, dealt))
 
 
-def random_like(attention, generator):
-    """Attention with Gaussian parameters, each as long as its own."""
-    other = copy.deepcopy(attention)
-    for p in other.parameters():
-        drawn = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-        p.copy_(drawn * p.norm() / drawn.norm())
-    return other
-
-
 def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
     attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
-    values, own = attention.queries_keys_values(X)[2], attention(X)
-    weights = shuffled(attention.map(X), attention.causal, generator)
+    values, own, A = attention.queries_keys_values(X)[2], attention(X), attention.map(X)
+    dealt = shuffled(A, attention.causal, generator)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
-    return dict(attention=own, shuffled=attention.join(weights @ values), turned=own @ rotation,
-                random=random_like(attention, generator)(X), alone=attention.join(values))
+    others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    found = dict(attention=own, shuffled=attention.join(dealt @ values), turned=own @ rotation,
+                 others=attention.join(others @ values), alone=attention.join(values))
+    if hasattr(attention, "W"):         # crate-c, -n and -t have none
+        U, W = attention.bases().transpose(0, 1).flatten(1), attention.W                # (d, K p)
+        rest = W.weight - (W.weight * U).sum() / U.square().sum() * U
+        found["rest"] = F.linear(side_by_side(values), rest, W.bias)
+    return found
 
 
 def changes(layer, Z, generator, eps):
@@ -150,9 +147,10 @@ def keep(runs, path):
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
          "its weights shuffled": ("equal_length", "shuffled"),
-         "random matrices": ("equal_length", "random"),
-         "random subspaces for U": ("elsewhere", "attention"),
-         "each token alone": ("equal_length", "alone")}
+         "its step turned at random": ("equal_length", "turned"),
+         "others only": ("equal_length", "others"),
+         "each token alone": ("equal_length", "alone"),
+         "alone, W not along U": ("equal_length", "rest")}
 
 
 def shares(run):
@@ -165,7 +163,7 @@ def shares(run):
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
-    figure, ((ax,),) = new_figure(1, 1, 6.5, 4)
+    figure, ((ax,),) = new_figure(1, 1, 6.5, 4.4)
     ax.axvline(0, color="black", lw=0.8)
     for place, run in enumerate(runs):
         text, height = run["task"] == "gpt", 0.17 * (place - 2)

@@ -97,10 +97,11 @@ def test_controls(text):
     turned = found["turned"].flatten(0, 1)
     assert_near(turned @ turned.mT, own @ own.mT)
     assert not torch.allclose(turned, own) and not torch.allclose(found["shuffled"], attention(X))
-    other = compression.random_like(attention, torch.Generator().manual_seed(1))
-    for p, drawn in zip(attention.parameters(), other.parameters(), strict=True):
-        assert_near(drawn.norm(), p.norm())
-        assert not torch.equal(p, drawn)
+    assert_near(found["others"], attention.join((attention.map(X) * (1 - eye)) @ values))
+    along, W = torch.cat([*attention.bases()], 1), attention.W.weight           # (d, K p)
+    taken = (W * along).sum() / along.square().sum() * along
+    assert_near((taken * (W - taken)).sum(), torch.zeros(()).double())
+    assert_near(found["alone"] - found["rest"], models.side_by_side(values) @ taken.mT)
 
 
 @pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
