@@ -234,6 +234,7 @@ class Layer(nn.Module):
         Z^{l+1}   = ISTA(LN(Z^{l+1/2}))                     crate, -c, -n, -t: [J] Eq. (45)
         Z^{l+1}   = Z^{l+1/2} + ODL or MLP(LN(Z^{l+1/2}))   crate-alpha, tost: [B] 7.5;
                                                             transformer: [B] Eq. (7.2.13)-(7.2.14)
+        Z^{l+1}   = ODL(LN(Z^{l+1/2}))                      crate-lm
         Z^{l+1}   = Z^{l+1/2}                               aot: [B] Eq. (7.5.8)
 
     The table ARCHS has every arch's operators. LN is not in Eq. (45) but in [J] Fig. 8. LayerScale

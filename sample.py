@@ -1,7 +1,6 @@
 """Text from a trained causal language model.
 
-    python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt="To be"
-"""
+    python sample.py --ckpt=out/gpt-shakespeare/best.pt --prompt=ROMEO"""
 from dataclasses import dataclass
 
 import torch

@@ -50,11 +50,13 @@ def of_subspaces(layer, trace):
         length=X.norm(dim=-1),
         near=100 * (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
+        frame=apart((U @ U.mT).sum(0), torch.eye(len(U[0]))),
         cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0))
 
 
 def of_attention(layer, trace):
-    """What attention adds to R^c; what it and other steps, as long, add after a LayerNorm."""
+    """What attention adds to R^c; what it and steps that are as long, less their means, add after a
+    LayerNorm."""
     Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
 
     def rate(T):
@@ -62,7 +64,9 @@ def of_attention(layer, trace):
     uphill = torch.func.grad(lambda Z: rate(normed(Z)).sum())(Z)
     values = layer.attention.queries_keys_values(layer.norm1(Z))[2]
     steps = dict(attention=step, alone=layer.attention.join(values), downhill=-uphill)
-    added = {k: rate(normed(Z + at_norm(T, step))) - rate(normed(Z)) for k, T in steps.items()}
+    steps = {name: T - T.mean(1, keepdim=True) for name, T in steps.items()}
+    added = {name: rate(normed(Z + at_norm(T, steps["attention"]))) - rate(normed(Z))
+             for name, T in steps.items()}
     return dict(as_it_is=rate(trace.half) - rate(Z), normed_before=rate(normed(Z))) | added
 
 
@@ -86,9 +90,8 @@ def of_code(layer, trace):
 
 def of_layer(layer, trace):
     """{name in the text: what a layer has, or makes of the traced tokens}."""
-    added = layer_numbers(layer, trace, lambd=0)
-    return (of_subspaces(layer, trace) | of_attention(layer, trace) | of_code(layer, trace)
-            | dict(rise=added["rise"], gain=added["gain"]))
+    return (layer_numbers(layer, trace, lambd=0) | of_subspaces(layer, trace)
+            | of_attention(layer, trace) | of_code(layer, trace))
 
 
 def listed(values):
