@@ -165,8 +165,8 @@ def translated(content, heads=None):
     for name, tensor in content.items():
         for theirs, ours in NAMES:
             name = re.sub(theirs, ours, name)
-        state[name] = tensor
-    state.pop("", None)             # what the table drops
+        if name:                    # else the table drops it
+            state[name] = tensor
     dictionaries = [name for name in state if name.endswith(".D")]
     layers = sum("sparsification" in name for name in dictionaries)
     if not layers:
@@ -218,7 +218,7 @@ class Loaded(NamedTuple):
     @property
     def backbone(self):
         """What has `tokens` and `layers`."""
-        return self.encoder or self.model
+        return self.model if self.encoder is None else self.encoder
 
     @property
     def pooling(self):

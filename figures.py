@@ -16,7 +16,7 @@ def print_table(rows):
         shown = "-" if value is None else str(value)
         if isinstance(value, float):
             shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-        return f"{shown} +- {extra:.2g}" if extra else shown
+        return f"{shown} +- {extra:.2g}" if extra and extra > 1e-12 else shown      # of rounding
 
     keys = [key for key in rows[0] if not key.endswith("_error")]
     lines = [keys] + [[cell(row, key) for key in keys] for row in rows]

@@ -68,8 +68,8 @@ class SampleFlags(OpenFlags):
 @dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both."""
-    arch: str | None = option(None, "crate, crate-alpha, tost, aot, mssa-mlp, transformer or "
-                              "another row of model.py's ARCHS; auto: crate, or the checkpoint's")
+    arch: str | None = option(None, "crate, transformer or another row of model.py's ARCHS; flags "
+                              "that its layers do not read do nothing. Auto: crate, or the file's")
     size: str | None = option(None, "tiny, small, base, medium or large; sets width, heads, layers",
                               displaces=("width", "heads", "head_dim", "layers"))
     width: int | None = option(None, "d; auto is the size's or the checkpoint's, else 384", low=1)

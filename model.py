@@ -1000,8 +1000,8 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        residual = c.spec.residual or c.spec.sparsification is None
-        layer = Layer if residual else DecoderLayer
+        proximal = c.spec.sparsification is not None and not c.spec.residual
+        layer = DecoderLayer if proximal else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
         self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)

@@ -171,9 +171,9 @@ def draw(runs, path):
             ax.plot(share, line + height, "o", ms=5,
                     mfc=None if text else "white", color="C0" if line < 2 else "0.3",
                     label="models of text" if text else "models of pictures")
-        name = run["name"].removeprefix("pretrained:").replace("-crate", "")
-        ax.annotate(name, ([*shares(run).values()][0], height), (9, 0),
-                    textcoords="offset points", va="center", fontsize=7)
+        ax.annotate(run["name"].removeprefix("pretrained:"),
+                    ([*shares(run).values()][0], height), (9, 0), textcoords="offset points",
+                    va="center", fontsize=7, bbox=dict(fc="white", ec="none", pad=0))
     for line in range(len(LINES) + 1):
         ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
     ax.set(xlabel="change of $R^c$, %", ylim=(len(LINES) - 0.5, -0.5))

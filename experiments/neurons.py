@@ -8,7 +8,8 @@ the k neurons whose standardized means differ most with a property. It is fitted
 windows or images, with as many rows that have the property as not, and scored on the other half
 (chance is 50 %). "k=5" is its mean accuracy over the properties. Purity is the share of one token
 or class among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
-Of every model as many neurons are drawn as the narrowest model has dimensions.
+Of every model as many neurons are drawn as the narrowest model has dimensions. The control of
+--turned is the same code, turned at random: then no neuron is left, but all that is linear in them.
 
     python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
     python -m experiments.neurons --ckpt=a.pt --stream                  the tokens themselves
@@ -33,6 +34,7 @@ from processes import cli
 @dataclass(kw_only=True)
 class Neurons(SampleFlags):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
+    turned: bool = option(False, "also of each code turned by a random rotation")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
     batch_size: int = option(10, "samples at once", low=1)
@@ -141,6 +143,13 @@ def probed(codes, width, seed):
     return numbers
 
 
+def turned(codes, seed):
+    """The Codes, with values turned by one random rotation."""
+    m = codes.values.shape[1]
+    A = torch.randn(m, m, generator=torch.Generator().manual_seed(seed))
+    return codes._replace(values=codes.values @ torch.linalg.qr(A)[0])
+
+
 def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c = parse(Neurons, argv, __doc__)
@@ -148,8 +157,11 @@ def main(argv):
     width = min(loaded.model.config.width for loaded in models)
     for loaded in models:
         name = loaded.model.config.arch + ", untrained" * loaded.untrained
-        each = runs.setdefault(name, [])
-        each.append(probed(read_codes(loaded, c), width, c.seed + len(each)))
+        seed, codes = c.seed + len(runs.setdefault(name, [])), read_codes(loaded, c)
+        runs[name].append(probed(codes, width, seed))
+        if c.turned:
+            others = runs.setdefault(name + ", turned", [])
+            others.append(probed(turned(codes, seed), width, seed))
     rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
     print_table(rows)
     return rows

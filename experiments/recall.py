@@ -27,29 +27,6 @@ from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
 
-@dataclass(kw_only=True)
-class Recall:
-    """The task and the models that learn it."""
-    archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
-    change: str = option("none", "of a head: see CHANGES", choices=(
-        "none", "negated", "half negated", "no self", "query=key", "key=value", "query=value"))
-    shift: bool = option(False, "keys and values that see the previous token")
-    layers: int = option(2, "layers of each model", low=1)
-    width: int = option(64, "d", low=1)
-    heads: int = option(4, "K", low=1)
-    pairs: int = option(4, "pairs of a sequence, at most as many as symbols", low=1)
-    symbols: int = option(8, "keys, and as many values, to draw from", low=1)
-    seeds: int = option(5, "runs of each arch", low=1)
-    steps: int = option(3000, "most steps of a run", low=1)
-    batch_size: int = option(128, "sequences per step", low=1)
-    lr: float = option(1e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
-    csv: str | None = option(None, "a file to which each run's row is added; none: no file")
-
-    def __post_init__(self):
-        if self.pairs > self.symbols:
-            raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
-
-
 class Negated(MSSA):
     """One matrix, keys times -1: scores stay symmetric, and unlike tokens score high."""
     def queries_keys_values(self, Z, cache=None):
@@ -86,6 +63,28 @@ def tied(kept, replaced):
 
 CHANGES = {"negated": Negated, "half negated": HalfNegated, "no self": NoSelf,
            "query=key": tied(0, 1), "key=value": tied(1, 2), "query=value": tied(0, 2)}
+
+
+@dataclass(kw_only=True)
+class Recall:
+    """The task and the models that learn it."""
+    archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
+    change: str = option("none", "of a head: see CHANGES", choices=("none", *CHANGES))
+    shift: bool = option(False, "keys and values that see the previous token")
+    layers: int = option(2, "layers of each model", low=1)
+    width: int = option(64, "d", low=1)
+    heads: int = option(4, "K", low=1)
+    pairs: int = option(4, "pairs of a sequence, at most as many as symbols", low=1)
+    symbols: int = option(8, "keys, and as many values, to draw from", low=1)
+    seeds: int = option(5, "runs of each arch", low=1)
+    steps: int = option(3000, "most steps of a run", low=1)
+    batch_size: int = option(128, "sequences per step", low=1)
+    lr: float = option(1e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
+    csv: str | None = option(None, "a file to which each run's row is added; none: no file")
+
+    def __post_init__(self):
+        if self.pairs > self.symbols:
+            raise UserError(f"--pairs={self.pairs} is more than --symbols={self.symbols}")
 
 
 def build(c, arch):

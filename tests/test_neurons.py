@@ -38,6 +38,15 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
         assert low <= found["purity"] <= high
 
 
+def test_turned():
+    """No neuron is left, but lengths and angles."""
+    values = torch.rand(50, 8)
+    codes = neurons.Codes(values, 1.0, {}, np.arange(50), np.arange(50))
+    found = neurons.turned(codes, 0).values
+    torch.testing.assert_close(found @ found.mT, values @ values.mT)
+    assert not torch.allclose(found, values)
+
+
 @torch.no_grad()
 def test_codes_of_text(tmp_path, text_cache):
     data, path = text.load("verse", text_cache), str(tmp_path / "a.pt")
@@ -64,8 +73,10 @@ def test_neurons_of_images(pool, tmp_path, cache):
                                             image_size=32, patch_size=8, classes=10))
         paths.append(str(tmp_path / f"{arch}.pt"))
         write_model(paths[-1], model, "vit", data.meta())
-    rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", f"--data_dir={cache}"])
-    assert [row["code"] for row in rows] == ["crate", "transformer"]
+    rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", f"--data_dir={cache}",
+                         "--turned"])
+    assert [row["code"] for row in rows] == [
+        "crate", "crate, turned", "transformer", "transformer, turned"]
     c = neurons.Neurons(ckpt=paths[1], samples=30, data_dir=str(cache), device="cpu")
     loaded = load_model(c.ckpt)
     codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()

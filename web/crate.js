@@ -117,7 +117,8 @@ function compress(L, Z, X, c, off) {
   return {A, half: plus(Z, multiply(ssa, L.W, L.bias), L.decodes ? -1 : 1)};
 }
 
-function ista(X, {D, Dt}, {eta, lambd}) {                       // ReLU(X - eta D^*(DX - X) - eta lambda)
+// ReLU(X - eta D^*(DX - X) - eta lambda)
+function ista(X, {D, Dt}, {eta, lambd}) {
   const slope = multiply(plus(multiply(X, D), X, -1), Dt);
   return made(X.rows, X.cols, t => Math.max(0, X.at[t] - eta * slope.at[t] - eta * lambd));
 }
@@ -160,7 +161,7 @@ const bytes = base64 => Uint8Array.from(atob(base64), y => y.charCodeAt());
 const float16 = b => (b & 32768 ? -1 : 1) *
   (b & 31744 ? (1024 + (b & 1023)) * 2 ** ((b >> 10 & 31) - 25) : (b & 1023) * 2 ** -24);
 
-function build(data, kind) {                                    // "trained" or "untrained", in float16
+function build(data, kind) {                    // "trained" or "untrained", in float16
   const numbers = new Uint16Array(bytes(data[kind]).buffer);
   const model = {c: data.config, task: data.task};
   const part = name => name.replace("encoder.", "").split(".")

@@ -201,9 +201,11 @@ const depth = models.trained.layers.length;
 const worst = check(data, models.trained);
 document.body.className = [data.task, c.rotary && "rotary", c.shift && "shift"].join(" ");
 document.title = byId.title.textContent = `Look inside ${data.name}`;
-byId.about.textContent = `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
+byId.about.textContent =
+  `A ${c.arch.toUpperCase()} with ${data.weights} weights in ${depth} layers.`;
 byId.layer.max = depth;
-byId.check.textContent = `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
+byId.check.textContent =
+  `On the first example this page is ${worst.toExponential(1)} from PyTorch.`;
 byId.alarm.hidden = worst < 1e-3;
 byId.text.value = data.text ?? "";
 put(byId.thumbs, (data.labels ?? []).map((label, i) => {
