@@ -34,7 +34,7 @@ import torch
 from torch.nn import functional as F
 
 from checkpoint import each_model
-from experiments.shared import averages, each_sample, random_subspaces, SEVEN, write_csv
+from experiments.shared import averages, dot_rows, each_sample, random_subspaces, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import normed, traces, unit_size
@@ -164,7 +164,7 @@ def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
     figure, ((ax,),) = new_figure(1, 1, 6.5, 4.4)
-    ax.axvline(0, color="black", lw=0.8)
+    dot_rows(ax, LINES, "change of $R^c$, %")
     for place, run in enumerate(runs):
         text, height = run["task"] == "gpt", 0.17 * (place - 2)
         for line, share in enumerate(shares(run).values()):
@@ -174,12 +174,6 @@ def draw(runs, path):
         ax.annotate(run["name"].removeprefix("pretrained:"),
                     ([*shares(run).values()][0], height), (9, 0), textcoords="offset points",
                     va="center", fontsize=7, bbox=dict(fc="white", ec="none", pad=0))
-    for line in range(len(LINES) + 1):
-        ax.axhline(line - 0.5, color="0.85", lw=0.6, zorder=0)
-    ax.set(xlabel="change of $R^c$, %", ylim=(len(LINES) - 0.5, -0.5))
-    ax.set_yticks(range(len(LINES)), LINES)
-    ax.tick_params(left=False)
-    ax.spines[["top", "right", "left"]].set_visible(False)
     handles, labels = ax.get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
     figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)

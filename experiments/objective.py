@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from checkpoint import each_model
-from experiments.shared import FIVE, random_subspaces
+from experiments.shared import dot_rows, FIVE, random_subspaces
 from figures import legend_below, new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
 from measure import at_norm, one_set, traces, unit_size
@@ -71,9 +71,8 @@ def draw(tables, path):
     """What layers after the first add to R - R^c of 64 samples coded together."""
     figure, ((ax,),) = new_figure(1, 1, 7, 2.3)
     names = [name.removeprefix("pretrained:") for name in tables]
-    ax.axvline(0, color="black", lw=0.8)
+    dot_rows(ax, names, "added to $R - R^c$ by the layers after the first, nats")
     for place, rows in enumerate(tables.values()):
-        ax.axhline(place, color="0.85", lw=0.6, zorder=0)
         gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
         for label, (shape, weights, column) in MARKS.items():
             if weights not in gains:        # --untrained=false
@@ -81,11 +80,6 @@ def draw(tables, path):
             ax.plot(gains[weights][column], place, shape, label=None if place else label,
                     color="black" if shape == "s" else "C0",
                     mfc="white" if weights != "trained" else None)
-    ax.set_yticks(range(len(tables)), names)
-    ax.set(xlabel="added to $R - R^c$ by the layers after the first, nats",
-           ylim=(len(tables) - 0.5, -0.5))
-    ax.tick_params(left=False)
-    ax.spines[["top", "right", "left"]].set_visible(False)
     legend_below(figure, ax)
     figure.savefig(path, dpi=200)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from experiments.shared import dot_rows
 from figures import legend_below, new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
 from processes import cli
@@ -48,17 +49,14 @@ def text():
             "its masked characters": "pydoc-masked-{}",
             "books, --rotary --shift": "bookchars-short-{}"}
     figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
-    ax.axvline(0, color="black", lw=0.8)
+    dot_rows(ax, sets, "loss above the transformer's, nats a character")
     for place, folder in enumerate(sets.values()):
-        ax.axhline(place, color="0.85", lw=0.6, zorder=0)
         losses = {arch: [scores(f"{folder.format(arch)}-{seed}", "loss")[-1][1]
                          for seed in range(3)] for arch in NAMES}
         zero = sum(losses["transformer"]) / 3
         for arch, name in NAMES.items():
             ax.plot([loss - zero for loss in losses[arch]], [place] * 3, "o", mfc="none",
                     color=COLORS[arch], label=None if place else name)
-    ax.set_yticks(range(len(sets)), sets)
-    ax.set(xlabel="loss above the transformer's, nats a character", ylim=(len(sets) - 0.5, -0.5))
     legend_below(figure, ax)
     return figure
 

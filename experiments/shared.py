@@ -1,4 +1,5 @@
-"""What several experiments use: checkpoints, means with their errors, files, random subspaces."""
+"""What several experiments use: checkpoints, means with their errors, files, a kind of figure,
+random subspaces."""
 import csv
 
 import numpy as np
@@ -34,6 +35,17 @@ def write_csv(rows, path):
         writer.writeheader()
         writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
                           for key, value in row.items()} for row in rows)
+
+
+def dot_rows(ax, names, xlabel):
+    """Makes `ax` a panel for dots: a row for each name, from the top, and a line at x = 0."""
+    ax.axvline(0, color="black", lw=0.8)
+    for place in range(len(names)):
+        ax.axhline(place + 0.5, color="0.85", lw=0.6, zorder=0)
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel=xlabel, ylim=(len(names) - 0.5, -0.5))
+    ax.tick_params(left=False)
+    ax.spines[["top", "right", "left"]].set_visible(False)
 
 
 def random_subspaces(d, K, generator):
