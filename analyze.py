@@ -32,17 +32,17 @@ class Layers(SampleFlags, OutFlags):
     """Rates, nonzeros and the objective by layer, means over samples. Rates are in nats, with U at
     unit size; of a transformer U is its value maps. A layer takes Z to Z^{l+1/2} and Z^{l+1}.
 
-    Rc_tokens    R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its caption has
-                 R^c(Z^{l+1/2} | U)); without --shift and --rotary
-    Rc_added     what attention, which was derived to lower R^c, adds to it
-    Rc_change    the same of tokens less their mean, after a LayerNorm: longer tokens alone raise
-                 R^c, a vector added to all lowers it
-    R_change     what the layer adds to R, Z^{l+1} scaled to the norm of Z
-    gain         the same of R - R^c
-    R, Rc        the rates of Z^{l+1}
-    nonzeros     the share of the entries of Z^{l+1} that are not zero
-    objective    R - R^c - lambda ||Z||_0 of Z^{l+1}
-    rise         what the layer adds to the objective, [J] Eq. (21)"""
+    Rc_tokens            R^c of U_k^* LN(Z), each token scaled to norm 1, as in [N]'s code (its
+                         caption has R^c(Z^{l+1/2} | U)); without --shift and --rotary
+    attention_Rc         what attention, which was derived to lower R^c, adds to it
+    attention_Rc_normed  the same of tokens less their mean, after a LayerNorm: longer tokens alone
+                         raise R^c, a vector added to all lowers it
+    R_change             what the layer adds to R, Z^{l+1} scaled to the norm of Z
+    gain                 the same of R - R^c
+    R, Rc                the rates of Z^{l+1}
+    nonzeros             the share of the entries of Z^{l+1} that are not zero
+    objective            R - R^c - lambda ||Z||_0 of Z^{l+1}
+    rise                 what the layer adds to the objective, [J] Eq. (21)"""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     together: int = option(1, "samples whose tokens are coded as one set: R and R^c compare only "

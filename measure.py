@@ -1,11 +1,13 @@
 """What the layers of a checkpoint do to samples of its data: traces, and rates at one scale."""
+from functools import partial
+
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from data import images, text
 from flags import UserError
-from model import coding_rate, subspace_coding_rate
+from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from processes import with_bar
 
 
@@ -83,19 +85,14 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1, together=1):
     Z, half, out, X = (one_set(T, together) for T in (
         trace.tokens, trace.half, trace.out, layer.norm1(trace.tokens)))
 
-    def rates(T):
-        return coding_rate(T, eps), subspace_coding_rate(T, U, eps)
-
-    R_before, Rc_before = rates(Z)
-    R_scaled, Rc_scaled = rates(at_norm(out, Z))
-    R, Rc = rates(out)
-    nonzeros_before, nonzeros = (Z != 0).sum((1, 2)), (out != 0).sum((1, 2))
-    objective = R - Rc - lambd * nonzeros
+    rate = partial(subspace_coding_rate, U=U, eps=eps)
+    objective = partial(sparse_rate_reduction, U=U, eps=eps, lambd=lambd)
+    scaled = at_norm(out, Z)
+    R_change = coding_rate(scaled, eps) - coding_rate(Z, eps)
     return dict(
         Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
-        Rc_added=subspace_coding_rate(half, U, eps) - Rc_before,
-        Rc_change=(subspace_coding_rate(normed(half), U, eps)
-                   - subspace_coding_rate(normed(Z), U, eps)),
-        R_change=R_scaled - R_before, gain=R_scaled - R_before - (Rc_scaled - Rc_before),
-        R=R, Rc=Rc, nonzeros=nonzeros / out[0].numel(), objective=objective,
-        rise=objective - (R_before - Rc_before - lambd * nonzeros_before))
+        attention_Rc=rate(half) - rate(Z),
+        attention_Rc_normed=rate(normed(half)) - rate(normed(Z)),
+        R_change=R_change, gain=R_change - (rate(scaled) - rate(Z)),
+        R=coding_rate(out, eps), Rc=rate(out), nonzeros=(out != 0).double().mean((1, 2)),
+        objective=objective(out), rise=objective(out) - objective(Z))

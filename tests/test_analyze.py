@@ -85,7 +85,7 @@ def test_layers(save, call, cache, arch, eps=0.3):
                                 for T in (out, Z))
             R_first, R_final = (models.coding_rate(T.double(), eps) for T in (Z, final))
             for key, values in dict(Rc_tokens=Rc_tokens, R=models.coding_rate(out, eps), Rc=Rc,
-                                    Rc_change=after - before,
+                                    attention_Rc_normed=after - before,
                                     R_change=R_final - R_first,
                                     gain=R_final - Rc_final - R_first + Rc_first,
                                     nonzeros=(out != 0).double().mean((1, 2)),

@@ -28,8 +28,8 @@ def test_same_weights_same_logits():
         before, start = (model.subspace_coding_rate(T, U, 0.1)
                          for T in (trace.tokens, measure.normed(trace.tokens)))
         for value, wanted in zip(row.values(), (
-                before, 100 * numbers["Rc_added"].mean() / before.mean(),
-                100 * numbers["Rc_change"].mean() / start.mean(),
+                before, 100 * numbers["attention_Rc"].mean() / before.mean(),
+                100 * numbers["attention_Rc_normed"].mean() / start.mean(),
                 numbers["objective"], 100 * numbers["nonzeros"]), strict=True):
             assert_near(value.double(), wanted.double().mean(), 1e-5)
 
