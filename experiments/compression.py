@@ -9,9 +9,9 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
     turned          attention's step, all of it turned by one random rotation of R^d
-    others          the same with each token's weight on itself set to 0
-    alone           the same with each token attending to itself alone: no averages (with --shift
-                    its value has a part of the token before)
+    own, others     its two parts: of each token's weight on itself, and of those on others
+    alone           the same with each token attending to itself alone, with weight 1: no averages
+                    (with --shift its value has a part of the token before)
     rest            the same as alone, with the part of W along [U_1 .. U_K] taken out of W
 
 There are six tables; in the first four, in nats, `before` is R^c before the step:
@@ -71,12 +71,13 @@ def shuffled(A, causal, generator):
 def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
     attention, X, d = layer.attention, layer.norm1(Z), Z.shape[2]
-    values, own, A = attention.queries_keys_values(X)[2], attention(X), attention.map(X)
+    values, step, A = attention.queries_keys_values(X)[2], attention(X), attention.map(X)
     dealt = shuffled(A, attention.causal, generator)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
-    others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
-    found = dict(attention=own, shuffled=attention.join(dealt @ values), turned=own @ rotation,
-                 others=attention.join(others @ values), alone=attention.join(values))
+    on_itself = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    weights = dict(shuffled=dealt, own=on_itself, others=A - on_itself)
+    found = dict(attention=step, turned=step @ rotation, alone=attention.join(values))
+    found |= {name: attention.join(each @ values) for name, each in weights.items()}
     if hasattr(attention, "W"):         # crate-c, -n and -t have none
         U, W = attention.bases().transpose(0, 1).flatten(1), attention.W                # (d, K p)
         rest = W.weight - (W.weight * U).sum() / U.square().sum() * U
@@ -146,11 +147,11 @@ def keep(runs, path):
 # row of the figure: table, column
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
-         "its weights shuffled": ("equal_length", "shuffled"),
-         "its step turned at random": ("equal_length", "turned"),
-         "others only": ("equal_length", "others"),
-         "each token alone": ("equal_length", "alone"),
-         "alone, W not along U": ("equal_length", "rest")}
+         "on random subspaces": ("elsewhere", "attention"),
+         "weights shuffled": ("equal_length", "shuffled"),
+         "part: of other tokens": ("normed", "others"),
+         "part: of the token itself": ("normed", "own"),
+         "each token alone": ("equal_length", "alone")}
 
 
 def shares(run):

@@ -46,9 +46,8 @@ def images():
 def text():
     """How far the loss of each run on text is above the mean of the transformer's three."""
     sets = {"Python's manual": "pydoc-{}-plain", "the same, --rotary --shift": "pydoc-{}-shift",
-            "its masked characters": "pydoc-masked-{}",
             "books, --rotary --shift": "bookchars-short-{}"}
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.6)
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.2)
     dot_rows(ax, sets, "loss above the transformer's, nats a character")
     for place, folder in enumerate(sets.values()):
         losses = {arch: [scores(f"{folder.format(arch)}-{seed}", "loss")[-1][1]

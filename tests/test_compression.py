@@ -98,6 +98,8 @@ def test_controls(text):
     assert_near(turned @ turned.mT, own @ own.mT)
     assert not torch.allclose(turned, own) and not torch.allclose(found["shuffled"], attention(X))
     assert_near(found["others"], attention.join((attention.map(X) * (1 - eye)) @ values))
+    bias = attention.join(0 * values)
+    assert_near(found["own"] + found["others"], attention(X) + bias)            # which both have
     along, W = torch.cat([*attention.bases()], 1), attention.W.weight           # (d, K p)
     taken = (W * along).sum() / along.square().sum() * along
     assert_near((taken * (W - taken)).sum(), torch.zeros(()).double())
