@@ -8,9 +8,9 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
-Attention comes from a gradient step on R^c: Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z),
-where beta U stands for W. The layer, Eq. (45), keeps all of Z: the term downhill on R^c is gone,
-the one that stays points uphill. But the learned W may point against U: `look` measures it.
+Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2) Eq. (34) is
+(1 - beta kappa) Z + beta kappa MSSA(Z). The layer, Eq. (45), keeps all of Z: the term downhill on
+R^c is gone, the one that stays points uphill. But a learned W in MSSA may turn it: see `look`.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
@@ -109,7 +109,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # only attention sees it
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # as released; the head skips it
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -163,8 +163,8 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 
 @torch.no_grad()
-def look(model, x, eps=0.1):
-    """A dict for each layer, of means over the pictures x; U has the norm of orthonormal bases:
+def look(model, x, eps=0.1):                        # the eps of the first paper's figures
+    """A dict for each layer, of means over the pictures x; its U has the norm of orthonormal bases:
 
     R^c               of Z^l
     attention, %      what the attention step adds to it, as it is

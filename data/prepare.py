@@ -155,7 +155,9 @@ class TextSet(Set):
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
         if self.tokenizer == "char":
-            characters = self.characters or sorted(set().union(*texts.get("train", [])))
+            if "train" not in texts:
+                raise UserError("--tokenizer=char takes the characters of a part `train`")
+            characters = self.characters or sorted(set().union(*texts["train"]))
             tokenizer = CharTokenizer("".join(characters))
         else:
             tokenizer = GPT2Tokenizer()

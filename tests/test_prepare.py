@@ -267,6 +267,14 @@ def test_end_of_text_after_each_document(kind, tmp_path, bpe):
     assert sorted(train + val) == sorted(rows) and len(val) == 1
 
 
+def test_characters_are_those_of_train(tmp_path):
+    for split in ("val", "test"):
+        (tmp_path / "mine" / split).mkdir(parents=True)
+        (tmp_path / "mine" / split / "a.txt").write_text("abc" * 40)
+    assert_fails("the characters of a part `train`", prepare.prepare, "text", CHARACTERS,
+                 tmp_path / "mine", tmp_path)
+
+
 def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
     def stop(classes, size, draft):
         assert (draft / "val_masks.bin").exists() and not (draft / "half.bin").exists()
