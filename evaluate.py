@@ -10,6 +10,7 @@ The last line of each is one JSON object. Baselines are --untrained and --featur
 import json
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -101,12 +102,12 @@ def logistic_regression(x, y, classes, decay):
     return W.detach().to(x.device), b.detach().to(x.device)
 
 
-def linear_probe(x, y, x_test, y_test, classes, seed=0):
+def linear_probe(processes, x, y, x_test, y_test, classes):
     """Test accuracy of a logistic regression ([B] Eq. (7.2.38)) on standardized features: dict(acc,
-    decay), the decay chosen on a held-out tenth of the training samples."""
+    decay), the decay chosen on a held-out tenth of the training samples. All processes do all."""
     mean, std = x.mean(0), x.std(0).clamp_min(1e-6)     # 1e-6: a constant feature stays finite
     x, x_test = (x - mean) / std, (x_test - mean) / std
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed)).to(x.device)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0)).to(x.device)
     held, kept = order.tensor_split([max(len(x) // 10, 1)])
 
     def score(decay, fit, test, labels):
@@ -215,14 +216,6 @@ def probe(c, score):
     return what | score(processes, *samples, len(data.classes))
 
 
-def linear(c):
-    return probe(c, lambda processes, *samples: linear_probe(*samples, c.seed))
-
-
-def knn(c):
-    return probe(c, nearest_neighbours)
-
-
 @dataclass(kw_only=True)
 class LM(OpenFlags, TypeFlags):
     """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
@@ -242,8 +235,9 @@ def lm(c):
         loaded.model, tokens, processes, c.batch_size, data.tokenizer.n_vocab, mask_rate, c.context)
 
 
-COMMANDS = {"accuracy": (Accuracy, accuracy), "linear": (Probe, linear), "knn": (Probe, knn),
-            "lm": (LM, lm)}
+COMMANDS = {"accuracy": (Accuracy, accuracy), "lm": (LM, lm),
+            "linear": (Probe, partial(probe, score=linear_probe)),
+            "knn": (Probe, partial(probe, score=nearest_neighbours))}
 
 
 def main(argv):

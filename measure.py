@@ -71,6 +71,12 @@ def unit_size(U):
     return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
 
 
+def lasso(A, X, D, lambd):
+    """(lambda ||A||_1, 1/2 ||X - D A||_F^2), the terms of [J] Eq. (41), (B,) each. A (B, n, m),
+    X (B, n, d), D (d, m)."""
+    return lambd * A.abs().sum((1, 2)), (X - A @ D.mT).square().sum((1, 2)) / 2
+
+
 def one_set(T, together):
     """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
     if len(T) % together:

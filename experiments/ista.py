@@ -28,7 +28,7 @@ from data.images import split_for
 from experiments.shared import averages, each_sample, FIVE, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import inputs, traces
+from measure import inputs, lasso, traces
 from model import ISTA, ODL
 from processes import cli
 
@@ -41,12 +41,6 @@ class Sparsify(SampleFlags):
     batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows of the table; none: no file")
     figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
-
-
-def lasso(A, X, D, lambd):
-    """(lambda ||A||_1, 1/2 ||X - D A||_F^2), the terms of [J] Eq. (41), (B,) each. A (B, n, m),
-    X (B, n, d), D (d, m)."""
-    return lambd * A.abs().sum((1, 2)), (X - A @ D.mT).square().sum((1, 2)) / 2
 
 
 def best_length(A, X, D, lambd):

@@ -19,7 +19,7 @@ from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, layer_numbers, normed, unit_size
+from measure import at_norm, lasso, layer_numbers, normed, unit_size
 from web import page
 from web.mathml import mathml
 
@@ -79,13 +79,12 @@ def of_code(layer, trace):
     def rate(T):
         return 100 * crate.coding_rate(T) / crate.coding_rate(X)
 
-    def lasso(A):
-        l1, fit = layer.sparsification.lambd * A.abs().sum(), (X - A @ D.mT).square().sum() / 2
-        return 100 * (l1 + fit) / (X.square().sum() / 2)
+    def cost(A):
+        return 100 * sum(lasso(A, X, D, layer.sparsification.lambd)).sum() / (X.square().sum() / 2)
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
         gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X),
-        start=lasso(X), lasso=lasso(A), relu=lasso(X.relu()))
+        start=cost(X), lasso=cost(A), relu=cost(X.relu()))
 
 
 def of_layer(layer, trace):
