@@ -155,7 +155,7 @@ class TextSet(Set):
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
         if self.tokenizer == "char":
-            if "train" not in texts:
+            if not self.characters and "train" not in texts:
                 raise UserError("--tokenizer=char takes the characters of a part `train`")
             characters = self.characters or sorted(set().union(*texts["train"]))
             tokenizer = CharTokenizer("".join(characters))
