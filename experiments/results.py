@@ -1,4 +1,4 @@
-"""Figures of RESULTS.md that are drawn from records/.
+"""Figures of RESULTS.md that are drawn from records/, and that of README.md.
 
     python -m experiments.results               to docs/figures
     python -m experiments.results recall        one of them
@@ -7,7 +7,11 @@ import csv
 from dataclasses import dataclass
 
 import torch
+from matplotlib.patches import Rectangle
 
+from checkpoint import load_model
+from data import augment
+from data.shapes import draw_shapes
 from experiments.shared import dot_rows
 from figures import legend_below, new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
@@ -110,7 +114,32 @@ def pretraining():
     return figure
 
 
-FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining)
+def lesson(layer=0, head=2, picture=34, patch=51):
+    """One head of shapes-crate on a drawn picture: similarities, their softmax, a patch's weights.
+    Of 60 pictures this patch's weights in this head are among those that follow the object best."""
+    loaded = load_model("pretrained:shapes-crate")
+    pixels = torch.from_numpy(draw_shapes(60, seed=1)[0][picture:picture + 1])
+    x = augment.normalize(augment.to_float(pixels), loaded.meta["mean"], loaded.meta["std"])
+    with torch.no_grad():
+        trace, part = loaded.encoder.trace(x)[layer], loaded.encoder.layers[layer]
+        w = part.attention.projections(part.norm1(trace.tokens))[0, head, 1:]
+    weights = trace.attention[0, head, 1:, 1:]
+    figure, (axes,) = new_figure(1, 4, 2.4, 2.6)
+    for ax, title in zip(axes, ("a picture", "how similar its patches are",
+                                "softmax of each row", "weights of one patch")):
+        ax.set_title(title, fontsize="medium")
+        ax.set_axis_off()
+    axes[0].imshow(pixels[0])
+    axes[1].imshow(w @ w.mT, cmap="PuOr_r", vmin=-8, vmax=8)
+    axes[2].imshow(weights, cmap="Oranges", vmax=0.1)
+    axes[3].imshow(weights[patch].view(8, 8), cmap="Oranges")
+    for ax, size in ((axes[0], 4), (axes[3], 1)):       # a frame around the patch
+        ax.add_patch(Rectangle((patch % 8 * size - 0.5, patch // 8 * size - 0.5), size, size,
+                               fill=False, edgecolor="black"))
+    return figure
+
+
+FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining, lesson=lesson)
 
 
 def main(argv):
