@@ -114,6 +114,7 @@ class Run:
         self.step = 0                   # how many are done
         self.best = None                # the lowest loss that chose best.pt
         self.evaluation_due = False     # after the step that log() counted last
+        self.total = self.eval_every = self.meter = self.bar = self.began = None    # until steps()
         processes.main_only(self._take_folder)
 
     def _take_folder(self):
