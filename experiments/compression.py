@@ -20,7 +20,8 @@ There are six tables; in the first four, in nats, `before` is R^c before the ste
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm
     equal_length    the same with every step, less its mean, scaled to the length of attention's
     elsewhere       as normed, but R^c of random subspaces in place of U
-    lengths         of a step, less its mean, attention's being 1
+    lengths         of a step, less its mean, attention's being 1; "tokens" is the length of tokens
+                    after attention, divided by that before
     weights         W_and_U is the cosine of W and [U_1 .. U_K], which has its place in Eq. (36)
 
 --csv keeps them, by layer and for `all`, of which lengths and weights are means, with standard
@@ -104,6 +105,7 @@ def changes(layer, Z, generator, eps):
     measure("normed", U, normed, every)
     measure("equal_length", U, normed, scaled)
     measure("elsewhere", V, normed, every)
+    found["lengths", "tokens"] = ((Z + every["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
     for name in every:
         found["lengths", name] = length[name] / length["attention"]
     if W is not None:
@@ -149,8 +151,6 @@ LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
          "on random subspaces": ("elsewhere", "attention"),
          "weights shuffled": ("equal_length", "shuffled"),
-         "part: of other tokens": ("normed", "others"),
-         "part: of the token itself": ("normed", "own"),
          "each token alone": ("equal_length", "alone")}
 
 
@@ -164,7 +164,7 @@ def shares(run):
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
-    figure, ((ax,),) = new_figure(1, 1, 6.5, 4.4)
+    figure, ((ax,),) = new_figure(1, 1, 6.5, 3.4)
     dot_rows(ax, LINES, "change of $R^c$, %")
     for place, run in enumerate(runs):
         text, height = run["task"] == "gpt", 0.17 * (place - 2)

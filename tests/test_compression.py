@@ -126,6 +126,8 @@ def test_changes(arch, eps=0.3):
         T = T - T.mean(1, keepdim=True)
         T = T - T.mean(2, keepdim=True)
         return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
+    grown = (Z + added["attention"]).norm(dim=2) / Z.norm(dim=2)
+    assert_near(found["lengths", "tokens"], grown.mean(1))
     for name, step in added.items():
         length, own = ((T - T.mean(1, keepdim=True)).norm(dim=(1, 2))
                        for T in (step, added["attention"]))
