@@ -12,7 +12,7 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     own, others     its two parts: of each token's weight on itself, and of those on others
     alone           the same with each token attending to itself alone, with weight 1: no averages
                     (with --shift its value has a part of the token before)
-    rest            the same as alone, with the part of W along [U_1 .. U_K] taken out of W
+    rest            attention's step with the part of W along [U_1 .. U_K] taken out of W
 
 There are six tables; in the first four, in nats, `before` is R^c before the step:
 
@@ -82,7 +82,7 @@ def steps(layer, Z, generator):
     if hasattr(attention, "W"):         # crate-c, -n and -t have none
         U, W = attention.bases().transpose(0, 1).flatten(1), attention.W                # (d, K p)
         rest = W.weight - (W.weight * U).sum() / U.square().sum() * U
-        found["rest"] = F.linear(side_by_side(values), rest, W.bias)
+        found["rest"] = F.linear(side_by_side(A @ values), rest, W.bias)
     return found
 
 

@@ -103,7 +103,8 @@ def test_controls(text):
     along, W = torch.cat([*attention.bases()], 1), attention.W.weight           # (d, K p)
     taken = (W * along).sum() / along.square().sum() * along
     assert_near((taken * (W - taken)).sum(), torch.zeros(()).double())
-    assert_near(found["alone"] - found["rest"], models.side_by_side(values) @ taken.mT)
+    averages = models.side_by_side(attention.map(X) @ values)
+    assert_near(attention(X) - found["rest"], averages @ taken.mT)
 
 
 @pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
