@@ -38,7 +38,7 @@ from checkpoint import each_model
 from experiments.shared import averages, dot_rows, each_sample, random_subspaces, SEVEN, write_csv
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import normed, traces, unit_size
+from measure import normed, one_set, traces, unit_size
 from model import side_by_side, SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
@@ -49,6 +49,7 @@ TABLES = "raw", "normed", "equal_length", "elsewhere", "lengths", "weights"
 class Compression(SampleFlags):
     ckpt: str = option(SEVEN, "checkpoints, separated by commas")
     samples: int = option(40, "images or sequences, spread over the split", low=1)
+    together: int = option(1, "samples coded as one set, less its mean", low=1)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows of all tables; none: no file")
@@ -86,17 +87,18 @@ def steps(layer, Z, generator):
     return found
 
 
-def changes(layer, Z, generator, eps):
-    """{(table, column): a number for each sample of Z (B, n, d)}."""
+def changes(layer, Z, generator, eps, together=1):
+    """{(table, column): a number for each sample of Z (B, n, d), or each set of samples}."""
     U, W = unit_size(layer.attention.bases()), getattr(layer.attention, "W", None)
     V = random_subspaces(U.shape[1], U.shape[0], generator).to(U)
     every, found = steps(layer, Z, generator), {}
 
     def measure(table, bases, look, steps):
-        before = subspace_coding_rate(look(Z), bases, eps)
-        found[table, "before"] = before
+        def rate(T):
+            return subspace_coding_rate(look(one_set(T, together)), bases, eps)
+        before = found[table, "before"] = rate(Z)
         for name, step in steps.items():
-            found[table, name] = subspace_coding_rate(look(Z + step), bases, eps) - before
+            found[table, name] = rate(Z + step) - before
     length = {name: (step - step.mean(1, keepdim=True)).norm(dim=(1, 2))
               for name, step in every.items()}
     scaled = {name: step * (length["attention"] / length[name])[:, None, None]
@@ -122,8 +124,8 @@ def measured(loaded, c):
     config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
     if not issubclass(config.spec.attention, SoftmaxAttention):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
-    batches = [[changes(layer, trace.tokens, generator, c.eps) for layer, trace in traced]
-               for _, traced in traces(loaded, c)]
+    batches = [[changes(layer, trace.tokens, generator, c.eps, c.together)
+                for layer, trace in traced] for _, traced in traces(loaded, c)]
     numbers = {}
     for table, column in batches[0][0]:
         each = torch.cat([torch.stack([layer[table, column] for layer in batch])
@@ -149,7 +151,7 @@ def keep(runs, path):
 # row of the figure: table, column
 LINES = {"attention, tokens as they are": ("raw", "attention"),
          "attention, after LayerNorm": ("normed", "attention"),
-         "on random subspaces": ("elsewhere", "attention"),
+         "its step turned at random": ("equal_length", "turned"),
          "weights shuffled": ("equal_length", "shuffled"),
          "each token alone": ("equal_length", "alone")}
 

@@ -73,6 +73,7 @@ def recall():
                 "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
                 "three, --shift": (0, "--shift", "64"),
                 "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),
+                "one, keys half negated": (1, "half negated", "64"),
                 "one, keys negated": (1, "negated", "64"), "one, --shift": (1, "--shift", "64")}
     with open(ROOT / "records" / "recall.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]

@@ -139,6 +139,9 @@ def test_changes(arch, eps=0.3):
                     rate(after_norm(Z + step), V) - rate(after_norm(Z), V))
         for table, scaled in dict(normed=step, equal_length=step / length[:, None, None]).items():
             assert_near(found[table, name], rate(after_norm(Z + scaled)) - rate(after_norm(Z)))
+    of_all = compression.changes(layer, Z, torch.Generator(), eps, together=3)
+    whole, one = (T.flatten(0, 1)[None] for T in (Z, Z + added["attention"]))
+    assert_near(of_all["normed", "attention"], rate(after_norm(one)) - rate(after_norm(whole)))
     if arch == "crate-n":                                                   # it has no W
         assert ("weights", "W_and_U") not in found
         return
