@@ -18,8 +18,8 @@ def test_codes():
 
 
 def test_recall():
-    """Every run of records/recall.csv at the rate 1e-3 is a dot, or counted beside a cross, but for a
-    change that only TABLES has."""
+    """Every run of records/recall.csv at the rate 1e-3 is a dot, or counted beside a cross, but for
+    one change that only TABLES has."""
     with open(ROOT / "records/recall.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"
                 and row["change"] != "no self"]
