@@ -212,7 +212,7 @@ class Loaded(NamedTuple):
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
     content: dict                   # the whole file; published ones have no run_config, no step
-    name: str = ""                  # what it was opened as
+    name: str = ""                  # its file and folder, or pretrained:NAME
     untrained: bool = False         # its weights are random
 
     @property
@@ -249,7 +249,7 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
     untrained = untrained_seed is not None
-    name = f"{path}, untrained" if untrained else str(path)
+    name = "/".join(Path(path).with_suffix("").parts[-2:]) + ", untrained" * untrained
     return Loaded(task, model, encoder, meta, content, name, untrained)
 
 

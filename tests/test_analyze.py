@@ -1,5 +1,6 @@
 """What analyze.py reports and draws, against the definitions."""
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -61,7 +62,8 @@ def test_layers(save, call, cache, arch, eps=0.3):
     a, b = save(vit, name="a.pt"), save(mae, "mae", name="b.pt")
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
     runs = call("layers", f"--ckpt={a},{b}", *flags)
-    order = [(a, False), (f"{a}, untrained", True), (b, False), (f"{b}, untrained", True)]
+    names = [f"{Path(path).parent.name}/{Path(path).stem}" for path in (a, b)]
+    order = [(name + end, bool(end)) for name in names for end in ("", ", untrained")]
     assert [(run["name"], run["untrained"]) for run in runs] == order
     assert len({run["objective"] for run in runs}) == 4
 
