@@ -1,7 +1,7 @@
 """Can single neurons be read?
 
-A neuron is one entry of the last layer's code: ISTA's or ODL's code, or that of an MLP after its
-GELU. Rows are means over an arch's checkpoints.
+A neuron is one entry of a layer's code, by default the last's: ISTA's or ODL's code, or that of an
+MLP after its GELU. Rows are means over an arch's checkpoints.
 
 A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
 the k neurons whose standardized means differ most with a property. It is fitted on half of the
@@ -34,6 +34,7 @@ from processes import cli
 @dataclass(kw_only=True)
 class Neurons(SampleFlags):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
+    layer: int | None = option(None, "which layer, from 1; auto: the last", low=1)
     turned: bool = option(False, "also of each code turned by a random rotation")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
@@ -67,13 +68,15 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def read_codes(loaded, c):
-    """The Codes of the last layer."""
+    """The Codes of a layer."""
     backbone = loaded.backbone
+    if c.layer and c.layer > len(backbone.layers):
+        raise UserError(f"--layer={c.layer}: {loaded.name} has {len(backbone.layers)} layers")
     if backbone.layers[-1].sparsification is None and not c.stream:
         raise UserError(f"the layers of {backbone.config.arch} have no code")
     indices, codes = [], []                     # indices are of images, or token ids
     for index, traced in traces(loaded, c):
-        trace = traced[-1][1]
+        trace = traced[(c.layer or 0) - 1][1]
         code = trace.out if c.stream else trace.code
         indices.append(index.cpu())
         codes.append(code.float().cpu())

@@ -62,6 +62,9 @@ def test_codes_of_text(tmp_path, text_cache):
     c.stream = True
     found = neurons.read_codes(load_model(path), c).values
     torch.testing.assert_close(found, layer.sparsify(half).flatten(0, 1))
+    c.layer = 1
+    found, ids = neurons.read_codes(load_model(path), c).values, codes.kinds.reshape(9, 11)
+    torch.testing.assert_close(found, model.trace(torch.from_numpy(ids))[0].out.flatten(0, 1))
 
 
 @pytest.mark.parametrize("pool", ["class", "mean"])
