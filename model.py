@@ -180,6 +180,12 @@ def ista(Z, D, eta=0.1, lambd=0.1):
     return F.relu(Z - eta * residual @ D - eta * lambd)
 
 
+def lasso(A, X, D, lambd):
+    """(lambda ||A||_1, 1/2 ||X - D A||_F^2), the terms of [J] Eq. (41), (B,) each. A (B, n, m),
+    X (B, n, d), D (d, m)."""
+    return lambd * A.abs().sum((1, 2)), (X - A @ D.mT).square().sum((1, 2)) / 2
+
+
 class Sparsification(nn.Module, ABC):
     """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
     made of the code alone."""

@@ -34,11 +34,19 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from analyze import normed, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import averages, dot_rows, each_sample, random_subspaces, SEVEN, write_csv
+from experiments.shared import (
+    averages,
+    dot_rows,
+    each_sample,
+    one_set,
+    random_subspaces,
+    SEVEN,
+    write_csv,
+)
 from figures import new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import normed, one_set, traces, unit_size
 from model import side_by_side, SoftmaxAttention, subspace_coding_rate
 from processes import cli
 

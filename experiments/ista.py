@@ -23,13 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from analyze import inputs, traces
 from checkpoint import each_model
 from data.images import split_for
 from experiments.shared import averages, each_sample, FIVE, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import inputs, lasso, traces
-from model import ISTA, ODL
+from model import ISTA, lasso, ODL
 from processes import cli
 
 

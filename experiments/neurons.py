@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from analyze import traces
 from checkpoint import each_model
 from data.images import split_for
 from data.tokenizer import tokenizer_from_meta
@@ -27,7 +28,6 @@ from evaluate import logistic_regression
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import traces
 from processes import cli
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import dot_rows, FIVE, random_subspaces
+from experiments.shared import dot_rows, FIVE, one_set, random_subspaces
 from figures import legend_below, new_figure, print_table
 from flags import option, parse, SampleFlags, UserError
-from measure import at_norm, one_set, traces, unit_size
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 

@@ -5,6 +5,8 @@ import csv
 import numpy as np
 import torch
 
+from flags import UserError
+
 FIVE = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
 SEVEN = f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer"
@@ -35,6 +37,13 @@ def write_csv(rows, path):
         writer.writeheader()
         writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
                           for key, value in row.items()} for row in rows)
+
+
+def one_set(T, together):
+    """The tokens T (B, n, d) of `together` samples as one set: (B / together, together n, d)."""
+    if len(T) % together:
+        raise UserError(f"{len(T)} samples at once are no multiple of {together} coded together")
+    return T.double().unflatten(0, (-1, together)).flatten(1, 2)
 
 
 def dot_rows(ax, names, xlabel):

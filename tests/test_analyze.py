@@ -88,12 +88,35 @@ def test_layers(save, call, cache, arch, eps=0.3):
             R_first, R_final = (models.coding_rate(T.double(), eps) for T in (Z, final))
             for key, values in dict(Rc_tokens=Rc_tokens, R=models.coding_rate(out, eps), Rc=Rc,
                                     attention_Rc_normed=after - before,
-                                    R_change=R_final - R_first,
-                                    gain=R_final - Rc_final - R_first + Rc_first,
+                                    reduction_added=R_final - Rc_final - R_first + Rc_first,
                                     nonzeros=(out != 0).double().mean((1, 2)),
-                                    objective=objective, rise=objective - first).items():
+                                    objective=objective, objective_added=objective - first).items():
                 assert row[key] == pytest.approx(values.mean().item(), rel=1e-4, abs=1e-6), key
             Z = step.out
+
+
+@torch.no_grad()
+def test_rates_of_large_tokens_and_bases():
+    """Tokens of a trained layer are far from 0 and close together: float32 cannot factor them. The
+    size of U does not matter, and orthonormal ones are left as they are."""
+    layer = models.ImageClassifier(models.ImageConfig(
+        width=16, heads=2, layers=1, image_size=32, patch_size=8)).encoder.layers[0]
+
+    def numbers(Z, **flags):
+        trace = models.LayerTrace(Z, Z, None, Z, None)
+        return analyze.layer_numbers(layer, trace, **flags)
+    Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
+    assert models.coding_rate(Z, 0.1).isnan().any()
+    found = numbers(Z)
+    assert all(values.isfinite().all() for values in found.values())
+    assert torch.allclose(found["R"], models.coding_rate(Z.double(), 0.1))
+
+    out = torch.randn(3, 5, 16).relu()
+    U = torch.nn.init.orthogonal_(layer.attention.U.weight)
+    wanted = models.sparse_rate_reduction(out.double(), layer.attention.bases().double(), 0.1)
+    for size in (1, 3):
+        U /= size
+        torch.testing.assert_close(numbers(out)["objective"], wanted)
 
 
 @pytest.mark.parametrize("arch, task", [("crate", "vit"), ("tost", "vit"), ("crate", "mae")])

@@ -8,11 +8,11 @@ from matplotlib.figure import Figure
 from test_model import assert_near
 
 import model as models
+from analyze import unit_size
 from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
-from measure import unit_size
 
 
 def start(seed, norm):

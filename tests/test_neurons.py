@@ -5,10 +5,10 @@ import torch
 from helpers import write_model
 from torch.nn import functional as F
 
+from analyze import inputs, spread
 from checkpoint import load_model
 from data import images, text
 from experiments import neurons
-from measure import inputs, spread
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 
 

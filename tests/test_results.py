@@ -1,20 +1,8 @@
-"""A table of TABLES and its file in records/; a figure from a file."""
+"""A figure from a file of records/."""
 import csv
-import re
 
 from experiments.results import recall
 from flags import ROOT
-
-
-def test_codes():
-    """records/codes.csv has the numbers of TABLES."""
-    section = (ROOT / "records/TABLES.md").read_text().split("\n## codes\n")[1].split("\n## ")[0]
-    table = [line.split(" | ") for line in section.splitlines() if line.startswith("|")][2:]
-    with open(ROOT / "records/codes.csv") as file:
-        rows = [*csv.DictReader(file)]
-    for row, cells in zip(rows, table, strict=True):
-        assert [row["read"], row["weights"]] == cells[1:3]
-        assert list(filter(None, [*row.values()][5:])) == re.findall(r"[\d.]+", " ".join(cells[4:]))
 
 
 def test_recall():

@@ -274,7 +274,7 @@ function wholeLayer(box) {
     [[`attention: ${name}`, middle - before], [`ISTA: ${name}`, after - middle]];
   bars(box, [...rows(rates, "R − R<sup>c</sup>"), ...rows(costs, "− λ‖Z‖₀"),
     ["the layer", rise + costs[2] - costs[0], "hot"]]);
-  return {rise};
+  return {objective_added: rise};
 }
 
 const steps = [() => ({}), room, subspaces, objective, gradient, withoutInverse, softmaxForGram,

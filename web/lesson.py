@@ -14,12 +14,13 @@ import torch
 from torch.nn import functional as F
 
 import crate
+from analyze import at_norm, layer_numbers, normed, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from flags import ROOT
-from measure import at_norm, lasso, layer_numbers, normed, unit_size
+from model import lasso
 from web import page
 from web.mathml import mathml
 
@@ -133,7 +134,7 @@ def measured():
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(trained, first), trained(first).softmax(1)
-    shown = "attention", "as_it_is", "rise", "lasso", "miss"
+    shown = "attention", "as_it_is", "objective_added", "lasso", "miss"
     known |= {name: numbers[name][-1] for name in shown}
     data |= dict(points=plane,
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],

@@ -1,0 +1,55 @@
+"""Do R^c and the nonzeros fall from layer to layer?
+
+[N] Figures 3 and 4 show that both do. Counted are the places where a layer has less than the one
+before it, in trained models and, the control, in the same models at random weights. The columns
+are those of `python analyze.py layers --help`.
+
+    python -m experiments.layers --csv=records/layers.csv
+"""
+from dataclasses import dataclass
+
+from analyze import layer_table
+from checkpoint import each_model
+from experiments.shared import FIVE, write_csv
+from figures import print_table
+from flags import option, parse, SampleFlags
+from processes import cli
+
+FALLING = "Rc_tokens", "Rc", "nonzeros"
+
+
+@dataclass(kw_only=True)
+class LayerToLayer(SampleFlags):
+    ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    untrained: bool = option(True, "random weights, too")
+    samples: int = option(100, "images or sequences, spread over the split", low=1)
+    eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
+    lambd: float = option(0.1, "weight of ||Z||_0 in the objective", low=0)
+    batch_size: int = option(10, "samples at once", low=1)
+    csv: str | None = option(None, "a file for the numbers of each layer; none: no file")
+
+
+def places(table):
+    """{column: in how many places it falls} of the rows of a model's layers."""
+    return {name: sum(after[name] < before[name] for before, after in zip(table, table[1:]))
+            for name in FALLING}
+
+
+def main(argv):
+    c = parse(LayerToLayer, argv, __doc__)
+    rows, counts = [], []
+    for loaded in each_model(c):
+        table = layer_table(loaded, c)
+        what = dict(model=loaded.name.removesuffix(", untrained"),
+                    weights="random" if loaded.untrained else "trained")
+        rows += [what | row for row in table]
+        counts.append(what | dict(places=len(table) - 1) | places(table))
+    print("in how many places a number falls from one layer to the next")
+    print_table(counts)
+    if c.csv:
+        write_csv(rows, c.csv)
+    return counts
+
+
+if __name__ == "__main__":
+    cli(main)
