@@ -125,6 +125,71 @@ def refuse_another(content, flags, model_config, data_meta, folder):
                         f"{before}, it has {now}")
 
 
+# ---- Models -------------------------------------------------------------------------------------
+class Loaded(NamedTuple):
+    """A checkpoint as a model in evaluation mode."""
+    task: str                       # vit, mae, simdino, gpt
+    model: nn.Module
+    encoder: nn.Module | None       # of image models
+    meta: dict                      # data_meta: classes, mean ..., or the tokenizer
+    content: dict                   # the whole file; published ones have no run_config, no step
+    name: str = ""                  # its file and folder, or pretrained:NAME
+    untrained: bool = False         # its weights are random
+
+    @property
+    def backbone(self):
+        """What has `tokens` and `layers`."""
+        return self.model if self.encoder is None else self.encoder
+
+    @property
+    def pooling(self):
+        """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
+        return "mean" if self.task == "mae" else self.encoder.config.pool
+
+
+def load_model(path, heads=None, tasks=(), untrained_seed=None):
+    """Any checkpoint of `tasks` (none: of all), ours or a published one, as `Loaded`. `heads` is K
+    of a published file. With an `untrained_seed` the weights are random. Raises UserError."""
+    content = read_checkpoint(path, *tasks, heads=heads)
+    with reading(path):
+        task, state, meta = content["task"], content["model"], content["data_meta"]
+        model_class = TASKS[task]
+        config = model_class.config_class(**content["model_config"])
+    if task == "simdino":
+        state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
+                 if name.startswith("encoder.")}
+    if untrained_seed is not None:
+        torch.manual_seed(untrained_seed)
+        model = model_class(config)
+    else:
+        with torch.device("meta"):      # without memory: it takes the file's tensors
+            model = model_class(config)
+        state = {name: tensor.to(torch.get_default_dtype()) for name, tensor in state.items()}
+        with reading(path):
+            model.load_state_dict(state, assign=True)
+    model.eval()
+    encoder = None if task == "gpt" else getattr(model, "encoder", model)
+    untrained = untrained_seed is not None
+    name = "/".join(Path(path).with_suffix("").parts[-2:]) + ", untrained" * untrained
+    return Loaded(task, model, encoder, meta, content, name, untrained)
+
+
+def open_model(c, device, *tasks):
+    """c.ckpt as `Loaded`, on the device; with c.untrained its weights are random."""
+    loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
+    loaded.model.to(device)
+    return loaded
+
+
+def each_model(c):
+    """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
+    of them a second time, with random weights of its own."""
+    device = Processes(c.device).device
+    for i, path in enumerate(c.ckpt.split(",")):
+        for untrained in (False, True) if c.untrained else (False,):
+            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained), device)
+
+
 # ---- The authors' files -------------------------------------------------------------------------
 # CRATE and CRATE-alpha (vit), CRATE-MAE (mae), crate-lm (gpt); tried with made-up files only
 NAMES = (          # (theirs, ours): each pattern is replaced in each name, in this order
@@ -202,68 +267,3 @@ def translated(content, heads=None):
     config |= dict(arch=arch, width=d, heads=heads, layers=layers)
     config |= dict(expansion=atoms // d) if arch != "crate" else {}
     return dict(task=task, model_config=config, model=state, data_meta=meta, run_config={})
-
-
-# ---- Models -------------------------------------------------------------------------------------
-class Loaded(NamedTuple):
-    """A checkpoint as a model in evaluation mode."""
-    task: str                       # vit, mae, simdino, gpt
-    model: nn.Module
-    encoder: nn.Module | None       # of image models
-    meta: dict                      # data_meta: classes, mean ..., or the tokenizer
-    content: dict                   # the whole file; published ones have no run_config, no step
-    name: str = ""                  # its file and folder, or pretrained:NAME
-    untrained: bool = False         # its weights are random
-
-    @property
-    def backbone(self):
-        """What has `tokens` and `layers`."""
-        return self.model if self.encoder is None else self.encoder
-
-    @property
-    def pooling(self):
-        """"class", or "mean" where the class token has no loss ([B] Eq. (7.6.9) still takes it)."""
-        return "mean" if self.task == "mae" else self.encoder.config.pool
-
-
-def load_model(path, heads=None, tasks=(), untrained_seed=None):
-    """Any checkpoint of `tasks` (none: of all), ours or a published one, as `Loaded`. `heads` is K
-    of a published file. With an `untrained_seed` the weights are random. Raises UserError."""
-    content = read_checkpoint(path, *tasks, heads=heads)
-    with reading(path):
-        task, state, meta = content["task"], content["model"], content["data_meta"]
-        model_class = TASKS[task]
-        config = model_class.config_class(**content["model_config"])
-    if task == "simdino":
-        state = {name.removeprefix("encoder."): tensor for name, tensor in state.items()
-                 if name.startswith("encoder.")}
-    if untrained_seed is not None:
-        torch.manual_seed(untrained_seed)
-        model = model_class(config)
-    else:
-        with torch.device("meta"):      # without memory: it takes the file's tensors
-            model = model_class(config)
-        state = {name: tensor.to(torch.get_default_dtype()) for name, tensor in state.items()}
-        with reading(path):
-            model.load_state_dict(state, assign=True)
-    model.eval()
-    encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    untrained = untrained_seed is not None
-    name = "/".join(Path(path).with_suffix("").parts[-2:]) + ", untrained" * untrained
-    return Loaded(task, model, encoder, meta, content, name, untrained)
-
-
-def open_model(c, device, *tasks):
-    """c.ckpt as `Loaded`, on the device; with c.untrained its weights are random."""
-    loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
-    loaded.model.to(device)
-    return loaded
-
-
-def each_model(c):
-    """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
-    of them a second time, with random weights of its own."""
-    device = Processes(c.device).device
-    for i, path in enumerate(c.ckpt.split(",")):
-        for untrained in (False, True) if c.untrained else (False,):
-            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained), device)

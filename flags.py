@@ -132,10 +132,10 @@ def add_flag(parser, f, default):
         parser.add_argument(f.name, nargs="+" if default is MISSING else "*",
                             help=f.metadata["help"])
         return
-    shown = {None: "auto", MISSING: "needed"}.get(default, default)
+    shown = "" if default is None else f" [{'needed' if default is MISSING else default}]"
     bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
-        f"--{f.name}", **bare, help=f"{f.metadata['help']} [{shown}]".replace("%", "%%"),
+        f"--{f.name}", **bare, help=f"{f.metadata['help']}{shown}".replace("%", "%%"),
         metavar="|".join(f.metadata["limits"].get("choices", [kind.__name__])),
         type=converter(f, kind, optional), required=default is MISSING)
 

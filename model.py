@@ -38,10 +38,11 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 # AS_CRATE, is what surrounds its operators: which maps have biases, an eps for LayerNorms
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
-    token has weights on itself and those before; one query, m = 1, is of the last token."""
+    token has weights on itself and those before; the queries are of the last m tokens."""
     gram = scale * (q @ k.mT)
-    if causal and q.shape[-2] > 1:
-        future = torch.ones(*gram.shape[-2:], dtype=torch.bool, device=gram.device).triu(1)
+    if causal:
+        m, n = gram.shape[-2:]
+        future = torch.ones(m, n, dtype=torch.bool, device=gram.device).triu(1 + n - m)
         gram = gram.masked_fill(future, -math.inf)
     return gram.softmax(-1)
 
@@ -116,9 +117,10 @@ class SoftmaxAttention(Attention):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        if q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512:       # as measured
+        short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512   # as measured
+        if short or self.causal and 1 < m < n:          # the kernel's mask is square
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
-        # a generation has m = 1 later: the newest token sees all, and needs no mask
+        # the newest token, m = 1, sees all: it needs no mask
         return F.scaled_dot_product_attention(
             q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
 
@@ -192,7 +194,7 @@ class Sparsification(nn.Module, ABC):
 
     @abstractmethod
     def code(self, Z):
-        """The sparse code (B, n, m) of Z (B, n, d)."""
+        """The sparse code (B, n, m) of Z (B, n, d); of an MLP its hidden layer."""
 
     def forward(self, Z):
         return self.code(Z)
@@ -1086,8 +1088,8 @@ class LanguageModel(Backbone):
                                ignore_index=-1, reduction="sum")
 
     def advance(self, ids, caches):
-        """Logits (B, V) of the token after `ids`, which are whole texts (B, n) while the list
-        `caches` is empty, and then, as it holds one for each layer, their next token (B, 1)."""
+        """Logits (B, V) of the token after `ids`, which are texts (B, n) while the list `caches` is
+        empty, and then, as it holds one for each layer, their next tokens (B, m)."""
         if not self.config.causal:
             raise ConfigError("a masked model continues no text: its tokens attend to later ones")
         if not caches:

@@ -144,7 +144,7 @@ class Run:
             return None
         content, config = newest_whole(self.dir, self.task), asdict(self.model.config)
         refuse_another(content, self.config, config, self.data_meta, self.dir)
-        with reading(self.dir / "ckpt.pt"):
+        with reading(self.dir):         # ckpt.pt, or ckpt.prev.pt
             self.model.load_state_dict(content["model"])
             for optimizer, state in zip(self.optimizers, content["optimizer"], strict=True):
                 optimizer.load_state_dict(state)

@@ -146,6 +146,14 @@ class TextSet(Set):
             return dict(train=["".join(text for rows in sets.values() for text in rows["text"])])
         return {split: rows["text"] for split, rows in with_val(sets, self.held_out).items()}
 
+    def tokenizer_for(self, texts):
+        """The tokenizer; that of characters has those of the training text, or its row's."""
+        if self.tokenizer == "gpt2":
+            return GPT2Tokenizer()
+        if not self.characters and "train" not in texts:
+            raise UserError("--tokenizer=char takes the characters of a part `train`")
+        return CharTokenizer("".join(self.characters or sorted(set().union(*texts["train"]))))
+
     def write(self, source, draft):
         """Writes the tokens of each split; of a single text the last tenth validates."""
         texts = self.read(source, draft)
@@ -154,13 +162,7 @@ class TextSet(Set):
             text = texts["train"][0]
             length = int(0.9 * len(text))
             texts |= dict(train=[text[:length]], val=[text[length:]])
-        if self.tokenizer == "char":
-            if not self.characters and "train" not in texts:
-                raise UserError("--tokenizer=char takes the characters of a part `train`")
-            characters = self.characters or sorted(set().union(*texts["train"]))
-            tokenizer = CharTokenizer("".join(characters))
-        else:
-            tokenizer = GPT2Tokenizer()
+        tokenizer = self.tokenizer_for(texts)
         end = np.array([] if single or tokenizer.eot is None else [tokenizer.eot], np.uint16)
         tokens, checksum = {}, 0
         for split, part in texts.items():

@@ -1,19 +1,19 @@
-"""Do the layers add to R - R^c, and would any subspaces do?
+"""Do the layers raise R - R^c, and would any subspaces do?
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
 Elsewhere is the control: R^c of random orthogonal subspaces that fill the space.
 
-    python -m experiments.objective --figure=docs/figures/objective.png
+    python -m experiments.objective --csv=records/objective.csv
 """
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import dot_rows, FIVE, one_set, random_subspaces
-from figures import legend_below, new_figure, print_table
+from experiments.shared import FIVE, one_set, random_subspaces, write_csv
+from figures import print_table
 from flags import option, parse, SampleFlags, UserError
 from model import coding_rate, subspace_coding_rate
 from processes import cli
@@ -27,7 +27,7 @@ class Objective(SampleFlags):
     untrained: bool = option(True, "random weights, too")
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
-    figure: str | None = option(None, "a .png of the gains; none: no figure")
+    csv: str | None = option(None, "a file for the table; none: no file")
 
 
 @torch.no_grad()
@@ -48,55 +48,25 @@ def added(loaded, c, together, eps=0.1):
     return torch.stack(found).mean(0)
 
 
-def table(path, c):
-    """The rows of a checkpoint."""
-    rows = []
-    for loaded in each_model(replace(c, ckpt=path)):
-        words = "at random weights" if loaded.untrained else "trained"
-        for together in TOGETHER:
-            R, Rc, elsewhere = added(loaded, c, together)
-            changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
-            rows.append(dict(together=together, weights=words, first=(R[0] - Rc[0]).item()) | {
-                name: change[1:].sum().item() for name, change in changes.items()})
-    return rows
-
-
-# mark of the figure: its shape, which weights, column
-MARKS = {"trained": ("o", "trained", "later"),
-         "trained, random subspaces": ("s", "trained", "later_elsewhere"),
-         "random weights": ("o", "at random weights", "later")}
-
-
-def draw(tables, path):
-    """What layers after the first add to R - R^c of 64 samples coded together."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.3)
-    names = [name.removeprefix("pretrained:") for name in tables]
-    dot_rows(ax, names, "added to $R - R^c$ by the layers after the first, nats")
-    for place, rows in enumerate(tables.values()):
-        gains = {row["weights"]: row for row in rows if row["together"] == TOGETHER[-1]}
-        for label, (shape, weights, column) in MARKS.items():
-            if weights not in gains:        # --untrained=false
-                continue
-            ax.plot(gains[weights][column], place, shape, label=None if place else label,
-                    color="black" if shape == "s" else "C0",
-                    mfc="white" if weights != "trained" else None)
-    legend_below(figure, ax)
-    figure.savefig(path, dpi=200)
-
-
 def main(argv):
+    """The rows of the table, in nats."""
     c = parse(Objective, argv, __doc__)
     if c.samples % TOGETHER[-1] or c.batch_size % TOGETHER[-1]:
         raise UserError(f"--samples and --batch_size are multiples of {TOGETHER[-1]}")
-    tables = {}
-    for path in c.ckpt.split(","):
-        tables[path] = table(path, c)
-        print(f"{path}: what layers add, nats")
-        print_table(tables[path])
-    if c.figure:
-        draw(tables, c.figure)
-        print(f"wrote {c.figure}")
-    return tables
+    rows = []
+    for loaded in each_model(c):
+        what = dict(model=loaded.name.removesuffix(", untrained"),
+                    weights="random" if loaded.untrained else "trained")
+        for together in TOGETHER:
+            R, Rc, elsewhere = added(loaded, c, together)
+            changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
+            rows.append(what | dict(together=together, first=(R[0] - Rc[0]).item()) | {
+                name: change[1:].sum().item() for name, change in changes.items()})
+    print("what layers add, nats")
+    print_table(rows)
+    if c.csv:
+        write_csv(rows, c.csv)
+    return rows
 
 
 if __name__ == "__main__":

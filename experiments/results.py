@@ -34,6 +34,29 @@ def scores(folder, key):
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
 
 
+def objective():
+    """What the layers after the first add to R - R^c of 64 samples together, from objective.csv."""
+    sets = {"drawn shapes": "shapes", "Python's manual": "pydoc",
+            "the same,\n--rotary --shift": "pydoc-shift", "CIFAR-10": "cifar10-small"}
+    rows = {"CRATE": ("crate", "trained", "later"),
+            "on random subspaces": ("crate", "trained", "later_elsewhere"),
+            "random weights": ("crate", "random", "later"),
+            "transformer": ("transformer", "trained", "later")}
+    with open(ROOT / "records" / "objective.csv") as file:
+        found = [row for row in csv.DictReader(file) if row["together"] == "64"]
+    figure, (axes,) = new_figure(1, 4, 2.1, 1.9)
+    for ax, (title, data) in zip(axes, sets.items()):
+        dot_rows(ax, rows, "nats")
+        for place, (arch, weights, column) in enumerate(rows.values()):
+            added = [float(row[column]) for row in found if row["weights"] == weights
+                     and row["model"] in [f"{data}-{arch}-{seed}/ckpt" for seed in range(3)]]
+            ax.plot(added, [place] * len(added), "o", mfc="none",
+                    color=COLORS[arch] if column == "later" and weights == "trained" else "0.3")
+        ax.set_title(title, fontsize="medium")
+        ax.tick_params(labelleft=ax is axes[0])
+    return figure
+
+
 def images():
     """Accuracy by epoch of the runs cifar10-cpu-30-* of records/."""
     figure, ((ax,),) = new_figure(1, 1, 7, 3.4)
@@ -140,7 +163,8 @@ def lesson(layer=0, head=2, picture=34, patch=51):
     return figure
 
 
-FIGURES = dict(images=images, text=text, recall=recall, pretraining=pretraining, lesson=lesson)
+FIGURES = dict(objective=objective, images=images, text=text, recall=recall,
+               pretraining=pretraining, lesson=lesson)
 
 
 def main(argv):

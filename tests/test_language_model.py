@@ -95,10 +95,11 @@ def test_the_loss_is_a_sum_over_targets():
 @pytest.mark.parametrize("arch", TEXT_ARCHS + BOTH)
 @torch.no_grad()
 def test_cached_equals_uncached(arch, prompt):
-    """A prompt, then token by token. MSSA keeps one tensor a layer, MHSA two, TSSA its sums."""
+    """A prompt, three tokens at once, then token by token. MSSA keeps one tensor a layer, MHSA two,
+    TSSA its sums."""
     net, ids, state, read = build(arch), draw(3, CONTEXT), [], 0
     logits = net(ids)
-    for piece in ids.split([prompt] + [1] * (CONTEXT - prompt), 1):
+    for piece in ids.split([prompt, 3] + [1] * (CONTEXT - prompt - 3), 1):
         read += piece.shape[1]
         assert_near(net.advance(piece, state), logits[:, read - 1])
     held = sum(t.numel() for t in vars(state[0]).values() if torch.is_tensor(t))

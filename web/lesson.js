@@ -208,7 +208,7 @@ function leftOut(box) {
   const attention = rate(normed(half)) - rate(normed(Z));
   bars(box, [["as they are", as_it_is], ["after LN", attention, "hot"]]);
   fill(box, ".read", `Before the step R<sup>c</sup> is ${show(rate(Z))}.`);
-  return {as_it_is, attention};
+  return {attention_Rc: as_it_is, attention_Rc_normed: attention};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {

@@ -56,19 +56,19 @@ def of_subspaces(layer, trace):
 
 
 def of_attention(layer, trace):
-    """What attention adds to R^c; what it and steps that are as long, less their means, add after a
-    LayerNorm."""
+    """What each token alone and a step against the gradient, both less their means and as long as
+    attention's, add to R^c after a LayerNorm."""
     Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
 
     def rate(T):
         return crate.subspace_coding_rate(T, U, 0.1)
     uphill = torch.func.grad(lambda Z: rate(normed(Z)).sum())(Z)
     values = layer.attention.queries_keys_values(layer.norm1(Z))[2]
-    steps = dict(attention=step, alone=layer.attention.join(values), downhill=-uphill)
-    steps = {name: T - T.mean(1, keepdim=True) for name, T in steps.items()}
-    added = {name: rate(normed(Z + at_norm(T, steps["attention"]))) - rate(normed(Z))
-             for name, T in steps.items()}
-    return dict(as_it_is=rate(trace.half) - rate(Z), normed_before=rate(normed(Z))) | added
+    step, alone, downhill = (T - T.mean(1, keepdim=True) for T in (
+        step, layer.attention.join(values), -uphill))
+    before = rate(normed(Z))
+    return dict(normed_before=before, alone=rate(normed(Z + at_norm(alone, step))) - before,
+                downhill=rate(normed(Z + at_norm(downhill, step))) - before)
 
 
 def of_code(layer, trace):
@@ -134,7 +134,7 @@ def measured():
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
     numbers, chances = by_layer(trained, first), trained(first).softmax(1)
-    shown = "attention", "as_it_is", "objective_added", "lasso", "miss"
+    shown = "attention_Rc_normed", "attention_Rc", "objective_added", "lasso", "miss"
     known |= {name: numbers[name][-1] for name in shown}
     data |= dict(points=plane,
                  known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
