@@ -17,7 +17,7 @@ import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
-from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SampleFlags, UserError
+from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SplitFlags, UserError
 from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from processes import cli, Processes, with_bar
 from run import read_metrics
@@ -100,7 +100,7 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1):
 
 
 @dataclass(kw_only=True)
-class Layers(SampleFlags, OutFlags):
+class Layers(SplitFlags, OutFlags):
     """Rates, nonzeros and the objective by layer, means over samples. Rates are in nats, with U at
     unit size; of a transformer U is its value maps. A layer takes Z to Z^{l+1/2} and Z^{l+1}.
 
@@ -180,7 +180,7 @@ def saliency(attention, query="class"):
 
 
 @dataclass(kw_only=True)
-class Pictures(SampleFlags, OutFlags):
+class Pictures(SplitFlags, OutFlags):
     files: tuple = option((), "your own pictures in place of the data set's")
     pictures: int = option(8, "how many images of the data set, spread over the split", low=1)
 

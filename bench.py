@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from figures import print_table
 from flags import DeviceFlags, option, parse_command, TypeFlags
-from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
+from model import attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
 from processes import cli, device_name, Processes, wants_compile
 
@@ -40,9 +40,9 @@ class LiteralISTA(ISTA):
         return ista(Z, self.D, self.eta, self.lambd)
 
 
-LITERAL = {"literal attention": ARCHS["crate"]._replace(attention=LiteralMSSA),
-           "literal ISTA": ARCHS["crate"]._replace(sparsification=LiteralISTA),
-           "literal": ARCHS["crate"]._replace(attention=LiteralMSSA, sparsification=LiteralISTA)}
+LITERAL = {"literal attention": dict(attention=LiteralMSSA),
+           "literal ISTA": dict(sparsification=LiteralISTA),
+           "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -87,11 +87,12 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, arch, fields):
-    """A model of a table. ARCHS gets the rows of the literal forms, as of any other arch."""
-    ARCHS.update(LITERAL)
+def build(table, arch, fields, **operators):
+    """A model of a table, with these operators in place of its arch's."""
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    return model_class(model_class.config_class(arch=arch, **fields))
+    config = model_class.config_class(arch=arch, **fields)
+    config.spec = config.spec._replace(**operators)
+    return model_class(config)
 
 
 def bench_steps(table, c, processes):
@@ -108,8 +109,8 @@ def bench_steps(table, c, processes):
         batch = 8 * batch if device.type == "cuda" else batch
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
         models = dict(fast=build(table, "crate", fields))
-        for name in LITERAL:
-            models[name] = build(table, name, fields)
+        for name, operators in LITERAL.items():
+            models[name] = build(table, "crate", fields, **operators)
             models[name].load_state_dict(models["fast"].state_dict())
         models["transformer"] = build(table, "transformer", fields | narrow)
         x, y = random_batch(models["fast"].config, batch, device)

@@ -142,7 +142,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
     m = 0.95 m + 0.05 g;   W = (1 - lr decay) W - lr size newton_schulz(0.05 g + 0.95 m)"""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "layers" not in name]
+    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * p.data for p in matrices]
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))

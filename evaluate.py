@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
-from flags import OpenFlags, option, parse_command, SampleFlags, TypeFlags, UserError
+from flags import OpenFlags, option, parse_command, SplitFlags, TypeFlags, UserError
 from processes import cli, derive_seed, is_main, Processes, with_bar
 
 
@@ -179,7 +179,7 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
 
 # ---- Commands -----------------------------------------------------------------------------------
 @dataclass(kw_only=True)
-class Accuracy(SampleFlags, TypeFlags):
+class Accuracy(SplitFlags, TypeFlags):
     """Top-1 accuracy and cross-entropy of an image classifier, ours or a published one."""
     batch_size: int = option(500, "images at once", low=1)
 

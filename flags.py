@@ -61,7 +61,7 @@ class OpenFlags(CheckpointFlags, DataFlags):
 
 
 @dataclass(kw_only=True)
-class SampleFlags(OpenFlags):
+class SplitFlags(OpenFlags):
     split: str = option("val", "which part of the data", choices=("train", "val"))
 
 

@@ -25,6 +25,8 @@ from optim import cosine_schedule, count, make_optimizers, take_step
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
+AREA = 0.4      # a global view shows at least this share of the picture, a local one at most
+
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
@@ -52,7 +54,7 @@ class Config(RunFlags, ModelFlags):
     # views
     local_size: int = option(16, "pixels per side of a local view", low=1)
     local_views: int = option(4, "small views of an image, beside the two global ones", low=0)
-    local_area: float = option(0.05, "local views: least share of the area", above=0, high=0.4)
+    local_area: float = option(0.05, "local views: least share of the area", above=0, high=AREA)
     blur: float = option(2.0, "largest deviation of the blur, pixels; 0: none", low=0)
 
 
@@ -97,9 +99,9 @@ def make_views(pixels, c, data, step, rows):
         v = augment.normalize(v, data.mean, data.std)
         return v.unflatten(0, (len(x), n)).transpose(0, 1)
 
-    views = [make("global", c.image_size, (0.4, 1.0), blur=[1.0, 0.1], solarize=[0.0, 0.2])]
+    views = [make("global", c.image_size, (AREA, 1.0), blur=[1.0, 0.1], solarize=[0.0, 0.2])]
     if c.local_views:
-        views.append(make("local", c.local_size, (c.local_area, 0.4),
+        views.append(make("local", c.local_size, (c.local_area, AREA),
                           blur=[0.5] * c.local_views, solarize=[0.0] * c.local_views))
     return views
 

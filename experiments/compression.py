@@ -46,7 +46,7 @@ from experiments.shared import (
     write_csv,
 )
 from figures import new_figure, print_table
-from flags import option, parse, SampleFlags, UserError
+from flags import option, parse, SplitFlags, UserError
 from model import side_by_side, SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
@@ -54,7 +54,7 @@ TABLES = "raw", "normed", "equal_length", "elsewhere", "lengths", "weights"
 
 
 @dataclass(kw_only=True)
-class Compression(SampleFlags):
+class Compression(SplitFlags):
     ckpt: str = option(SEVEN, "checkpoints, separated by commas")
     samples: int = option(40, "images or sequences, spread over the split", low=1)
     together: int = option(1, "samples coded as one set, less its mean", low=1)

@@ -28,13 +28,13 @@ from checkpoint import each_model
 from data.images import split_for
 from experiments.shared import averages, each_sample, FIVE, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
-from flags import option, parse, SampleFlags, UserError
+from flags import option, parse, SplitFlags, UserError
 from model import ISTA, lasso, ODL
 from processes import cli
 
 
 @dataclass(kw_only=True)
-class Sparsify(SampleFlags):
+class Sparsify(SplitFlags):
     ckpt: str = option(FIVE, "checkpoints with a dictionary, separated by commas")
     samples: int = option(100, "images or sequences, spread over the split", low=2)
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
@@ -150,6 +150,7 @@ def draw(results, path):
         for code, (label, style) in marks.items():
             ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
                     **style)
+        ax.tick_params(labelleft=ax is axes[0])
         over_layers(ax, result["name"].removeprefix("pretrained:"))
     axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
     legend_below(figure, axes[0])

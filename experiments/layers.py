@@ -12,14 +12,14 @@ from analyze import layer_table
 from checkpoint import each_model
 from experiments.shared import FIVE, write_csv
 from figures import print_table
-from flags import option, parse, SampleFlags
+from flags import option, parse, SplitFlags
 from processes import cli
 
 FALLING = "Rc_tokens", "Rc", "nonzeros"
 
 
 @dataclass(kw_only=True)
-class LayerToLayer(SampleFlags):
+class LayerToLayer(SplitFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
     untrained: bool = option(True, "random weights, too")
     samples: int = option(100, "images or sequences, spread over the split", low=1)

@@ -27,12 +27,12 @@ from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages
 from figures import print_table
-from flags import option, parse, SampleFlags, UserError
+from flags import option, parse, SplitFlags, UserError
 from processes import cli
 
 
 @dataclass(kw_only=True)
-class Neurons(SampleFlags):
+class Neurons(SplitFlags):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
     layer: int | None = option(None, "which layer, from 1; auto: the last", low=1)
     turned: bool = option(False, "also of each code turned by a random rotation")

@@ -14,7 +14,7 @@ from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
 from experiments.shared import FIVE, one_set, random_subspaces, write_csv
 from figures import print_table
-from flags import option, parse, SampleFlags, UserError
+from flags import option, parse, SplitFlags, UserError
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 
@@ -22,7 +22,7 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(SampleFlags):
+class Objective(SplitFlags):
     ckpt: str = option(FIVE, "checkpoints, separated by commas")
     untrained: bool = option(True, "random weights, too")
     samples: int = option(64, "images or sequences, a multiple of 64", low=64)

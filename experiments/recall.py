@@ -22,7 +22,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import ARCHS, check_word, LanguageModel, MHSA, MSSA, text_config
+from model import LanguageModel, MHSA, MSSA, text_config
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -88,18 +88,17 @@ class Recall:
 
 
 def build(c, arch):
-    """A model of an arch; --change gives ARCHS a row, as any other arch has one."""
-    check_word("arch", arch, ARCHS)
-    if c.change != "none":
-        changed, row = CHANGES[c.change], ARCHS[arch]
-        if not issubclass(changed, row.attention):
-            raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} "
-                            f"has {row.attention.__name__}")
-        arch = f"{arch}, {c.change}"
-        ARCHS[arch] = row._replace(attention=changed)
-    return LanguageModel(text_config(
+    """A model of an arch, with the attention of --change."""
+    config = text_config(
         arch=arch, width=c.width, heads=c.heads, layers=c.layers, context=4 * c.pairs - 1,
-        vocab_size=2 * c.symbols, shift=c.shift))
+        vocab_size=2 * c.symbols, shift=c.shift)
+    if c.change != "none":
+        changed, attention = CHANGES[c.change], config.spec.attention
+        if not issubclass(changed, attention):
+            raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} "
+                            f"has {attention.__name__}")
+        config.spec = config.spec._replace(attention=changed)
+    return LanguageModel(config)
 
 
 def sequences(c, n, *purpose):

@@ -92,18 +92,21 @@ def recall():
     figure, (axes,) = new_figure(1, 3, 2.6, 2.5)
     panels = {"attention and an MLP": ("transformer", "mssa-mlp"),
               "attention only": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
-    settings = {"three matrices": (0, "none", "64"), "query = key": (0, "query=key", "64"),
-                "key = value": (0, "key=value", "64"), "query = value": (0, "query=value", "64"),
-                "three, --shift": (0, "--shift", "64"),
-                "one matrix": (1, "none", "64"), "one, equal parameters": (1, "none", "72"),
-                "one, keys half negated": (1, "half negated", "64"),
-                "one, keys negated": (1, "negated", "64"), "one, --shift": (1, "--shift", "64")}
+    # row: one matrix or three, width, changes
+    settings = {"three matrices": (0, "64", ("none",)),
+                "two of three the same": (0, "64", ("query=key", "key=value", "query=value")),
+                "three, --shift": (0, "64", ("--shift",)),
+                "one matrix": (1, "64", ("none",)),
+                "one, equal parameters": (1, "72", ("none",)),
+                "one, keys half negated": (1, "64", ("half negated",)),
+                "one, keys negated": (1, "64", ("negated",)),
+                "one, --shift": (1, "64", ("--shift",))}
     with open(ROOT / "records" / "recall.csv") as file:
         rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]
     for ax, (title, archs) in zip(axes, panels.items()):
-        for place, (which, *setting) in enumerate(settings.values()):
+        for place, (which, width, changes) in enumerate(settings.values()):
             steps = [row["steps"] for row in rows if row["arch"] == archs[which]
-                     and [row["change"], row["width"]] == setting]
+                     and row["width"] == width and row["change"] in changes]
             learned, color = [int(n) for n in steps if n], "C0" if which else "C3"
             ax.plot(learned, [place] * len(learned), "o", mfc="none", color=color)
             if len(learned) < len(steps):
