@@ -9,13 +9,12 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
 Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2) Eq. (34) is
-(1 - beta kappa) Z + beta kappa MSSA(Z). The layer, Eq. (45), keeps all of Z: the term downhill on
-R^c is gone, the one that stays points uphill. But a learned W in MSSA may turn it: see `look`.
+(1 - beta kappa) Z + beta kappa MSSA(Z). The layer, Eq. (45), keeps all of Z and drops the factor:
+what is left points uphill on R^c. But a learned W in MSSA may turn it: see `look`.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
 import math
-from functools import partial
 
 import torch
 from torch import nn
@@ -109,7 +108,7 @@ class CRATE(nn.Module):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # as released; the head skips it
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # released so; no head reads it
         self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
@@ -138,9 +137,9 @@ def newton_schulz(G):
 
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
-    """Muon for the layers' matrices, AdamW for the rest; linear warm-up, then a cosine.
+    """Muon for the layers' matrices P, AdamW for the rest; linear warm-up, then a cosine.
 
-    m = 0.95 m + 0.05 g;   W = (1 - lr decay) W - lr size newton_schulz(0.05 g + 0.95 m)"""
+    m = 0.95 m + 0.05 g;   P = (1 - lr decay) P - lr size newton_schulz(0.05 g + 0.95 m)"""
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * p.data for p in matrices]
@@ -153,7 +152,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
         for p, momentum in zip(matrices, momenta):
             momentum.lerp_(p.grad, 0.05)
             update = newton_schulz(p.grad.lerp(momentum, 0.95))                         # Nesterov
-            size = 0.2 * max(p.shape) ** 0.5            # of entries, that of AdamW's steps
+            size = 0.2 * max(p.shape) ** 0.5            # entries as large as in AdamW's steps
             p.data.mul_(1 - lr * decay).sub_(lr * size * update)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
@@ -166,22 +165,24 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 def look(model, x, eps=0.1):                        # the eps of the first paper's figures
     """A dict for each layer, of means over the pictures x; its U has the norm of orthonormal bases:
 
-    R^c               of Z^l
-    attention, %      what the attention step adds to it, as it is
-    after LN, %       the same of tokens less their mean, after a LayerNorm: longer tokens alone
-                      would cost more, a vector added to all would make them cheaper
+    attention, %      what the attention step adds to R^c of Z^l
+    after LN, %       the same of tokens less their mean, after a LayerNorm: lengths do not count
+    alone, %          a control: as the last, of a step as long, each token attending to itself
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        half = Z + layer.attention(layer.norm1(Z))
-        Rc = partial(subspace_coding_rate, U=U, eps=eps)
-        before, after = (F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:]) for T in (Z, half))
-        rows.append({"R^c": Rc(Z).mean(),
-                     "attention, %": 100 * (Rc(half).mean() / Rc(Z).mean() - 1),
-                     "after LN, %": 100 * (Rc(after).mean() / Rc(before).mean() - 1),
+        Rc, X = lambda T: subspace_coding_rate(T, U, eps).mean(), layer.norm1(Z)
+        step, alone = (T - T.mean(1, keepdim=True) for T in (
+            layer.attention(X), layer.attention.W(layer.attention.U(X))))
+        alone = alone * step.norm(dim=(1, 2), keepdim=True) / alone.norm(dim=(1, 2), keepdim=True)
+        before, after, control = (F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
+                                  for T in (Z, Z + step, Z + alone))
+        rows.append({"attention, %": 100 * (Rc(Z + layer.attention(X)) / Rc(Z) - 1),
+                     "after LN, %": 100 * (Rc(after) / Rc(before) - 1),
+                     "alone, %": 100 * (Rc(control) / Rc(before) - 1),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows
@@ -204,7 +205,6 @@ if __name__ == "__main__":
     print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    print("Below 0 % R^c falls. Each layer has a U of its own: compare no R^c between layers. "
-          "RESULTS.md has controls")
+    print("Below 0 % R^c falls. RESULTS.md has more controls")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

@@ -132,12 +132,19 @@ def add_flag(parser, f, default):
         parser.add_argument(f.name, nargs="+" if default is MISSING else "*",
                             help=f.metadata["help"])
         return
+    words = f.metadata["limits"].get("choices", ["[bool]" if kind is bool else kind.__name__])
     shown = "" if default is None else f" [{'needed' if default is MISSING else default}]"
-    bare = dict(nargs="?", const=True) if kind is bool else {}          # --flip is --flip=true
     parser.add_argument(
-        f"--{f.name}", **bare, help=f"{f.metadata['help']}{shown}".replace("%", "%%"),
-        metavar="|".join(f.metadata["limits"].get("choices", [kind.__name__])),
-        type=converter(f, kind, optional), required=default is MISSING)
+        f"--{f.name}", help=f"{f.metadata['help']}{shown}".replace("%", "%%"),
+        metavar="|".join(words), type=converter(f, kind, optional), required=default is MISSING)
+
+
+def with_switches_on(argv, flags):
+    """--flip as --flip=true, unless its value follows: a file's name, which may, is none."""
+    switches = [f"--{f.name}" for f in flags.values() if f.type in (bool, bool | None)]
+    values = "true", "false", "auto", "none"
+    return [f"{word}=true" if word in switches and after.lower() not in values else word
+            for word, after in zip(argv, [*argv[1:], ""])]
 
 
 def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
@@ -149,7 +156,7 @@ def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
                     allow_abbrev=False)
     for f in flags.values():
         add_flag(parser, f, preset.get(f.name, f.default))
-    namespace, unknown = parser.parse_known_intermixed_args(argv)
+    namespace, unknown = parser.parse_known_intermixed_args(with_switches_on(argv, flags))
     if unknown:
         near = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], flags, 1, 0.7)
         hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"

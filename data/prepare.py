@@ -332,8 +332,9 @@ def main(argv):
                         "/, and its files are in --source=DIR")
     if Path(c.data_dir, name).exists():
         raise UserError(f"{c.data_dir}/{name} is there already: delete it to prepare it again")
-    own = TextSet(c.tokenizer) if c.tokenizer else ImageSet(c.size or 32)
-    prepare(name, row or own, c.source, c.data_dir)
+    if not row:
+        row = TextSet(c.tokenizer) if c.tokenizer else ImageSet(c.size or 32)
+    prepare(name, row, c.source, c.data_dir)
 
 
 if __name__ == "__main__":

@@ -172,6 +172,7 @@ def test_tables_and_figure(tmp_path, cache, monkeypatch):
     assert whole == pytest.approx((first + second) / 2)
 
     points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
-    for point, table in zip(points[1 + len(compression.LINES):], ("raw", "normed")):
-        share = 100 * means[table, "attention"][-1] / means[table, "before"][-1]
+    lines = compression.LINES.values()
+    for point, (table, step) in zip(points[1 + len(lines):], lines, strict=True):
+        share = 100 * means[table, step][-1] / means[table, "before"][-1]
         assert point == [pytest.approx(share)]

@@ -7,6 +7,7 @@ import analyze
 import crate
 import model
 import optim
+from experiments import compression
 
 
 def test_same_weights_same_logits():
@@ -25,11 +26,13 @@ def test_same_weights_same_logits():
     for row, Z, layer, trace in zip(rows, ours.all_tokens(x)[1:], theirs.encoder.layers, traces):
         assert_near(Z, trace.out)
         numbers, U = analyze.layer_numbers(layer, trace), analyze.unit_size(layer.attention.bases())
+        control = compression.changes(layer, trace.tokens, torch.Generator(), 0.1)
         before, start = (model.subspace_coding_rate(T, U, 0.1)
                          for T in (trace.tokens, analyze.normed(trace.tokens)))
         for value, wanted in zip(row.values(), (
-                before, 100 * numbers["attention_Rc"].mean() / before.mean(),
+                100 * numbers["attention_Rc"].mean() / before.mean(),
                 100 * numbers["attention_Rc_normed"].mean() / start.mean(),
+                100 * control["equal_length", "alone"].mean() / start.mean(),
                 numbers["objective"], 100 * numbers["nonzeros"]), strict=True):
             assert_near(value.double(), wanted.double().mean(), 1e-5)
 

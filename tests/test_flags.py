@@ -50,6 +50,14 @@ def test_flags_take_their_fields_types():
     assert parse("large", "--size=big", "--width=5")[0].width == 5
 
 
+@pytest.mark.parametrize("argv, sure", [
+    (["--sure", "a.jpg"], True), (["a.jpg", "--sure"], True),
+    (["--sure", "False", "a.jpg"], False)])
+def test_a_file_after_a_switch_is_a_file(argv, sure):
+    c = flags.parse(Files, argv, "doc")
+    assert (c.files, c.sure) == (["a.jpg"], sure)
+
+
 @pytest.mark.parametrize("argv, says", [
     ("--aarch=tost", "did you mean --arch"), ("--rat=1", "unknown argument --rat=1"),
     ("--width=3.5", "--width: invalid int value: '3.5'"), ("--arch=tots", "one of"),

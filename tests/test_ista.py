@@ -54,7 +54,7 @@ def test_table(tmp_path, cache, arch):
     result, = ista.main([f"--ckpt={path}", *flags])
     names = ["step", "zero", "optimum"]
     if arch == "crate":
-        names += ["start", "relu", "threshold"]
+        names += ["start", "relu", "threshold", "best_step"]
     rows = {(row["layer"], row["code"]): row for row in result["codes"]}
     assert list(rows) == [(l, name) for l in (1, 2) for name in names]
     for l in (1, 2):
@@ -62,6 +62,8 @@ def test_table(tmp_path, cache, arch):
         assert rows[l, "zero"]["error"] == 1 and rows[l, "zero"]["nonzeros"] == 0
         least = rows[l, "optimum"]["lasso"]
         assert all(least < 1.01 * rows[l, name]["lasso"] for name in names if name != "start")
+        best = rows[l, names[-1]]["lasso"]          # of ten eta, among them this model's
+        assert best <= rows[l, "step"]["lasso"] or arch != "crate"
     if arch == "crate-alpha":                           # D = 0 would leave nothing of step 2
         assert result["without_D"] is None
         return

@@ -204,11 +204,11 @@ function leftOut(box) {
     const rest = made(M.rows, M.cols, t => M.at[t] - mean[t % M.cols]);
     return normalize(rest, {weight: made(1, M.cols, () => 1), eps: 1e-5});
   };
-  const as_it_is = rate(half) - rate(Z);
-  const attention = rate(normed(half)) - rate(normed(Z));
-  bars(box, [["as they are", as_it_is], ["after LN", attention, "hot"]]);
+  const added = rate(half) - rate(Z);
+  const afterNorm = rate(normed(half)) - rate(normed(Z));
+  bars(box, [["as they are", added], ["after LN", afterNorm, "hot"]]);
   fill(box, ".read", `Before the step R<sup>c</sup> is ${show(rate(Z))}.`);
-  return {attention_Rc: as_it_is, attention_Rc_normed: attention};
+  return {attention_Rc: added, attention_Rc_normed: afterNorm};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
 function classify(box, model, switches) {
@@ -249,7 +249,7 @@ function sparsified(box) {
   const A = sparse(L, X, knobs);
   const relu = made(X.rows, X.cols, t => Math.max(0, X.at[t]));
   const D = times(knobs.noD ? 0 : 1, L.D);
-  const costOf = M => lasso(X, M, D, knobs.lambd);
+  const costOf = M => lasso(M, X, D, knobs.lambd);
   const y = v => 55 - 50 * Math.max(-1, Math.min(1, v / 3));
   const sticks = (M, wide, kind) => rowsIn(M)[knobs.token].map((v, i) =>
     `<rect class="${kind}" x="${5 * i + (5 - wide) / 2}" y="${Math.min(y(v), 55)}"
@@ -294,7 +294,6 @@ function drawInSight() {
     if (bottom > -200 && top < innerHeight + 200) drawNow(n);
   }
 }
-
 function assign(changes) {
   Object.assign(knobs, changes);
   for (const input of $$(".live [name]")) {
@@ -306,10 +305,13 @@ function assign(changes) {
 const stepsWith = names =>
   [...steps.keys()].filter(n => names.some(name => $(`#s${n} [name="${name}"]`)));
 
+function redraw(names) {                            // the steps with inputs of these names
+  stepsWith(names).forEach(n => dirty.add(n));
+  drawInSight();
+}
 function set(changes) {
   assign(changes);
-  stepsWith(Object.keys(changes)).forEach(n => dirty.add(n));
-  drawInSight();
+  redraw(Object.keys(changes));
 }
 // ---- What the hand does ------------------------------------------------------------------------
 $$("[type=range]").forEach(input => input.after(document.createElement("output")));
@@ -339,7 +341,7 @@ for (const canvas of $$(".sight"))                  // a brush
     if (!buttons) return;
     const scale = H / canvas.clientWidth;
     look(painted(pixels, scale * offsetX, scale * offsetY, knobs.colour));
-    set({colour: knobs.colour});                    // draws the steps with a picture
+    redraw(["colour"]);                             // those with a picture
   };
 
 let held;                                           // a point of step 1
@@ -366,6 +368,7 @@ function* stuck() {                                 // inputs with which a numbe
 }
 
 assign({...initial, picture: 1});
+// steps return numbers by the names in data.known, which lesson.py has chosen
 const shown = Object.assign({logits: check(data, models[0])}, ...steps.map((_, n) => drawNow(n)));
 const wanted = {logits: 0, ...data.known};          // of logits their distance from PyTorch's
 const apart = name => Math.abs(shown[name] - wanted[name]) / Math.max(1, Math.abs(wanted[name]));

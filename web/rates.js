@@ -54,5 +54,5 @@ const subspaceRateGrad = (Z, U, p, eps, terms) =>               // Eq. (31), (33
   multiply(sideBySide(headsOf(multiply(Z, U), p).map(head => codingRateGrad(head, eps, terms))),
     transposed(U));
 
-const lasso = (X, A, D, lambda) =>                              // Eq. (41)
+const lasso = (A, X, D, lambda) =>                              // Eq. (41)
   sizeOf(plus(X, multiply(A, D), -1)) ** 2 / 2 + lambda * sumOf(flat(A), Math.abs);
