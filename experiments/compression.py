@@ -157,13 +157,13 @@ def keep(runs, path):
 
 
 # row of the figure: table, column
-LINES = {"attention, tokens as they are": ("raw", "attention"),
-         "the same, turned at random": ("raw", "turned"),
-         "attention, after LayerNorm": ("normed", "attention"),
-         "turned at random": ("equal_length", "turned"),
-         "weights shuffled": ("equal_length", "shuffled"),
-         "each token alone": ("equal_length", "alone"),
-         "on random subspaces": ("elsewhere", "attention")}
+LINES = {"as they are: attention": ("raw", "attention"),
+         "as they are: turned": ("raw", "turned"),
+         "after LayerNorm: attention": ("normed", "attention"),
+         "after LayerNorm: turned": ("equal_length", "turned"),
+         "after LayerNorm: shuffled": ("equal_length", "shuffled"),
+         "after LayerNorm: each token alone": ("equal_length", "alone"),
+         "after LayerNorm: random subspaces": ("elsewhere", "attention")}
 
 
 def shares(run):
@@ -176,12 +176,12 @@ def shares(run):
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
-    figure, ((ax,),) = new_figure(1, 1, 6.5, 4.2)
-    dot_rows(ax, LINES, "change of $R^c$, %")
+    figure, ((ax,),) = new_figure(1, 1, 7, 4.6)
+    dot_rows(ax, LINES, "change of $R^c$, % (left: it compresses)")
     for place, run in enumerate(runs):
         text, height = run["task"] == "gpt", 0.17 * (place - 2)
         for line, (name, share) in enumerate(shares(run).items()):
-            color = "C0" if name.startswith("attention") else "0.3"
+            color = "C0" if name.endswith("attention") else "0.3"
             ax.plot(share, line + height, "o", ms=5, mfc=None if text else "white", color=color,
                     label="models of text" if text else "models of pictures")
         ax.annotate(run["name"].removeprefix("pretrained:"),
