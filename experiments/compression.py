@@ -13,6 +13,7 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     alone           the same with each token attending to itself alone, with weight 1: no averages
                     (with --shift its value has a part of the token before)
     rest            attention's step with the part of W along [U_1 .. U_K] taken out of W
+    shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
 There are six tables; in the first four, in nats, `before` is R^c before the step:
 
@@ -86,7 +87,9 @@ def steps(layer, Z, generator):
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     on_itself = torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
     weights = dict(shuffled=dealt, own=on_itself, others=A - on_itself)
-    found = dict(attention=step, turned=step @ rotation, alone=attention.join(values))
+    shrink = -(X[:, None] @ attention.bases() @ attention.bases().mT).sum(1)
+    found = dict(attention=step, turned=step @ rotation, alone=attention.join(values),
+                 shrink=shrink)
     found |= {name: attention.join(each @ values) for name, each in weights.items()}
     if hasattr(attention, "W"):         # crate-c, -n and -t have none
         U, W = attention.bases().transpose(0, 1).flatten(1), attention.W                # (d, K p)
@@ -163,6 +166,7 @@ LINES = {"as they are: attention": ("raw", "attention"),
          "after LayerNorm: turned": ("equal_length", "turned"),
          "after LayerNorm: shuffled": ("equal_length", "shuffled"),
          "after LayerNorm: each token alone": ("equal_length", "alone"),
+         "after LayerNorm: the term left out": ("equal_length", "shrink"),
          "after LayerNorm: random subspaces": ("elsewhere", "attention")}
 
 
@@ -176,7 +180,7 @@ def shares(run):
 def draw(runs, path):
     """What steps of five models add to R^c, in % of R^c before them. A circle is a model, its
     layers summed, hollow for pictures and filled for text."""
-    figure, ((ax,),) = new_figure(1, 1, 7, 4.6)
+    figure, ((ax,),) = new_figure(1, 1, 7, 4.8)
     dot_rows(ax, LINES, "change of $R^c$, % (left: it compresses)")
     for place, run in enumerate(runs):
         text, height = run["task"] == "gpt", 0.17 * (place - 2)

@@ -71,6 +71,7 @@ class Recall:
     archs: str = option("transformer,aot-mhsa,aot,crate,tost", "which, by commas")
     change: str = option("none", "of a head: see CHANGES", choices=("none", *CHANGES))
     shift: bool = option(False, "keys and values that see the previous token")
+    init: float = option(1.0, "initial U, or queries, keys and values, times this", above=0)
     layers: int = option(2, "layers of each model", low=1)
     width: int = option(64, "d", low=1)
     heads: int = option(4, "K", low=1)
@@ -98,7 +99,11 @@ def build(c, arch):
             raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} "
                             f"has {attention.__name__}")
         config.spec = config.spec._replace(attention=changed)
-    return LanguageModel(config)
+    model = LanguageModel(config)
+    for name, p in model.named_parameters():
+        if name.endswith(("attention.U.weight", "attention.QKV.weight")):
+            p.data *= c.init
+    return model
 
 
 def sequences(c, n, *purpose):
@@ -152,10 +157,10 @@ def main(argv):
             with open(c.csv, "a") as file:
                 writer = csv.writer(file, lineterminator="\n")
                 if not file.tell():
-                    writer.writerow(("arch", "change", "width", "parameters", "lr", "seed", "steps",
-                                     "accuracy"))
+                    writer.writerow(("arch", "change", "width", "parameters", "lr", "init", "seed",
+                                     "steps", "accuracy"))
                 for seed, run in enumerate(runs):
-                    writer.writerow((arch, change_of(c), c.width, parameters, c.lr, seed,
+                    writer.writerow((arch, change_of(c), c.width, parameters, c.lr, c.init, seed,
                                      run["steps"], round(run["accuracy"], 4)))
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")

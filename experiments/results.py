@@ -39,12 +39,13 @@ def objective():
     sets = {"drawn shapes": "shapes", "Python's manual": "pydoc",
             "the same,\n--rotary --shift": "pydoc-shift", "CIFAR-10": "cifar10-small"}
     rows = {"CRATE": ("crate", "trained", "later"),
-            "on random subspaces": ("crate", "trained", "later_elsewhere"),
-            "random weights": ("crate", "random", "later"),
-            "transformer": ("transformer", "trained", "later")}
+            "CRATE, random subspaces": ("crate", "trained", "later_elsewhere"),
+            "CRATE, random weights": ("crate", "random", "later"),
+            "transformer": ("transformer", "trained", "later"),
+            "transformer, random subspaces": ("transformer", "trained", "later_elsewhere")}
     with open(ROOT / "records" / "objective.csv") as file:
         found = [row for row in csv.DictReader(file) if row["together"] == "64"]
-    figure, (axes,) = new_figure(1, 4, 2.1, 1.9)
+    figure, (axes,) = new_figure(1, 4, 2.2, 2.2)
     for ax, (title, data) in zip(axes, sets.items()):
         dot_rows(ax, rows, "nats")
         for place, (arch, weights, column) in enumerate(rows.values()):
@@ -88,36 +89,36 @@ def text():
 
 
 def recall():
-    """Steps until each of five runs of records/recall.csv has learned; a cross: how many do not."""
-    figure, (axes,) = new_figure(1, 3, 2.6, 2.5)
-    panels = {"attention and an MLP": ("transformer", "mssa-mlp"),
-              "attention only": ("aot-mhsa", "aot"), "attention and ISTA": ("mhsa-ista", "crate")}
-    # row: one matrix or three, width, changes
-    settings = {"three matrices": (0, "64", ("none",)),
-                "two of three the same": (0, "64", ("query=key", "key=value", "query=value")),
-                "three, --shift": (0, "64", ("--shift",)),
-                "one matrix": (1, "64", ("none",)),
-                "one, equal parameters": (1, "72", ("none",)),
-                "one, keys half negated": (1, "64", ("half negated",)),
-                "one, keys negated": (1, "64", ("negated",)),
-                "one, --shift": (1, "64", ("--shift",))}
+    """Steps until each of five runs of records/recall.csv has learned, by the scale of the initial
+    projections; a cross: how many have not."""
+    figure, (axes,) = new_figure(1, 3, 2.6, 2.6)
+    panels = {"attention and an MLP": (("transformer", "64"), ("mssa-mlp", "72")),
+              "attention only": (("aot-mhsa", "64"), ("aot", "64")),
+              "attention and ISTA": (("mhsa-ista", "64"), ("crate", "64"))}
     with open(ROOT / "records" / "recall.csv") as file:
-        rows = [row for row in csv.DictReader(file) if row["lr"] == "0.001"]
+        rows = [row for row in csv.DictReader(file)
+                if row["change"] == "none" and row["lr"] == "0.001"]
     for ax, (title, archs) in zip(axes, panels.items()):
-        for place, (which, width, changes) in enumerate(settings.values()):
-            steps = [row["steps"] for row in rows if row["arch"] == archs[which]
-                     and row["width"] == width and row["change"] in changes]
-            learned, color = [int(n) for n in steps if n], "C0" if which else "C3"
-            ax.plot(learned, [place] * len(learned), "o", mfc="none", color=color)
-            if len(learned) < len(steps):
-                ax.plot(3300, place, "x", color=color)
-                ax.text(3400, place, len(steps) - len(learned), va="center", fontsize="small")
-        ax.set_yticks(range(len(settings)), settings)
-        ax.axvline(3100, color="0.85", lw=0.8)
-        ax.set(xlim=(0, 3750), ylim=(len(settings) - 0.5, -0.5))
+        for (arch, width), color, aside, label in zip(
+                archs, ("C3", "C0"), (0.93, 1.07), ("three matrices", "one matrix")):
+            for init in ("1.0", "2.0", "4.0", "8.0", "16.0"):
+                steps = [row["steps"] for row in rows
+                         if (row["arch"], row["width"], row["init"]) == (arch, width, init)]
+                learned, x = [int(n) for n in steps if n], float(init) * aside
+                ax.plot([x] * len(learned), learned, "o", mfc="none", color=color, ms=5,
+                        label=label if init == "1.0" else None)
+                if failed := len(steps) - len(learned):
+                    ax.plot(x, 3300, "x", color=color)
+                    ax.text(x, 3420, failed, ha="center", fontsize="small", color=color)
+        ax.axhline(3100, color="0.85", lw=0.8)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks([1, 2, 4, 8, 16], [1, 2, 4, 8, 16])
+        ax.set(xlim=(0.8, 20), ylim=(0, 3750))
         ax.set_title(title, fontsize="medium")
         ax.tick_params(labelleft=ax is axes[0])
-    axes[1].set_xlabel("training steps until 95 % of the answers are right")
+    axes[0].set_ylabel("training steps until 95 %\nof the answers are right")
+    axes[1].set_xlabel("scale of the initial queries, keys and values")
+    legend_below(figure, axes[0])
     return figure
 
 

@@ -7,6 +7,7 @@ from helpers import scrambled, write_model
 from matplotlib.figure import Figure
 from test_model import assert_near
 
+import crate
 import model as models
 from analyze import unit_size
 from data import images
@@ -93,6 +94,8 @@ def test_controls(text):
     values = attention.queries_keys_values(X)[2]
     eye = torch.eye(9).double()
     assert_near(found["alone"], attention.join(eye @ values))
+    first, _ = crate.neumann_terms(X, attention.bases())
+    assert_near(found["shrink"], -first / (8 / (9 * 0.5 ** 2)))         # less beta
     own = found["attention"].flatten(0, 1)
     turned = found["turned"].flatten(0, 1)
     assert_near(turned @ turned.mT, own @ own.mT)
