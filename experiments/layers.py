@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from analyze import layer_table
 from checkpoint import each_model
-from experiments.shared import FIVE, write_csv
+from experiments.shared import described, FIVE, write_csv
 from figures import print_table
 from flags import option, parse, SplitFlags
 from processes import cli
@@ -36,14 +36,13 @@ def places(table):
 
 
 def main(argv):
+    """[{"model", "weights", "places": how many there are, column: in how many it falls}, ...]."""
     c = parse(LayerToLayer, argv, __doc__)
     rows, counts = [], []
     for loaded in each_model(c):
         table = layer_table(loaded, c)
-        what = dict(model=loaded.name.removesuffix(", untrained"),
-                    weights="random" if loaded.untrained else "trained")
-        rows += [what | row for row in table]
-        counts.append(what | dict(places=len(table) - 1) | places(table))
+        rows += [described(loaded) | row for row in table]
+        counts.append(described(loaded) | dict(places=len(table) - 1) | places(table))
     print("in how many places a number falls from one layer to the next")
     print_table(counts)
     if c.csv:

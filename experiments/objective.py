@@ -12,7 +12,7 @@ import torch
 
 from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import FIVE, one_set, random_subspaces, write_csv
+from experiments.shared import described, FIVE, one_set, random_subspaces, write_csv
 from figures import print_table
 from flags import option, parse, SplitFlags, UserError
 from model import coding_rate, subspace_coding_rate
@@ -55,12 +55,11 @@ def main(argv):
         raise UserError(f"--samples and --batch_size are multiples of {TOGETHER[-1]}")
     rows = []
     for loaded in each_model(c):
-        what = dict(model=loaded.name.removesuffix(", untrained"),
-                    weights="random" if loaded.untrained else "trained")
         for together in TOGETHER:
             R, Rc, elsewhere = added(loaded, c, together)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
-            rows.append(what | dict(together=together, first=(R[0] - Rc[0]).item()) | {
+            first = dict(together=together, first=(R[0] - Rc[0]).item())
+            rows.append(described(loaded) | first | {
                 name: change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")
     print_table(rows)

@@ -23,6 +23,12 @@ def averages(runs):
     return means
 
 
+def described(loaded):
+    """The first columns of a row: which model, and whether its weights are trained or random."""
+    return dict(model=loaded.name.removesuffix(", untrained"),
+                weights="random" if loaded.untrained else "trained")
+
+
 def each_sample(**columns):
     """A dict for each sample of columns (B,)."""
     rows = torch.stack([*columns.values()], 1).tolist()
