@@ -91,8 +91,7 @@ def build(table, arch, fields, **operators):
     """A model of a table, with these operators in place of its arch's."""
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
     config = model_class.config_class(arch=arch, **fields)
-    config.spec = config.spec._replace(**operators)
-    return model_class(config)
+    return model_class(config, config.spec._replace(**operators))
 
 
 def bench_steps(table, c, processes):

@@ -170,19 +170,19 @@ def look(model, x, eps=0.1):                        # the eps of the first paper
     alone, %          a control: as the last, of a step as long, each token attending to itself
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
+    def normed(T):
+        return F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-        Rc, X = lambda T: subspace_coding_rate(T, U, eps).mean(), layer.norm1(Z)
-        step, alone = (T - T.mean(1, keepdim=True) for T in (
-            layer.attention(X), layer.attention.W(layer.attention.U(X))))
-        alone = alone * step.norm(dim=(1, 2), keepdim=True) / alone.norm(dim=(1, 2), keepdim=True)
-        before, after, control = (F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
-                                  for T in (Z, Z + step, Z + alone))
-        rows.append({"attention, %": 100 * (Rc(Z + layer.attention(X)) / Rc(Z) - 1),
-                     "after LN, %": 100 * (Rc(after) / Rc(before) - 1),
-                     "alone, %": 100 * (Rc(control) / Rc(before) - 1),
+        X = layer.norm1(Z)
+        step, alone = layer.attention(X), layer.attention.W(layer.attention.U(X))
+        alone = alone * (step.var(1).sum(1) / alone.var(1).sum(1)).sqrt()[:, None, None]
+        Rc = lambda T: subspace_coding_rate(T, U, eps).mean()
+        rows.append({"attention, %": 100 * (Rc(Z + step) / Rc(Z) - 1),
+                     "after LN, %": 100 * (Rc(normed(Z + step)) / Rc(normed(Z)) - 1),
+                     "alone, %": 100 * (Rc(normed(Z + alone)) / Rc(normed(Z)) - 1),
                      "objective": sparse_rate_reduction(out, U, eps).mean(),
                      "nonzeros, %": 100 * (out != 0).float().mean()})
     return rows

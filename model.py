@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -34,8 +34,8 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.spec is the arch's row of ARCHS, such as Arch(MSSA, ISTA, AS_CRATE); config.family, here
-# AS_CRATE, is what surrounds its operators: which maps have biases, an eps for LayerNorms
+# Of its arch a config has `spec`, a row of ARCHS, with the operators, and `family`: what surrounds
+# these, such as which maps have biases, and an eps for LayerNorms
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; the queries are of the last m tokens."""
@@ -68,6 +68,11 @@ def side_by_side(heads):
     return heads.transpose(-3, -2).flatten(-2)
 
 
+def by_head(rows, K):
+    """The inverse: (..., n, K p) -> (..., K, n, p)."""
+    return rows.unflatten(-1, (K, -1)).transpose(-3, -2)
+
+
 class Attention(nn.Module, ABC):
     """A compression operator with K heads of dimension p. A subclass adds U (or its `bases`), `map`
     and `forward`. If `causal`, no token sees a later one, and a cache from `new_cache` keeps what a
@@ -81,10 +86,6 @@ class Attention(nn.Module, ABC):
     def bases(self):
         """U_k, or what stands for them in R^c: (K, d, p)."""
         return self.U.weight.view(self.heads, self.p, -1).mT
-
-    def projections(self, Z):
-        """(U_k^* Z)^* for every head, (B, K, n, p)."""
-        return self.U(Z).unflatten(-1, (self.heads, self.p)).transpose(1, 2)
 
     @abstractmethod
     def map(self, Z):
@@ -117,12 +118,12 @@ class SoftmaxAttention(Attention):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        short = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512   # as measured
-        if short or self.causal and 1 < m < n:          # the kernel's mask is square
+        masked = self.causal and m > 1      # a single token, the newest, sees all
+        square = m == n                     # as the kernel's own mask is
+        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # as measured
+        if slow or masked and not square:
             return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
-        # the newest token, m = 1, sees all: it needs no mask
-        return F.scaled_dot_product_attention(
-            q, k, v, None, dropout, self.causal and m == n, scale=self.scale)
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, masked, scale=self.scale)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
@@ -158,7 +159,7 @@ class MSSA(SoftmaxAttention):
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
     def queries_keys_values(self, Z, cache=None):
-        w = self.projections(Z)
+        w = by_head(self.U(Z), self.heads)                              # (U_k^* Z)^*
         seen = w if cache is None else cache.append(w)
         # all three are U^* Z, unless a language model has --shift or --rotary
         return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
@@ -248,9 +249,9 @@ class Layer(nn.Module):
     The table ARCHS has every arch's operators. LN is not in Eq. (45) but in [J] Fig. 8. LayerScale
     and drop path are on residual branches only."""
 
-    def __init__(self, config, drop_path=0.0):
+    def __init__(self, config, spec=None, drop_path=0.0):
         super().__init__()
-        c, spec = config, config.spec
+        c, spec = config, spec or config.spec
         self.norm1, self.attention = layer_norm(c), spec.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
         if spec.sparsification is not None:
@@ -292,10 +293,12 @@ class Layer(nn.Module):
         return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
-def make_layers(config):
-    """The L layers of a model, drop path rising linearly with depth."""
+def make_layers(config, spec=None):
+    """The L layers of a model, drop path rising linearly with depth. Another `spec` than the arch's
+    has other operators."""
     L = config.layers
-    return nn.Sequential(*(Layer(config, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
+    return nn.Sequential(*(
+        Layer(config, spec, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
 
 
 def init_linears(module, init, **options):
@@ -413,8 +416,8 @@ def shift_and_rotate(q, k, v, mix=None, rotary=False):
     """Queries, keys and values (B, K, n, p) as attention takes them; q is of the last tokens of k.
 
     shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
-    rotary: then q_i and k_i turn by R_i. In MSSA the matrix of scores w_i^* R_{j-i} w_j stays
-    symmetric, but exchanging the contents of i and j changes it. shift ends the symmetry."""
+    rotary: then q_i and k_i turn by R_i. The scores of MSSA, w_i^* R_{j-i} w_j, are still those of
+    a symmetric matrix; with shift they are not."""
     if mix is not None:
         a, b = mix.sigmoid().view(2, -1, 1, 1)
         k, v = shift(k, a), shift(v, b)
@@ -539,10 +542,10 @@ class TSSA(Attention):
 
     def map(self, Z):
         """TSSA has no attention map; this is Pi (B, K, n)."""
-        return self.statistics(at_least_float32(self.projections(Z)), None)[0]
+        return self.statistics(at_least_float32(by_head(self.U(Z), self.heads)), None)[0]
 
     def forward(self, Z, cache=None):
-        w = at_least_float32(self.projections(Z))
+        w = at_least_float32(by_head(self.U(Z), self.heads))
         with torch.autocast(Z.device.type, enabled=False):
             Pi, s = self.statistics(w, cache)
             damping = F.dropout(1 / (1 + s), self.dropout, self.training)   # as released ToST
@@ -744,8 +747,8 @@ SIZES = {
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
-    how many tokens."""
+    """What the layers of every model share. Every config also has `kind`, `causal`, `family`, and
+    `context`, how many tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -764,13 +767,16 @@ class BackboneConfig:
     rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
+    @property
+    def spec(self):
+        """The row of its arch."""
+        return ARCHS[self.arch]
+
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
-        self.spec = ARCHS[self.arch]
         if self.rotary or self.shift:
             if self.kind != "text" or not issubclass(self.spec.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
-        self.family = self.spec.text_family if self.kind == "text" else self.spec.image_family
         d, K = self.width, self.heads
         if self.layer_scale is None:
             self.layer_scale = self.spec.layer_scale
@@ -798,6 +804,10 @@ class ImageConfig(BackboneConfig):
     pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
     final_norm: bool | None = None      # LN after the last layer, else in the head; None likewise
 
+    @property
+    def family(self):
+        return self.spec.image_family
+
     def __post_init__(self):
         super().__post_init__()
         self.stem = self.stem or self.family.stem
@@ -821,9 +831,11 @@ class MAEConfig(ImageConfig):
     lambd: float = 0.5                      # as in the released code
     decoder_layers: int | None = None       # None: as many as encode
     mask_ratio: float = 0.75
-    stem: str | None = "plain"
     positions: str = "sincos"
-    final_norm: bool | None = True
+
+    @property
+    def family(self):
+        return replace(self.spec.image_family, stem="plain", final_norm=True)
 
     def __post_init__(self):
         super().__post_init__()
@@ -844,6 +856,10 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
+
+    @property
+    def family(self):
+        return self.spec.text_family
 
 
 def make_config(cls, size=None, arch="crate", **given):
@@ -895,7 +911,7 @@ class ImageEncoder(Backbone):
     encoder(x): (B, C, H, W) -> tokens (B, 1 + n, d). Other sizes than config.image_size will do."""
     config_class = ImageConfig
 
-    def __init__(self, config):
+    def __init__(self, config, spec=None):
         super().__init__()
         self.config = c = config
         patch = 3 * c.patch_size ** 2
@@ -908,7 +924,7 @@ class ImageEncoder(Backbone):
             self.positions = nn.Parameter(torch.zeros(1, c.context, c.width))
         else:
             self.register_buffer("positions", sincos_positions(c.width, c.side))
-        self.layers = make_layers(c)
+        self.layers = make_layers(c, spec)
         self.norm = nn.LayerNorm(c.width, FINAL_EPS) if c.final_norm else nn.Identity()
         self.init_weights()
 
@@ -954,10 +970,10 @@ class ImageClassifier(nn.Module):
     """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after exactly one LN."""
     config_class = ImageConfig
 
-    def __init__(self, config):
+    def __init__(self, config, spec=None):
         super().__init__()
         self.config = c = config
-        self.encoder = ImageEncoder(c)
+        self.encoder = ImageEncoder(c, spec)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
         if (std := c.family.init_std) is not None:
@@ -1049,12 +1065,12 @@ class LanguageModel(Backbone):
     are not -1, so that parts of a batch add up; [B] Eq. (7.4.1) is its mean."""
     config_class = TextConfig
 
-    def __init__(self, config):
+    def __init__(self, config, spec=None):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.width)
         self.positions = None if c.rotary else nn.Parameter(torch.zeros(c.context, c.width))
-        self.layers = make_layers(c)
+        self.layers = make_layers(c, spec)
         self.norm = layer_norm(c)
         self.init_weights()
 
@@ -1066,7 +1082,9 @@ class LanguageModel(Backbone):
             if isinstance(module, nn.Linear):
                 ends_branch = name.endswith((".attention.W", ".sparsification.down"))
                 std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
-                init_linears(module, nn.init.normal_, std=std)
+                nn.init.normal_(module.weight, std=std)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
         nn.init.normal_(self.embed.weight, std=0.02)
         if self.positions is not None:
             nn.init.normal_(self.positions, std=0.02)
@@ -1087,13 +1105,15 @@ class LanguageModel(Backbone):
         return F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten(),
                                ignore_index=-1, reduction="sum")
 
-    def advance(self, ids, caches):
-        """Logits (B, V) of the token after `ids`, which are texts (B, n) while the list `caches` is
-        empty, and then, as it holds one for each layer, their next tokens (B, m)."""
+    def new_caches(self):
+        """An empty cache for each layer."""
         if not self.config.causal:
             raise ConfigError("a masked model continues no text: its tokens attend to later ones")
-        if not caches:
-            caches.extend(layer.attention.new_cache(self.config.context) for layer in self.layers)
+        return [layer.attention.new_cache(self.config.context) for layer in self.layers]
+
+    def advance(self, ids, caches):
+        """Logits (B, V) of the token after `ids` (B, m), which continue the texts that `caches`
+        have read, and are read into them."""
         Z = self.tokens(ids, caches[0].n)
         with sdpa_kernel(FOR_ANY_LENGTH):
             for layer, cache in zip(self.layers, caches):
@@ -1108,11 +1128,12 @@ class LanguageModel(Backbone):
         never drawn. When the context is full, the model rereads its last half. After its first
         `stop` a text has only stops."""
         half = self.config.context // 2
-        caches, ended = [], torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        caches = self.new_caches()
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         new = ids if ids.shape[1] <= self.config.context else ids[:, -half:]
         for _ in range(n):
-            if caches and caches[0].n == self.config.context:
-                caches, new = [], ids[:, -half:]
+            if caches[0].n == self.config.context:
+                caches, new = self.new_caches(), ids[:, -half:]
             logits = self.advance(new, caches)
             logits[:, (known or self.config.vocab_size):] = -math.inf
             chosen = choose(logits, temperature, top_k, generator)

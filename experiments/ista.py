@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from analyze import inputs, traces
 from checkpoint import each_model
 from data.images import split_for
+from evaluate import inputs, traces
 from experiments.shared import averages, each_sample, FIVE, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
 from flags import option, parse, SplitFlags, UserError

@@ -8,8 +8,8 @@ are those of `python analyze.py layers --help`.
 """
 from dataclasses import dataclass
 
-from analyze import layer_table
 from checkpoint import each_model
+from evaluate import layer_table
 from experiments.shared import described, FIVE, write_csv
 from figures import print_table
 from flags import option, parse, SplitFlags

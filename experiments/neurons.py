@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analyze import traces
 from checkpoint import each_model
 from data.images import split_for
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression
+from evaluate import logistic_regression, traces
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, SplitFlags, UserError

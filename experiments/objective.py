@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
+from evaluate import at_norm, traces, unit_size
 from experiments.shared import described, FIVE, one_set, random_subspaces, write_csv
 from figures import print_table
 from flags import option, parse, SplitFlags, UserError

@@ -5,6 +5,7 @@
 """
 import csv
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from matplotlib.patches import Rectangle
@@ -12,9 +13,10 @@ from matplotlib.patches import Rectangle
 from checkpoint import load_model
 from data import augment
 from data.shapes import draw_shapes
-from experiments.shared import dot_rows
+from experiments.shared import dot_rows, FIVE
 from figures import legend_below, new_figure
 from flags import not_one_of, option, parse, ROOT, UserError
+from model import by_head
 from processes import cli
 from run import read_metrics
 
@@ -32,6 +34,41 @@ def scores(folder, key):
     """[(step, score)] of the evaluations of a run in records/."""
     lines = read_metrics(ROOT / "records" / folder)
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
+
+
+def compression(short=False):
+    """What attention and controls add to R^c, in % of R^c before, from compression.csv. A circle is
+    a model, its layers summed, hollow for pictures and filled for text; short: README's rows."""
+    lines = {"as they are: attention": ("raw", "attention"),
+             "as they are: turned": ("raw", "turned"),
+             "after LayerNorm: attention": ("normed", "attention"),
+             "after LayerNorm: turned": ("normed", "turned"),
+             "after LayerNorm: shuffled": ("normed", "shuffled"),
+             "after LayerNorm: each token alone": ("normed", "alone"),
+             "each token alone, turned": ("normed", "alone_turned"),
+             "after LayerNorm: the term left out": ("normed", "shrink"),
+             "after LayerNorm: random subspaces": ("elsewhere", "attention")}
+    lines = {name: line for name, line in lines.items()
+             if not short or line[0] != "elsewhere" and line[1] in ("attention", "alone", "shrink")}
+    with open(ROOT / "records" / "compression.csv") as file:
+        whole = {(row["model"], row["table"]): row for row in csv.DictReader(file)
+                 if row["layer"] == "all" and row["weights"] == "trained"}
+    figure, ((ax,),) = new_figure(1, 1, 7, 0.9 + 0.5 * len(lines))
+    dot_rows(ax, lines, "change of $R^c$, % (left: it compresses)")
+    for place, model in enumerate(FIVE.split(",")):
+        text, height = "pydoc" in model, 0.19 * (place - 2)
+        for line, (table, step) in enumerate(lines.values()):
+            share = 100 * float(whole[model, table][step]) / float(whole[model, table]["before"])
+            ax.plot(share, line + height, "o", ms=5, mfc=None if text else "white",
+                    color="C0" if step == "attention" and table != "elsewhere" else "0.3",
+                    label="models of text" if text else "models of pictures")
+            if line == 0:
+                ax.annotate(model.removeprefix("pretrained:"), (share, height), (6, 0), fontsize=6.5,
+                            textcoords="offset points", va="center")
+    handles, labels = ax.get_legend_handles_labels()
+    last = dict(zip(labels, handles))               # of each label
+    figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)
+    return figure
 
 
 def objective():
@@ -150,7 +187,7 @@ def lesson(layer=0, head=2, picture=34, patch=51):
     x = augment.normalize(augment.to_float(pixels), loaded.meta["mean"], loaded.meta["std"])
     with torch.no_grad():
         trace, part = loaded.encoder.trace(x)[layer], loaded.encoder.layers[layer]
-        w = part.attention.projections(part.norm1(trace.tokens))[0, head, 1:]
+        w = by_head(part.attention.U(part.norm1(trace.tokens)), part.attention.heads)[0, head, 1:]
     weights = trace.attention[0, head, 1:, 1:]
     figure, (axes,) = new_figure(1, 4, 2.4, 2.6)
     for ax, title in zip(axes, ("a picture", "how similar its patches are",
@@ -167,7 +204,8 @@ def lesson(layer=0, head=2, picture=34, patch=51):
     return figure
 
 
-FIGURES = dict(objective=objective, images=images, text=text, recall=recall,
+FIGURES = dict(compression=compression, attention=partial(compression, short=True),
+               objective=objective, images=images, text=text, recall=recall,
                pretraining=pretraining, lesson=lesson)
 
 

@@ -4,13 +4,13 @@ import csv
 import pytest
 import torch
 from helpers import scrambled, write_model
-from matplotlib.figure import Figure
 from test_model import assert_near
 
 import crate
 import model as models
-from analyze import unit_size
+from checkpoint import load_model
 from data import images
+from evaluate import unit_size
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
@@ -96,21 +96,15 @@ def test_controls(text):
     assert_near(found["alone"], attention.join(eye @ values))
     first, _ = crate.neumann_terms(X, attention.bases())
     assert_near(found["shrink"], -first / (8 / (9 * 0.5 ** 2)))         # less beta
-    own = found["attention"].flatten(0, 1)
-    turned = found["turned"].flatten(0, 1)
-    assert_near(turned @ turned.mT, own @ own.mT)
-    assert not torch.allclose(turned, own) and not torch.allclose(found["shuffled"], attention(X))
-    assert_near(found["others"], attention.join((attention.map(X) * (1 - eye)) @ values))
-    bias = attention.join(0 * values)
-    assert_near(found["own"] + found["others"], attention(X) + bias)            # which both have
-    along, W = torch.cat([*attention.bases()], 1), attention.W.weight           # (d, K p)
-    taken = (W * along).sum() / along.square().sum() * along
-    assert_near((taken * (W - taken)).sum(), torch.zeros(()).double())
-    averages = models.side_by_side(attention.map(X) @ values)
-    assert_near(attention(X) - found["rest"], averages @ taken.mT)
+    for name in ("attention", "alone"):
+        own = found[name].flatten(0, 1)
+        turned = found["turned" if name == "attention" else "alone_turned"].flatten(0, 1)
+        assert_near(turned @ turned.mT, own @ own.mT)
+        assert not torch.allclose(turned, own)
+    assert not torch.allclose(found["shuffled"], attention(X))
 
 
-@pytest.mark.parametrize("arch", ["crate", "transformer", "crate-n"])
+@pytest.mark.parametrize("arch", ["crate", "transformer"])
 @torch.no_grad()
 def test_changes(arch, eps=0.3):
     """Of the tokens, and of those less their mean after a LayerNorm, whatever their lengths; of
@@ -138,44 +132,36 @@ def test_changes(arch, eps=0.3):
         length = length / own
         assert_near(found["lengths", name], length)
         assert_near(found["raw", name], rate(Z + step) - rate(Z))
-        assert_near(found["elsewhere", name],
-                    rate(after_norm(Z + step), V) - rate(after_norm(Z), V))
-        for table, scaled in dict(normed=step, equal_length=step / length[:, None, None]).items():
-            assert_near(found[table, name], rate(after_norm(Z + scaled)) - rate(after_norm(Z)))
+        scaled = step / length[:, None, None]
+        for table, bases in dict(normed=U, elsewhere=V).items():
+            assert_near(found[table, name],
+                        rate(after_norm(Z + scaled), bases) - rate(after_norm(Z), bases))
     of_all = compression.changes(layer, Z, torch.Generator(), eps, together=3)
     whole, one = (T.flatten(0, 1)[None] for T in (Z, Z + added["attention"]))
     assert_near(of_all["normed", "attention"], rate(after_norm(one)) - rate(after_norm(whole)))
-    if arch == "crate-n":                                                   # it has no W
-        assert ("weights", "W_and_U") not in found
-        return
-    bases, W = torch.cat([*layer.attention.bases()], 1), layer.attention.W.weight   # [U_1 .. U_K]
-    assert_near(found["weights", "W_and_U"][0], (W * bases).sum() / W.norm() / bases.norm())
 
 
 @torch.no_grad()
-def test_tables_and_figure(tmp_path, cache, monkeypatch):
-    """The last row is of all layers, and what the figure has, in % of R^c before."""
+def test_tables(tmp_path, cache):
+    """A row for each layer and for all of them; what is printed are shares of R^c before."""
     model, path = models.ImageClassifier(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=32, patch_size=8, classes=10)), tmp_path / "a.pt"
     write_model(path, model, "vit", images.load("shapes", cache).meta())
-    table, drawn = tmp_path / "a.csv", []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    run, = compression.main([f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
-                             "--batch_size=4", f"--csv={table}", "--figure=a.png"])
-    rows = [*csv.DictReader(table.open())]
-    assert [row["layer"] for row in rows] == ["1", "2", "all"] * 6
-    means = {key: each.mean(1).tolist() for key, each in run["numbers"].items()}
-    assert run["numbers"]["raw", "alone"].shape == (3, 6)               # layers and all, samples
-    assert float(rows[5]["alone"]) == pytest.approx(means["normed", "alone"][-1], rel=1e-3)
-    assert float(rows[0]["before_error"]) == pytest.approx(
-        (run["numbers"]["raw", "before"][0].std() / 6 ** 0.5).item(), rel=1e-3)
-    first, second, whole = means["normed", "attention"]
-    assert whole == pytest.approx(first + second)
-    first, second, whole = means["lengths", "alone"]
-    assert whole == pytest.approx((first + second) / 2)
-
-    points = [[*line.get_xdata()] for line in drawn[0].axes[0].lines]
-    lines = compression.LINES.values()
-    for point, (table, step) in zip(points[1 + len(lines):], lines, strict=True):
-        share = 100 * means[table, step][-1] / means[table, "before"][-1]
-        assert point == [pytest.approx(share)]
+    table = tmp_path / "a.csv"
+    flags = [f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
+             "--batch_size=4"]
+    rows = compression.main([*flags, f"--csv={table}"])
+    assert [row["layer"] for row in rows] == [1, 2, "all"] * 4
+    for row, kept in zip(rows, csv.DictReader(table.open()), strict=True):
+        assert float(kept["alone"]) == pytest.approx(row["alone"], rel=1e-3)
+    c = compression.parse(compression.Compression, flags, "")
+    numbers = compression.measured(load_model(path), c)
+    own = numbers["normed", "alone"]
+    assert own.shape == (3, 6)                                          # layers and all, samples
+    assert rows[3]["alone"] == pytest.approx(own[0].mean().item())
+    assert rows[3]["alone_error"] == pytest.approx((own[0].std() / 6 ** 0.5).item())
+    assert rows[5]["alone"] == pytest.approx(own[:2].mean(1).sum().item())
+    assert rows[11]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
+    share = compression.shares(compression.rows_of(numbers))[1]
+    assert share["table"] == "normed"
+    assert share["alone"] == pytest.approx(100 * rows[5]["alone"] / rows[5]["before"], abs=0.01)

@@ -97,8 +97,8 @@ def test_the_loss_is_a_sum_over_targets():
 def test_cached_equals_uncached(arch, prompt):
     """A prompt, three tokens at once, then token by token. MSSA keeps one tensor a layer, MHSA two,
     TSSA its sums."""
-    net, ids, state, read = build(arch), draw(3, CONTEXT), [], 0
-    logits = net(ids)
+    net, ids, read = build(arch), draw(3, CONTEXT), 0
+    logits, state = net(ids), net.new_caches()
     for piece in ids.split([prompt, 3] + [1] * (CONTEXT - prompt - 3), 1):
         read += piece.shape[1]
         assert_near(net.advance(piece, state), logits[:, read - 1])

@@ -14,13 +14,13 @@ import torch
 from torch.nn import functional as F
 
 import crate
-from analyze import at_norm, layer_numbers, normed, unit_size
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
+from evaluate import at_norm, layer_numbers, normed, unit_size
 from flags import ROOT
-from model import lasso
+from model import by_head, lasso
 from web import page
 from web.mathml import mathml
 
@@ -44,7 +44,7 @@ def apart(A, B):
 def of_subspaces(layer, trace):
     """How far U, W and the tokens are from what the derivation presumes."""
     attention, U, X = layer.attention, layer.attention.bases(), layer.norm1(trace.tokens)
-    w, Q = attention.projections(X), torch.linalg.qr(U)[0]
+    w, Q = by_head(attention.U(X), len(U)), torch.linalg.qr(U)[0]
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,     # beta times tau^2
