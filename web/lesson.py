@@ -56,19 +56,19 @@ def of_subspaces(layer, trace):
 
 
 def of_attention(layer, trace):
-    """What each token alone and a step against the gradient, both less their means and as long as
-    attention's, add to R^c after a LayerNorm."""
+    """What each token alone, and attention and each token alone turned by a random rotation, add to
+    R^c after a LayerNorm, by steps as long as attention's, all less their means."""
     Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(len(U[0]), len(U[0]), generator=generator).to(Z))[0]
+    alone = layer.attention.join(layer.attention.queries_keys_values(layer.norm1(Z))[2])
+    step, alone = (T - T.mean(1, keepdim=True) for T in (step, alone))
 
-    def rate(T):
-        return crate.subspace_coding_rate(T, U, 0.1)
-    uphill = torch.func.grad(lambda Z: rate(normed(Z)).sum())(Z)
-    values = layer.attention.queries_keys_values(layer.norm1(Z))[2]
-    step, alone, downhill = (T - T.mean(1, keepdim=True) for T in (
-        step, layer.attention.join(values), -uphill))
-    before = rate(normed(Z))
-    return dict(normed_before=before, alone=rate(normed(Z + at_norm(alone, step))) - before,
-                downhill=rate(normed(Z + at_norm(downhill, step))) - before)
+    def added(T):
+        return crate.subspace_coding_rate(normed(Z + at_norm(T, step)), U, 0.1) - before
+    before = crate.subspace_coding_rate(normed(Z), U, 0.1)
+    return dict(normed_before=before, alone=added(alone), turned=added(step @ rotation),
+                alone_turned=added(alone @ rotation))
 
 
 def of_code(layer, trace):
