@@ -93,7 +93,7 @@ def read_checkpoint(path, *tasks, heads=None):
     return content
 
 
-def newest_whole(folder, task):
+def recovered(folder, task):
     """The content of folder/ckpt.pt; if that is missing or damaged, of ckpt.prev.pt, with a note.
     The damaged one is deleted: the next save would put it in the place of the whole one."""
     newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"

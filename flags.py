@@ -140,7 +140,8 @@ def add_flag(parser, f, default):
 
 
 def with_switches_on(argv, flags):
-    """--flip as --flip=true, unless its value follows: a file's name, which may, is none."""
+    """The words, with --flip for --flip=true, which argparse needs: else it would take the file's
+    name in `predict --untrained a.jpg` for the value."""
     switches = [f"--{f.name}" for f in flags.values() if f.type in (bool, bool | None)]
     values = "true", "false", "auto", "none"
     return [f"{word}=true" if word in switches and after.lower() not in values else word

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from checkpoint import newest_whole, reading, refuse_another, write_checkpoint
+from checkpoint import reading, recovered, refuse_another, write_checkpoint
 from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
 from optim import share_of_peak
 from processes import is_main, SharedError, signals_kept
@@ -111,9 +111,9 @@ class Run:
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}
-        self.step = 0                   # how many are done
+        self.step = 0                   # the last that is done or, inside steps(), under way
         self.best = None                # the lowest loss that chose best.pt
-        self.evaluation_due = False     # after the step that log() counted last
+        self.evaluation_due = False     # after this step
         self.total = self.eval_every = self.meter = self.bar = self.began = None    # until steps()
         processes.main_only(self._take_folder)
 
@@ -142,7 +142,7 @@ class Run:
         """With --resume: fills model, optimizers and step, and returns the checkpoint's content."""
         if not self.config.resume:
             return None
-        content, config = newest_whole(self.dir, self.task), asdict(self.model.config)
+        content, config = recovered(self.dir, self.task), asdict(self.model.config)
         refuse_another(content, self.config, config, self.data_meta, self.dir)
         with reading(self.dir):         # ckpt.pt, or ckpt.prev.pt
             self.model.load_state_dict(content["model"])
@@ -152,8 +152,9 @@ class Run:
         return content
 
     def steps(self, total, what, eval_every, flops=0, tokens=None):
-        """Yields the number of each step that is left of `total`. After a signal it saves ckpt.pt
-        and raises RunEnded. `what` says what is trained; a Meter explains flops and tokens."""
+        """Yields the number, from 0, of each step that is left of `total`, and sets evaluation_due.
+        After a signal it ends the step, saves ckpt.pt and raises RunEnded. `what` says what is
+        trained; a Meter explains flops and tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
@@ -164,9 +165,11 @@ class Run:
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
         with self.bar, signals_kept(self.say, self.processes.world == 1) as received:
-            while self.step < total:
+            for self.step in range(self.step + 1, total + 1):
+                self.evaluation_due = self.step == total or self.step % self.eval_every == 0
                 self.meter.start()
-                yield self.step
+                yield self.step - 1
+                self.bar.update()
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
                 if self.step < total and self.processes.any(len(received)):
@@ -186,12 +189,9 @@ class Run:
             os.replace(tmp, path)
 
     def log(self, loss, lr, numbers=None):
-        """Counts a step, and sets evaluation_due. After step 1, every log_every steps, and where an
-        evaluation is due it writes a line on the steps since the last line: their mean loss, lr,
-        the speed, and what numbers() returns. Raises RunEnded if a loss is not finite."""
-        self.step += 1
-        self.bar.update()
-        self.evaluation_due = self.step == self.total or self.step % self.eval_every == 0
+        """After step 1, every log_every steps, and where an evaluation is due, writes a line on the
+        steps since the last line: their mean loss, lr, the speed, and what numbers() returns.
+        Raises RunEnded if a loss is not finite."""
         line_due = self.step == 1 or self.step % self.config.log_every == 0 or self.evaluation_due
         losses = self.meter.stop(loss, read=line_due)
         for step, each in enumerate(losses, self.step - len(losses) + 1):

@@ -63,8 +63,8 @@ def compression(short=False):
                     color="C0" if step == "attention" and table != "elsewhere" else "0.3",
                     label="models of text" if text else "models of pictures")
             if line == 0:
-                ax.annotate(model.removeprefix("pretrained:"), (share, height), (6, 0), fontsize=6.5,
-                            textcoords="offset points", va="center")
+                ax.annotate(model.removeprefix("pretrained:"), (share, height), (6, 0),
+                            textcoords="offset points", va="center", fontsize=6.5)
     handles, labels = ax.get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
     figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)
