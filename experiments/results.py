@@ -110,7 +110,7 @@ def images():
 
 def text():
     """How far the loss of each run on text is above the mean of the transformer's three."""
-    sets = {"Python's manual": "pydoc-{}-plain", "the same, --rotary --shift": "pydoc-{}-shift",
+    sets = {"Python's manual": "pydoc-{}-neither", "the same, --rotary --shift": "pydoc-{}-shift",
             "books, --rotary --shift": "bookchars-short-{}"}
     figure, ((ax,),) = new_figure(1, 1, 7, 2.2)
     dot_rows(ax, sets, "loss above the transformer's, nats a character")
