@@ -40,9 +40,8 @@ class LiteralISTA(ISTA):
         return ista(Z, self.D, self.eta, self.lambd)
 
 
-LITERAL = {"literal attention": dict(attention=LiteralMSSA),
-           "literal ISTA": dict(sparsification=LiteralISTA),
-           "literal": dict(attention=LiteralMSSA, sparsification=LiteralISTA)}
+LITERAL = {"literal attention": (LiteralMSSA, ISTA), "literal ISTA": (MSSA, LiteralISTA),
+           "literal": (LiteralMSSA, LiteralISTA)}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -87,11 +86,10 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, arch, fields, **operators):
+def build(table, arch, fields, operators=None):
     """A model of a table, with these operators in place of its arch's."""
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    config = model_class.config_class(arch=arch, **fields)
-    return model_class(config, config.spec._replace(**operators))
+    return model_class(model_class.config_class(arch=arch, **fields), operators)
 
 
 def bench_steps(table, c, processes):
@@ -109,7 +107,7 @@ def bench_steps(table, c, processes):
         narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
         models = dict(fast=build(table, "crate", fields))
         for name, operators in LITERAL.items():
-            models[name] = build(table, "crate", fields, **operators)
+            models[name] = build(table, "crate", fields, operators)
             models[name].load_state_dict(models["fast"].state_dict())
         models["transformer"] = build(table, "transformer", fields | narrow)
         x, y = random_batch(models["fast"].config, batch, device)

@@ -167,7 +167,7 @@ def look(model, x, eps=0.1):                        # the eps of the first paper
 
     attention, %      what the attention step adds to R^c of Z^l
     after LN, %       the same of tokens less their mean, after a LayerNorm: lengths do not count
-    alone, %          a control: as the last, of a step as long, each token attending to itself
+    alone, %          a control: as the last, each token attending to itself, by a step as long
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     def normed(T):

@@ -249,13 +249,14 @@ class Layer(nn.Module):
     The table ARCHS has every arch's operators. LN is not in Eq. (45) but in [J] Fig. 8. LayerScale
     and drop path are on residual branches only."""
 
-    def __init__(self, config, spec=None, drop_path=0.0):
+    def __init__(self, config, operators=None, drop_path=0.0):
         super().__init__()
-        c, spec = config, spec or config.spec
-        self.norm1, self.attention = layer_norm(c), spec.attention(c)
+        c, spec = config, config.spec
+        attention, sparsification = operators or (spec.attention, spec.sparsification)
+        self.norm1, self.attention = layer_norm(c), attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if spec.sparsification is not None:
-            self.norm2, self.sparsification = layer_norm(c), spec.sparsification(c)
+        if sparsification is not None:
+            self.norm2, self.sparsification = layer_norm(c), sparsification(c)
         self.residual, self.dropout, self.drop_path = spec.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
@@ -293,12 +294,12 @@ class Layer(nn.Module):
         return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
-def make_layers(config, spec=None):
-    """The L layers of a model, drop path rising linearly with depth. Another `spec` than the arch's
-    has other operators."""
+def make_layers(config, operators=None):
+    """The L layers of a model, drop path rising linearly with depth. `operators`, if given, are
+    classes (attention, sparsification) in place of the arch's own."""
     L = config.layers
     return nn.Sequential(*(
-        Layer(config, spec, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
+        Layer(config, operators, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
 
 
 def init_linears(module, init, **options):
@@ -911,7 +912,7 @@ class ImageEncoder(Backbone):
     encoder(x): (B, C, H, W) -> tokens (B, 1 + n, d). Other sizes than config.image_size will do."""
     config_class = ImageConfig
 
-    def __init__(self, config, spec=None):
+    def __init__(self, config, operators=None):
         super().__init__()
         self.config = c = config
         patch = 3 * c.patch_size ** 2
@@ -924,7 +925,7 @@ class ImageEncoder(Backbone):
             self.positions = nn.Parameter(torch.zeros(1, c.context, c.width))
         else:
             self.register_buffer("positions", sincos_positions(c.width, c.side))
-        self.layers = make_layers(c, spec)
+        self.layers = make_layers(c, operators)
         self.norm = nn.LayerNorm(c.width, FINAL_EPS) if c.final_norm else nn.Identity()
         self.init_weights()
 
@@ -970,10 +971,10 @@ class ImageClassifier(nn.Module):
     """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after exactly one LN."""
     config_class = ImageConfig
 
-    def __init__(self, config, spec=None):
+    def __init__(self, config, operators=None):
         super().__init__()
         self.config = c = config
-        self.encoder = ImageEncoder(c, spec)
+        self.encoder = ImageEncoder(c, operators)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
         if (std := c.family.init_std) is not None:
@@ -1065,12 +1066,12 @@ class LanguageModel(Backbone):
     are not -1, so that parts of a batch add up; [B] Eq. (7.4.1) is its mean."""
     config_class = TextConfig
 
-    def __init__(self, config, spec=None):
+    def __init__(self, config, operators=None):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.width)
         self.positions = None if c.rotary else nn.Parameter(torch.zeros(c.context, c.width))
-        self.layers = make_layers(c, spec)
+        self.layers = make_layers(c, operators)
         self.norm = layer_norm(c)
         self.init_weights()
 

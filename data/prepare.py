@@ -249,6 +249,8 @@ def one_line(name, advice):
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
+        if isinstance(cause, (NameError, AttributeError)):      # a mistake of ours
+            raise
         reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
         raise UserError(f"{name}: {reason}{advice}") from error
 

@@ -93,14 +93,11 @@ def build(c, arch):
     config = text_config(
         arch=arch, width=c.width, heads=c.heads, layers=c.layers, context=4 * c.pairs - 1,
         vocab_size=2 * c.symbols, shift=c.shift)
-    spec = config.spec
-    if c.change != "none":
-        changed, attention = CHANGES[c.change], spec.attention
-        if not issubclass(changed, attention):
-            raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} "
-                            f"has {attention.__name__}")
-        spec = spec._replace(attention=changed)
-    model = LanguageModel(config, spec)
+    attention, changed = config.spec.attention, CHANGES.get(c.change)
+    if changed and not issubclass(changed, attention):
+        raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} has "
+                        f"{attention.__name__}")
+    model = LanguageModel(config, (changed or attention, config.spec.sparsification))
     for name, p in model.named_parameters():
         if name.endswith(("attention.U.weight", "attention.QKV.weight")):
             p.data *= c.init

@@ -59,12 +59,13 @@ def compression(short=False):
         text, height = "pydoc" in model, 0.19 * (place - 2)
         for line, (table, step) in enumerate(lines.values()):
             share = 100 * float(whole[model, table][step]) / float(whole[model, table]["before"])
-            ax.plot(share, line + height, "o", ms=5, mfc=None if text else "white",
+            ax.plot(share, line + height, "o", ms=5, mfc=None if text else "white", zorder=4,
                     color="C0" if step == "attention" and table != "elsewhere" else "0.3",
                     label="models of text" if text else "models of pictures")
             if line == 0:
                 ax.annotate(model.removeprefix("pretrained:"), (share, height), (6, 0),
-                            textcoords="offset points", va="center", fontsize=6.5)
+                            textcoords="offset points", va="center", fontsize=6.5,
+                            bbox=dict(fc="white", ec="none", pad=0))
     handles, labels = ax.get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
     figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)

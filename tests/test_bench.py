@@ -16,8 +16,8 @@ TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 @pytest.mark.parametrize("variant", bench.LITERAL)
 def test_literal_is_the_same_function(monkeypatch, table, fields, variant):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
-    fast, literal = (bench.build(table, "crate", fields, **operators).double()
-                     for operators in ({}, bench.LITERAL[variant]))
+    fast, literal = (bench.build(table, "crate", fields, operators).double()
+                     for operators in (None, bench.LITERAL[variant]))
     literal.load_state_dict(scrambled(fast).state_dict())
     losses, batch = [], bench.random_batch(fast.config, 3, CPU)
     for model in (fast, literal.eval()):
