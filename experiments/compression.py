@@ -8,10 +8,12 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     attention       MSSA(LN(Z))
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
-    turned          attention's step, all of it turned by one random rotation of R^d
+    turned          attention's step, all of it turned by one random orthogonal matrix
+    others          the same with each token's own weight taken out and the rest divided by their
+                    sum (the first token of a text then has none)
     alone           attention's step if each token attends to itself alone, with weight 1: no
                     averages (with --shift its value has a part of the token before)
-    alone_turned    the same, turned by that rotation
+    alone_turned    the same, turned by that matrix
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
 There are four tables; in the first three, in nats, `before` is R^c before the step:
@@ -80,9 +82,11 @@ def steps(layer, Z, generator):
     values, A = attention.queries_keys_values(X)[2], attention.map(X)
     dealt = shuffled(A, attention.causal, generator)
     rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
+    others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    others = others / others.sum(-1, keepdim=True).clamp_min(1e-12)
     step, alone = attention(X), attention.join(values)
     return dict(attention=step, turned=step @ rotation, shuffled=attention.join(dealt @ values),
-                alone=alone, alone_turned=alone @ rotation,
+                others=attention.join(others @ values), alone=alone, alone_turned=alone @ rotation,
                 shrink=-(X[:, None] @ U @ U.mT).sum(1))
 
 

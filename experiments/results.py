@@ -40,16 +40,15 @@ def compression(short=False):
     """What attention and controls add to R^c, in % of R^c before, from compression.csv. A circle is
     a model, its layers summed, hollow for pictures and filled for text; short: README's rows."""
     lines = {"as they are: attention": ("raw", "attention"),
-             "as they are: turned": ("raw", "turned"),
              "after LayerNorm: attention": ("normed", "attention"),
              "after LayerNorm: turned": ("normed", "turned"),
              "after LayerNorm: shuffled": ("normed", "shuffled"),
+             "after LayerNorm: others only": ("normed", "others"),
              "after LayerNorm: each token alone": ("normed", "alone"),
-             "each token alone, turned": ("normed", "alone_turned"),
              "after LayerNorm: the term left out": ("normed", "shrink"),
              "after LayerNorm: random subspaces": ("elsewhere", "attention")}
     lines = {name: line for name, line in lines.items()
-             if not short or line[0] != "elsewhere" and line[1] in ("attention", "alone", "shrink")}
+             if not short or line[0] != "elsewhere" and line[1] in ("attention", "turned", "alone")}
     with open(ROOT / "records" / "compression.csv") as file:
         whole = {(row["model"], row["table"]): row for row in csv.DictReader(file)
                  if row["layer"] == "all" and row["weights"] == "trained"}

@@ -94,6 +94,9 @@ def test_controls(text):
     values = attention.queries_keys_values(X)[2]
     eye = torch.eye(9).double()
     assert_near(found["alone"], attention.join(eye @ values))
+    others = attention.map(X) * (1 - eye)
+    others[..., 1 if text else 0:, :] /= others[..., 1 if text else 0:, :].sum(-1, keepdim=True)
+    assert_near(found["others"], attention.join(others @ values))
     first, _ = crate.neumann_terms(X, attention.bases())
     assert_near(found["shrink"], -first / (8 / (9 * 0.5 ** 2)))         # less beta
     for name in ("attention", "alone"):
