@@ -40,10 +40,7 @@ class Layers(SplitFlags, OutFlags):
     nonzeros             the share of the entries of Z^{l+1} that are not zero
     objective            R - R^c - lambda ||Z||_0 of Z^{l+1}
     objective_added      what the layer adds to the objective, [J] Eq. (21)
-    reduction_added      what it adds to R - R^c, Z^{l+1} scaled to the norm of Z
-
-    A sample alone has a low R if it has fewer tokens than they have dimensions, and R^c has not:
-    experiments.objective codes up to 64 as one set."""
+    reduction_added      what it adds to R - R^c, Z^{l+1} scaled to the norm of Z"""
     ckpt: str = option(MISSING, "checkpoints of any task, separated by commas")
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)

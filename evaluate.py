@@ -186,9 +186,8 @@ def spread(total, n):
 
 
 def inputs(loaded, c):
-    """Yields (which images of the split (B,), or which tokens (B, n); the backbone's input), batch
-    by batch, for c.samples images or windows of text, spread over the split. Images have the type
-    of the weights; nothing is masked."""
+    """Yields (which images of the split (B,), or which tokens (B, n); the backbone's input) for
+    c.samples images or windows of text, spread over the split; images have the weights' type."""
     config, weight = loaded.model.config, next(loaded.model.parameters())
     if loaded.task == "gpt":
         tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]

@@ -140,8 +140,7 @@ def add_flag(parser, f, default):
 
 
 def with_switches_on(argv, flags):
-    """The words, with --flip for --flip=true, which argparse needs: else it would take the file's
-    name in `predict --untrained a.jpg` for the value."""
+    """--flip as --flip=true: else argparse takes a file's name after it for its value."""
     switches = [f"--{f.name}" for f in flags.values() if f.type in (bool, bool | None)]
     values = "true", "false", "auto", "none"
     return [f"{word}=true" if word in switches and after.lower() not in values else word

@@ -34,8 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# Of its arch a config has `spec`, a row of ARCHS, with the operators, and `family`: what surrounds
-# these, such as which maps have biases, and an eps for LayerNorms
+# config.spec is its arch's row of ARCHS, with the operators; config.family is what surrounds them
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; the queries are of the last m tokens."""
@@ -295,8 +294,8 @@ class Layer(nn.Module):
 
 
 def make_layers(config, operators=None):
-    """The L layers of a model, drop path rising linearly with depth. `operators`, if given, are
-    classes (attention, sparsification) in place of the arch's own."""
+    """The L layers, drop path rising linearly with depth; of `operators`, classes (attention,
+    sparsification), if they are given, else of the arch's."""
     L = config.layers
     return nn.Sequential(*(
         Layer(config, operators, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
@@ -406,9 +405,8 @@ def gaussian_mixture_denoise(z, U, sigma):
 
 # ---- What language models add to attention: the token before, positions, a cache ---------------
 def first_mix(K):
-    """The parameter of --shift before training: logits of all a_k, then of all b_k, in one vector,
-    which is not decayed. Heads start out different: the last takes mostly the previous token's key
-    and the token's own value."""
+    """The parameter of --shift before training: logits of all a_k, then of all b_k. Heads start out
+    different: the last takes mostly the previous token's key and the token's own value."""
     spread = torch.linspace(-2, 2, K)
     return nn.Parameter(torch.cat([spread, -spread]))
 
@@ -417,8 +415,7 @@ def shift_and_rotate(q, k, v, mix=None, rotary=False):
     """Queries, keys and values (B, K, n, p) as attention takes them; q is of the last tokens of k.
 
     shift: k_i becomes (1 - a) k_i + a k_{i-1}, v_i likewise with b; each head has its a and b.
-    rotary: then q_i and k_i turn by R_i. The scores of MSSA, w_i^* R_{j-i} w_j, are still those of
-    a symmetric matrix; with shift they are not."""
+    rotary: then q_i and k_i turn by R_i."""
     if mix is not None:
         a, b = mix.sigmoid().view(2, -1, 1, 1)
         k, v = shift(k, a), shift(v, b)
@@ -748,8 +745,8 @@ SIZES = {
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. Every config also has `kind`, `causal`, `family`, and
-    `context`, how many tokens."""
+    """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
+    how many tokens."""
     arch: str = "crate"
     width: int = 384                    # d
     heads: int = 6                      # K
@@ -772,6 +769,12 @@ class BackboneConfig:
     def spec(self):
         """The row of its arch."""
         return ARCHS[self.arch]
+
+    @property
+    def family(self):
+        """What surrounds the operators. A masked autoencoder has its own stem and final norm."""
+        family = self.spec.text_family if self.kind == "text" else self.spec.image_family
+        return replace(family, stem="plain", final_norm=True) if self.kind == "mae" else family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
@@ -805,10 +808,6 @@ class ImageConfig(BackboneConfig):
     pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
     final_norm: bool | None = None      # LN after the last layer, else in the head; None likewise
 
-    @property
-    def family(self):
-        return self.spec.image_family
-
     def __post_init__(self):
         super().__post_init__()
         self.stem = self.stem or self.family.stem
@@ -834,10 +833,6 @@ class MAEConfig(ImageConfig):
     mask_ratio: float = 0.75
     positions: str = "sincos"
 
-    @property
-    def family(self):
-        return replace(self.spec.image_family, stem="plain", final_norm=True)
-
     def __post_init__(self):
         super().__post_init__()
         self.decoder_layers = self.decoder_layers or self.layers
@@ -857,10 +852,6 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
-
-    @property
-    def family(self):
-        return self.spec.text_family
 
 
 def make_config(cls, size=None, arch="crate", **given):
@@ -1083,9 +1074,7 @@ class LanguageModel(Backbone):
             if isinstance(module, nn.Linear):
                 ends_branch = name.endswith((".attention.W", ".sparsification.down"))
                 std = 0.02 / (2 * self.config.layers) ** 0.5 if ends_branch else 0.02
-                nn.init.normal_(module.weight, std=std)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+                init_linears(module, nn.init.normal_, std=std)
         nn.init.normal_(self.embed.weight, std=0.02)
         if self.positions is not None:
             nn.init.normal_(self.positions, std=0.02)

@@ -152,9 +152,8 @@ class Run:
         return content
 
     def steps(self, total, what, eval_every, flops=0, tokens=None):
-        """Yields the number, from 0, of each step that is left of `total`, and sets evaluation_due.
-        After a signal it ends the step, saves ckpt.pt and raises RunEnded. `what` says what is
-        trained; a Meter explains flops and tokens."""
+        """Yields the number, from 0, of each step that is left of `total`. After a signal it saves
+        ckpt.pt and raises RunEnded. `what` says what is trained; a Meter explains flops, tokens."""
         self.total, self.eval_every = total, self.config.eval_every or eval_every
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
