@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from figures import print_table
 from flags import DeviceFlags, option, parse_command, TypeFlags
-from model import attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
+from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
 from optim import train_flops
 from processes import cli, device_name, Processes, wants_compile
 
@@ -40,8 +40,11 @@ class LiteralISTA(ISTA):
         return ista(Z, self.D, self.eta, self.lambd)
 
 
-LITERAL = {"literal attention": (LiteralMSSA, ISTA), "literal ISTA": (MSSA, LiteralISTA),
-           "literal": (LiteralMSSA, LiteralISTA)}
+CRATE = ARCHS["crate"]
+VARIANTS = {"crate": CRATE, "literal attention": CRATE._replace(attention=LiteralMSSA),
+            "literal ISTA": CRATE._replace(sparsification=LiteralISTA),
+            "literal": CRATE._replace(attention=LiteralMSSA, sparsification=LiteralISTA),
+            "transformer": ARCHS["transformer"]}
 
 
 # ---- The clock ----------------------------------------------------------------------------------
@@ -86,10 +89,13 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, arch, fields, operators=None):
-    """A model of a table, with these operators in place of its arch's."""
+def build(table, arch, fields):
+    """A model of a table; the transformer's width and heads are half as large."""
+    ARCHS.update(VARIANTS)
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    return model_class(model_class.config_class(arch=arch, **fields), operators)
+    if arch == "transformer":
+        fields = fields | dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
+    return model_class(model_class.config_class(arch=arch, **fields))
 
 
 def bench_steps(table, c, processes):
@@ -104,13 +110,8 @@ def bench_steps(table, c, processes):
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
-        narrow = dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
-        models = dict(fast=build(table, "crate", fields))
-        for name, operators in LITERAL.items():
-            models[name] = build(table, "crate", fields, operators)
-            models[name].load_state_dict(models["fast"].state_dict())
-        models["transformer"] = build(table, "transformer", fields | narrow)
-        x, y = random_batch(models["fast"].config, batch, device)
+        models = {arch: build(table, arch, fields) for arch in VARIANTS}
+        x, y = random_batch(models["crate"].config, batch, device)
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():
             loss = partial(loss_of, model.to(device), x, y)

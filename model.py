@@ -23,7 +23,7 @@ The papers write Z in R^{d x n}, one token per column. Here Z is (B, n, d), one 
 of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dimension p each."""
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
 
@@ -34,7 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.spec is its arch's row of ARCHS, with the operators; config.family is what surrounds them
+# config.row is its arch's row of ARCHS, with the operators; config.family is what surrounds them
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; the queries are of the last m tokens."""
@@ -117,12 +117,11 @@ class SoftmaxAttention(Attention):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
-        masked = self.causal and m > 1      # a single token, the newest, sees all
-        square = m == n                     # as the kernel's own mask is
-        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # as measured
-        if slow or masked and not square:
-            return F.dropout(attention_map(q, k, self.scale, self.causal), dropout) @ v
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, masked, scale=self.scale)
+        causal = self.causal and m > 1      # a single token, the newest, sees all
+        # its causal mask is that of m = n; on CPUs it is slower for few tokens in bfloat16
+        if causal and m < n or q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512:
+            return F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
+        return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
@@ -152,7 +151,7 @@ class MSSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.output, self.step_size = config.spec.output, config.step_size
+        self.output, self.step_size = config.row.output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
@@ -248,18 +247,17 @@ class Layer(nn.Module):
     The table ARCHS has every arch's operators. LN is not in Eq. (45) but in [J] Fig. 8. LayerScale
     and drop path are on residual branches only."""
 
-    def __init__(self, config, operators=None, drop_path=0.0):
+    def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, spec = config, config.spec
-        attention, sparsification = operators or (spec.attention, spec.sparsification)
-        self.norm1, self.attention = layer_norm(c), attention(c)
+        c, row = config, config.row
+        self.norm1, self.attention = layer_norm(c), row.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if sparsification is not None:
-            self.norm2, self.sparsification = layer_norm(c), sparsification(c)
-        self.residual, self.dropout, self.drop_path = spec.residual, c.dropout, drop_path
+        if row.sparsification is not None:
+            self.norm2, self.sparsification = layer_norm(c), row.sparsification(c)
+        self.residual, self.dropout, self.drop_path = row.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
-            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if spec.residual else None
+            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if row.residual else None
 
     def scale_and_drop(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
@@ -293,12 +291,10 @@ class Layer(nn.Module):
         return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
-def make_layers(config, operators=None):
-    """The L layers, drop path rising linearly with depth; of `operators`, classes (attention,
-    sparsification), if they are given, else of the arch's."""
+def make_layers(config):
+    """The L layers, drop path rising linearly with depth."""
     L = config.layers
-    return nn.Sequential(*(
-        Layer(config, operators, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
+    return nn.Sequential(*(Layer(config, config.drop_path * l / max(L - 1, 1)) for l in range(L)))
 
 
 def init_linears(module, init, **options):
@@ -766,30 +762,29 @@ class BackboneConfig:
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
     @property
-    def spec(self):
+    def row(self):
         """The row of its arch."""
         return ARCHS[self.arch]
 
     @property
     def family(self):
-        """What surrounds the operators. A masked autoencoder has its own stem and final norm."""
-        family = self.spec.text_family if self.kind == "text" else self.spec.image_family
-        return replace(family, stem="plain", final_norm=True) if self.kind == "mae" else family
+        """What surrounds the operators."""
+        return self.row.text_family if self.kind == "text" else self.row.image_family
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         if self.rotary or self.shift:
-            if self.kind != "text" or not issubclass(self.spec.attention, SoftmaxAttention):
+            if self.kind != "text" or not issubclass(self.row.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
         d, K = self.width, self.heads
         if self.layer_scale is None:
-            self.layer_scale = self.spec.layer_scale
+            self.layer_scale = self.row.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if self.spec.output == "transpose" and K * self.head_dim != d:
+        if self.row.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -810,12 +805,13 @@ class ImageConfig(BackboneConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.stem = self.stem or self.family.stem
+        if self.stem is None:
+            self.stem = self.family.stem
+        if self.final_norm is None:
+            self.final_norm = self.family.final_norm
         for name, words in (("stem", ("norm", "plain")), ("positions", ("learned", "sincos")),
                             ("pool", ("class", "mean"))):
             check_word(name, getattr(self, name), words)
-        if self.final_norm is None:
-            self.final_norm = self.family.final_norm
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
@@ -828,7 +824,9 @@ class ImageConfig(BackboneConfig):
 class MAEConfig(ImageConfig):
     """An encoder of `layers` layers and its decoder, of the same width and heads.  [B] 7.6."""
     kind: ClassVar = "mae"
-    lambd: float = 0.5                      # as in the released code
+    lambd: float = 0.5                      # these three as in the released code
+    stem: str = "plain"
+    final_norm: bool = True
     decoder_layers: int | None = None       # None: as many as encode
     mask_ratio: float = 0.75
     positions: str = "sincos"
@@ -903,7 +901,7 @@ class ImageEncoder(Backbone):
     encoder(x): (B, C, H, W) -> tokens (B, 1 + n, d). Other sizes than config.image_size will do."""
     config_class = ImageConfig
 
-    def __init__(self, config, operators=None):
+    def __init__(self, config):
         super().__init__()
         self.config = c = config
         patch = 3 * c.patch_size ** 2
@@ -916,7 +914,7 @@ class ImageEncoder(Backbone):
             self.positions = nn.Parameter(torch.zeros(1, c.context, c.width))
         else:
             self.register_buffer("positions", sincos_positions(c.width, c.side))
-        self.layers = make_layers(c, operators)
+        self.layers = make_layers(c)
         self.norm = nn.LayerNorm(c.width, FINAL_EPS) if c.final_norm else nn.Identity()
         self.init_weights()
 
@@ -962,10 +960,10 @@ class ImageClassifier(nn.Module):
     """model(x): (B, C, H, W) -> logits (B, classes). The head is linear, after exactly one LN."""
     config_class = ImageConfig
 
-    def __init__(self, config, operators=None):
+    def __init__(self, config):
         super().__init__()
         self.config = c = config
-        self.encoder = ImageEncoder(c, operators)
+        self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
         if (std := c.family.init_std) is not None:
@@ -994,7 +992,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = layer_norm(c)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
-        self.attention = c.spec.attention(c)
+        self.attention = c.row.attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1016,7 +1014,7 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        proximal = c.spec.sparsification is not None and not c.spec.residual
+        proximal = c.row.sparsification is not None and not c.row.residual
         layer = DecoderLayer if proximal else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
@@ -1057,12 +1055,12 @@ class LanguageModel(Backbone):
     are not -1, so that parts of a batch add up; [B] Eq. (7.4.1) is its mean."""
     config_class = TextConfig
 
-    def __init__(self, config, operators=None):
+    def __init__(self, config):
         super().__init__()
         self.config = c = config
         self.embed = nn.Embedding(c.vocab_size, c.width)
         self.positions = None if c.rotary else nn.Parameter(torch.zeros(c.context, c.width))
-        self.layers = make_layers(c, operators)
+        self.layers = make_layers(c)
         self.norm = layer_norm(c)
         self.init_weights()
 

@@ -22,7 +22,7 @@ import torch
 from experiments.shared import averages
 from figures import print_table
 from flags import option, parse, UserError
-from model import LanguageModel, MHSA, MSSA, text_config
+from model import ARCHS, check_word, LanguageModel, MHSA, MSSA, text_config
 from optim import count, make_optimizers, take_step
 from processes import cli, derive_seed, with_bar
 
@@ -90,14 +90,15 @@ class Recall:
 
 def build(c, arch):
     """A model of an arch, with the attention of --change."""
-    config = text_config(
-        arch=arch, width=c.width, heads=c.heads, layers=c.layers, context=4 * c.pairs - 1,
-        vocab_size=2 * c.symbols, shift=c.shift)
-    attention, changed = config.spec.attention, CHANGES.get(c.change)
-    if changed and not issubclass(changed, attention):
+    check_word("arch", arch, ARCHS)
+    name, row, changed = f"{arch}, {c.change}", ARCHS[arch], CHANGES.get(c.change)
+    if changed and not issubclass(changed, row.attention):
         raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} has "
-                        f"{attention.__name__}")
-    model = LanguageModel(config, (changed or attention, config.spec.sparsification))
+                        f"{row.attention.__name__}")
+    ARCHS[name] = row._replace(attention=changed or row.attention)
+    model = LanguageModel(text_config(
+        arch=name, width=c.width, heads=c.heads, layers=c.layers, context=4 * c.pairs - 1,
+        vocab_size=2 * c.symbols, shift=c.shift))
     for name, p in model.named_parameters():
         if name.endswith(("attention.U.weight", "attention.QKV.weight")):
             p.data *= c.init

@@ -13,11 +13,10 @@ TEXT = dict(width=16, heads=2, layers=1, context=6, vocab_size=9)
 
 
 @pytest.mark.parametrize("table, fields", [("vit", IMAGE), ("gpt", TEXT)])
-@pytest.mark.parametrize("variant", bench.LITERAL)
+@pytest.mark.parametrize("variant", [arch for arch in bench.VARIANTS if "literal" in arch])
 def test_literal_is_the_same_function(monkeypatch, table, fields, variant):
     monkeypatch.setattr(torch, "randn", partial(torch.randn, dtype=torch.float64))
-    fast, literal = (bench.build(table, "crate", fields, operators).double()
-                     for operators in (None, bench.LITERAL[variant]))
+    fast, literal = (bench.build(table, arch, fields).double() for arch in ("crate", variant))
     literal.load_state_dict(scrambled(fast).state_dict())
     losses, batch = [], bench.random_batch(fast.config, 3, CPU)
     for model in (fast, literal.eval()):
@@ -29,9 +28,6 @@ def test_literal_is_the_same_function(monkeypatch, table, fields, variant):
         torch.testing.assert_close(b.grad, a.grad, rtol=0, atol=1e-10, msg=key)
 
 
-STEPS = ["fast", "literal attention", "literal ISTA", "literal", "transformer"]
-
-
 @pytest.mark.parametrize("table", ["vit", "gpt"])
 def test_tables(monkeypatch, table):
     tables = dict(vit=[("a", 2, IMAGE)], gpt=[("a", 2, TEXT)])
@@ -39,8 +35,8 @@ def test_tables(monkeypatch, table):
     monkeypatch.setattr(bench, "MODELS", tables)
     monkeypatch.setattr(bench, "print_table", rows.extend)
     bench.main([table, "--device=cpu", "--repeats=1"])
-    assert [row["variant"] for row in rows] == STEPS and min(row["ms"] for row in rows) > 0
-    literal = rows[STEPS.index("literal")]
+    assert [row["variant"] for row in rows] == [*bench.VARIANTS] and min(row["ms"] for row in rows) > 0
+    literal = rows[[*bench.VARIANTS].index("literal")]
     assert rows[0]["of literal"] == pytest.approx(rows[0]["ms"] / literal["ms"])
     if table == "vit":
         assert rows[0]["images/s"] == pytest.approx(2e3 / rows[0]["ms"])
