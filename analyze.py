@@ -6,16 +6,20 @@
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
 from dataclasses import dataclass, MISSING
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.nn import functional as F
 
 import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
-from evaluate import check_classes, layer_table, spread, validation_noise
+from evaluate import check_classes, validation_noise
 from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SplitFlags, UserError
-from processes import cli, Processes
+from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
+from processes import cli, Processes, with_bar
 from run import read_metrics
 from web import page
 
@@ -25,7 +29,84 @@ class OutFlags:
     out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
 
 
+# ---- Samples of a checkpoint's data, and what its layers do with them ---------------------------
+def spread(total, n):
+    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
+    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
+
+
+def inputs(loaded, c):
+    """Yields (index (B,), x) of c.samples images or windows of text, spread over the split: which
+    they are, and what the backbone takes, images in the type of its weights or ids (B, n)."""
+    config, weight = loaded.model.config, next(loaded.model.parameters())
+    if loaded.task == "gpt":
+        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
+        n = min(config.context, len(tokens))
+        windows = tokens[:len(tokens) // n * n].reshape(-1, n)
+        total = len(windows)
+    else:
+        data, split = images.split_for(loaded, c)
+        total = len(split)
+    for index in with_bar(spread(total, c.samples).split(c.batch_size), "samples"):
+        if loaded.task == "gpt":
+            x = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(weight.device)
+        else:
+            x = images.model_input(split.batch(index)[0], data, config.image_size).to(weight.dtype)
+        yield index, x
+
+
+def traces(loaded, c):
+    """Yields [(layer, its LayerTrace) ...] for each batch of `inputs`."""
+    for _, x in inputs(loaded, c):
+        yield [*zip(loaded.backbone.layers, loaded.backbone.trace(x))]
+
+
 # ---- layers: rates and sparsity -----------------------------------------------------------------
+def at_norm(Z, other):
+    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
+    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+
+
+def normed(Z):
+    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias: much as the next
+    step reads them. Longer tokens alone have a higher rate, and those to which one vector is added
+    a lower one after a LayerNorm."""
+    return F.layer_norm(Z - Z.mean(-2, keepdim=True), Z.shape[-1:])
+
+
+def unit_size(U):
+    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
+    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
+
+
+def layer_numbers(layer, trace, eps=0.1, lambd=0.1):
+    """{column of `layers`: a number for each sample (B,)} of a layer that made `trace`. In float64,
+    as float32 may give NaN."""
+    U = unit_size(layer.attention.bases().double())
+    Z, half, out, X = (T.double() for T in (
+        trace.tokens, trace.half, trace.out, layer.norm1(trace.tokens)))
+
+    rate = partial(subspace_coding_rate, U=U, eps=eps)
+    objective = partial(sparse_rate_reduction, U=U, eps=eps, lambd=lambd)
+    reduction = partial(sparse_rate_reduction, U=U, eps=eps, lambd=0)
+    return dict(
+        Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
+        attention_Rc=rate(half) - rate(Z),
+        attention_Rc_normed=rate(normed(half)) - rate(normed(Z)),
+        R=coding_rate(out, eps), Rc=rate(out), nonzeros=(out != 0).double().mean((1, 2)),
+        objective=objective(out), objective_added=objective(out) - objective(Z),
+        reduction_added=reduction(at_norm(out, Z)) - reduction(Z))
+
+
+@torch.no_grad()
+def layer_table(loaded, c):
+    """One dict a layer: the mean over samples of each number."""
+    batches = [[layer_numbers(layer, trace, c.eps, c.lambd) for layer, trace in traced]
+               for traced in traces(loaded, c)]
+    return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
+                             for key in parts[0]} for l, parts in enumerate(zip(*batches), 1)]
+
+
 @dataclass(kw_only=True)
 class Layers(SplitFlags, OutFlags):
     """Rates, nonzeros and the objective by layer, means over samples. Rates are in nats, with U at

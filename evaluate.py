@@ -1,4 +1,4 @@
-"""Numbers of a trained checkpoint: scores, which training scripts share, and rates of its layers.
+"""Scores of a trained checkpoint, which the training scripts share.
 
     python evaluate.py accuracy --ckpt=out/vit-cifar10/ckpt.pt      top-1 on its validation split
     python evaluate.py accuracy --ckpt=crate_base.pth --data=imagenet       a published checkpoint
@@ -12,14 +12,12 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
 from checkpoint import open_model
 from data import augment, images, text
 from flags import OpenFlags, option, parse_command, SplitFlags, TypeFlags, UserError
-from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from processes import cli, derive_seed, is_main, Processes, with_bar
 
 
@@ -177,83 +175,6 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     loss, right, n = processes.sum(total).tolist()
     scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
     return scores | dict(acc=right / n) if masked else scores
-
-
-# ---- Rates of layers ----------------------------------------------------------------------------
-def spread(total, n):
-    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
-    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
-
-
-def inputs(loaded, c):
-    """Yields (which images of the split (B,), or which tokens (B, n); the backbone's input) for
-    c.samples images or windows of text, spread over the split; images have the weights' type."""
-    config, weight = loaded.model.config, next(loaded.model.parameters())
-    if loaded.task == "gpt":
-        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
-        n = min(config.context, len(tokens))
-        samples = tokens[:len(tokens) // n * n].reshape(-1, n)
-    else:
-        data, samples = images.split_for(loaded, c)
-    for index in with_bar(spread(len(samples), c.samples).split(c.batch_size), "samples"):
-        if loaded.task == "gpt":
-            ids = torch.from_numpy(samples[index.numpy()].astype(np.int64)).to(weight.device)
-            yield ids, ids
-        else:
-            x = images.model_input(samples.batch(index)[0], data, config.image_size)
-            yield index, x.to(weight.dtype)
-
-
-def traces(loaded, c):
-    """Yields (which samples, [(layer, its LayerTrace) ...]) for each batch of `inputs`."""
-    backbone = loaded.backbone
-    for index, x in inputs(loaded, c):
-        yield index, [*zip(backbone.layers, backbone.trace(x))]
-
-
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
-
-
-def normed(Z):
-    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias: much as the next
-    step reads them. Longer tokens alone have a higher rate, and those to which one vector is added
-    a lower one after a LayerNorm."""
-    return F.layer_norm(Z - Z.mean(-2, keepdim=True), Z.shape[-1:])
-
-
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1):
-    """{column of `layers`: a number for each sample (B,)} of a layer that made `trace`. In float64,
-    as float32 may give NaN."""
-    U = unit_size(layer.attention.bases().double())
-    Z, half, out, X = (T.double() for T in (
-        trace.tokens, trace.half, trace.out, layer.norm1(trace.tokens)))
-
-    rate = partial(subspace_coding_rate, U=U, eps=eps)
-    objective = partial(sparse_rate_reduction, U=U, eps=eps, lambd=lambd)
-    reduction = partial(sparse_rate_reduction, U=U, eps=eps, lambd=0)
-    return dict(
-        Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
-        attention_Rc=rate(half) - rate(Z),
-        attention_Rc_normed=rate(normed(half)) - rate(normed(Z)),
-        R=coding_rate(out, eps), Rc=rate(out), nonzeros=(out != 0).double().mean((1, 2)),
-        objective=objective(out), objective_added=objective(out) - objective(Z),
-        reduction_added=reduction(at_norm(out, Z)) - reduction(Z))
-
-
-@torch.no_grad()
-def layer_table(loaded, c):
-    """One dict a layer: the mean over samples of each number."""
-    batches = [[layer_numbers(layer, trace, c.eps, c.lambd) for layer, trace in traced]
-               for _, traced in traces(loaded, c)]
-    return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
-                             for key in parts[0]} for l, parts in enumerate(zip(*batches), 1)]
 
 
 # ---- Commands -----------------------------------------------------------------------------------

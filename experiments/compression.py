@@ -6,14 +6,18 @@ lengths; after it a vector added to all tokens lowers R^c. So it is measured of 
 are, and of the tokens less their mean, after a LayerNorm without gain and bias. U is at unit size.
 
     attention       MSSA(LN(Z))
+    reversed        attention's step times -1
+    turned          attention's step, all of it turned by one random rotation
+    one_map         the same with the mean attention map of the batch for every sample: which tokens
+                    are averaged no longer depends on the sample
     shuffled        the same with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
-    turned          attention's step, all of it turned by one random orthogonal matrix
     others          the same with each token's own weight taken out and the rest divided by their
                     sum (the first token of a text then has none)
+    others_turned   the same, turned by that rotation
     alone           attention's step if each token attends to itself alone, with weight 1: no
                     averages (with --shift its value has a part of the token before)
-    alone_turned    the same, turned by that matrix
+    alone_turned    the same, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
 There are four tables; in the first three, in nats, `before` is R^c before the step:
@@ -35,31 +39,31 @@ from dataclasses import dataclass
 
 import torch
 
+from analyze import normed, traces, unit_size
 from checkpoint import each_model
-from evaluate import normed, traces, unit_size
 from experiments.shared import (
     averages,
     described,
     each_sample,
+    Flags,
     one_set,
+    random_rotation,
     random_subspaces,
     SEVEN,
     write_csv,
 )
 from figures import print_table
-from flags import option, parse, SplitFlags, UserError
+from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate
 from processes import cli
 
 
 @dataclass(kw_only=True)
-class Compression(SplitFlags):
+class Compression(Flags):
     ckpt: str = option(SEVEN, "checkpoints, separated by commas")
-    samples: int = option(40, "images or sequences, spread over the split", low=1)
+    samples: int = option(40, "images or windows of text, spread over the split", low=1)
     together: int = option(1, "samples coded as one set, less its mean", low=1)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
-    batch_size: int = option(20, "samples at once", low=1)
-    csv: str | None = option(None, "a file for the rows of all tables; none: no file")
 
 
 def shuffled(A, causal, generator):
@@ -78,16 +82,19 @@ def shuffled(A, causal, generator):
 
 def steps(layer, Z, generator):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
-    attention, X, U, d = layer.attention, layer.norm1(Z), layer.attention.bases(), Z.shape[2]
+    attention, X, U = layer.attention, layer.norm1(Z), layer.attention.bases()
     values, A = attention.queries_keys_values(X)[2], attention.map(X)
     dealt = shuffled(A, attention.causal, generator)
-    rotation = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=Z.dtype))[0]
     others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
     others = others / others.sum(-1, keepdim=True).clamp_min(1e-12)
-    step, alone = attention(X), attention.join(values)
-    return dict(attention=step, turned=step @ rotation, shuffled=attention.join(dealt @ values),
-                others=attention.join(others @ values), alone=alone, alone_turned=alone @ rotation,
-                shrink=-(X[:, None] @ U @ U.mT).sum(1))
+    rotation = random_rotation(Z.shape[2], generator).to(Z)
+    found = dict(attention=attention(X), others=attention.join(others @ values),
+                 alone=attention.join(values))
+    turned = {f"{name}_turned": step @ rotation for name, step in found.items()}
+    return found | dict(
+        turned=turned.pop("attention_turned"), **turned, reversed=-found["attention"],
+        one_map=attention.join(A.mean(0, keepdim=True) @ values),
+        shuffled=attention.join(dealt @ values), shrink=-(X[:, None] @ U @ U.mT).sum(1))
 
 
 def changes(layer, Z, generator, eps, together=1):
@@ -99,13 +106,15 @@ def changes(layer, Z, generator, eps, together=1):
               for name, step in every.items()}
     scaled = {name: step * (length["attention"] / length[name])[:, None, None]
               for name, step in every.items()}
-    for table, bases, look, added in (("raw", U, lambda T: T, every), ("normed", U, normed, scaled),
-                                      ("elsewhere", V, normed, scaled)):
-        def rate(T):
-            return subspace_coding_rate(look(one_set(T, together)), bases, eps)
-        before = found[table, "before"] = rate(Z)
-        for name, step in added.items():
-            found[table, name] = rate(Z + step) - before
+
+    def rate(T, table):
+        T = one_set(T, together)
+        return subspace_coding_rate(T if table == "raw" else normed(T),
+                                    V if table == "elsewhere" else U, eps)
+    for table in ("raw", "normed", "elsewhere"):
+        before = found[table, "before"] = rate(Z, table)
+        for name, step in (every if table == "raw" else scaled).items():
+            found[table, name] = rate(Z + step, table) - before
     found["lengths", "tokens"] = ((Z + every["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
     for name in every:
         found["lengths", name] = length[name] / length["attention"]
@@ -121,7 +130,7 @@ def measured(loaded, c):
     if not issubclass(config.row.attention, SoftmaxAttention):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
     batches = [[changes(layer, trace.tokens, generator, c.eps, c.together)
-                for layer, trace in traced] for _, traced in traces(loaded, c)]
+                for layer, trace in traced] for traced in traces(loaded, c)]
     numbers = {}
     for table, column in batches[0][0]:
         each = torch.cat([torch.stack([layer[table, column] for layer in batch])

@@ -23,23 +23,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from analyze import inputs, traces
 from checkpoint import each_model
 from data.images import split_for
-from evaluate import inputs, traces
-from experiments.shared import averages, each_sample, FIVE, write_csv
+from experiments.shared import averages, each_sample, Flags, write_csv
 from figures import legend_below, new_figure, over_layers, print_table
-from flags import option, parse, SplitFlags, UserError
+from flags import option, parse, UserError
 from model import ISTA, ista, lasso, ODL
 from processes import cli
 
 
 @dataclass(kw_only=True)
-class Sparsify(SplitFlags):
-    ckpt: str = option(FIVE, "checkpoints with a dictionary, separated by commas")
-    samples: int = option(100, "images or sequences, spread over the split", low=2)
+class Sparsify(Flags):
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
-    batch_size: int = option(20, "samples at once", low=1)
-    csv: str | None = option(None, "a file for the rows of the table; none: no file")
     figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
 
 
@@ -98,7 +94,7 @@ def table(loaded, c):
     if not isinstance(loaded.backbone.layers[0].sparsification, (ISTA, ODL)):
         raise UserError(f"{loaded.model.config.arch} has no sparse code in a dictionary D")
     samples = {}
-    for _, traced in traces(loaded, c):
+    for traced in traces(loaded, c):
         for l, (layer, trace) in enumerate(traced, 1):
             X, operator = layer.norm2(trace.half), layer.sparsification
             D, lambd = operator.D, operator.lambd

@@ -8,25 +8,21 @@ are those of `python analyze.py layers --help`.
 """
 from dataclasses import dataclass
 
+from analyze import layer_table
 from checkpoint import each_model
-from evaluate import layer_table
-from experiments.shared import described, FIVE, write_csv
+from experiments.shared import described, Flags, write_csv
 from figures import print_table
-from flags import option, parse, SplitFlags
+from flags import option, parse
 from processes import cli
 
 FALLING = "Rc_tokens", "Rc", "nonzeros"
 
 
 @dataclass(kw_only=True)
-class LayerToLayer(SplitFlags):
-    ckpt: str = option(FIVE, "checkpoints, separated by commas")
-    untrained: bool = option(True, "random weights, too")
-    samples: int = option(100, "images or sequences, spread over the split", low=1)
+class LayerToLayer(Flags):
+    untrained: bool = option(True, "each a second time, with random weights")
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the objective", low=0)
-    batch_size: int = option(10, "samples at once", low=1)
-    csv: str | None = option(None, "a file for the numbers of each layer; none: no file")
 
 
 def places(table):

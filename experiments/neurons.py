@@ -20,24 +20,24 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from analyze import inputs
 from checkpoint import each_model
 from data.images import split_for
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression, traces
-from experiments.shared import averages
+from evaluate import logistic_regression
+from experiments.shared import averages, Flags, random_rotation, write_csv
 from figures import print_table
-from flags import option, parse, SplitFlags, UserError
+from flags import option, parse, UserError
 from processes import cli
 
 
 @dataclass(kw_only=True)
-class Neurons(SplitFlags):
+class Neurons(Flags):
     ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
     layer: int | None = option(None, "which layer, from 1; auto: the last", low=1)
     turned: bool = option(False, "also of each code turned by a random rotation")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
     samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
-    batch_size: int = option(10, "samples at once", low=1)
 
 
 def text_properties(pieces):
@@ -73,14 +73,13 @@ def read_codes(loaded, c):
         raise UserError(f"--layer={c.layer}: {loaded.name} has {len(backbone.layers)} layers")
     if backbone.layers[-1].sparsification is None and not c.stream:
         raise UserError(f"the layers of {backbone.config.arch} have no code")
-    indices, codes = [], []                     # indices are of images, or token ids
-    for index, traced in traces(loaded, c):
-        trace = traced[(c.layer or 0) - 1][1]
-        code = trace.out if c.stream else trace.code
-        indices.append(index.cpu())
-        codes.append(code.float().cpu())
-    of_task = of_tokens if loaded.task == "gpt" else of_images
-    return of_task(loaded, c, torch.cat(indices).numpy(), torch.cat(codes))
+    text, which, codes = loaded.task == "gpt", [], []
+    for index, x in inputs(loaded, c):
+        trace = backbone.trace(x)[(c.layer or 0) - 1]
+        which.append(x.cpu() if text else index)        # token ids, or which images
+        codes.append((trace.out if c.stream else trace.code).float().cpu())
+    return (of_tokens if text else of_images)(
+        loaded, c, torch.cat(which).numpy(), torch.cat(codes))
 
 
 def of_tokens(loaded, c, ids, values):
@@ -147,9 +146,9 @@ def probed(codes, width, seed):
 
 def turned(codes, seed):
     """The Codes, with values turned by one random rotation."""
-    m = codes.values.shape[1]
-    A = torch.randn(m, m, generator=torch.Generator().manual_seed(seed))
-    return codes._replace(values=codes.values @ torch.linalg.qr(A)[0])
+    generator = torch.Generator().manual_seed(seed)
+    rotation = random_rotation(codes.values.shape[1], generator).to(codes.values)
+    return codes._replace(values=codes.values @ rotation)
 
 
 def main(argv):
@@ -166,6 +165,8 @@ def main(argv):
             others.append(probed(turned(codes, seed), width, seed))
     rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
     print_table(rows)
+    if c.csv:
+        write_csv(rows, c.csv)
     return rows
 
 

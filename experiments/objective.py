@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from evaluate import at_norm, traces, unit_size
-from experiments.shared import described, FIVE, one_set, random_subspaces, write_csv
+from experiments.shared import described, Flags, one_set, random_subspaces, write_csv
 from figures import print_table
-from flags import option, parse, SplitFlags, UserError
+from flags import option, parse, UserError
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 
@@ -22,12 +22,10 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(SplitFlags):
-    ckpt: str = option(FIVE, "checkpoints, separated by commas")
-    untrained: bool = option(True, "random weights, too")
-    samples: int = option(64, "images or sequences, a multiple of 64", low=64)
+class Objective(Flags):
+    untrained: bool = option(True, "each a second time, with random weights")
+    samples: int = option(64, "images or windows of text, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
-    csv: str | None = option(None, "a file for the table; none: no file")
 
 
 @torch.no_grad()
@@ -35,7 +33,7 @@ def added(loaded, c, together, eps=0.1):
     """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
     random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
     generator, found = torch.Generator(), []
-    for _, traced in traces(loaded, c):
+    for traced in traces(loaded, c):
         rows = []
         for layer, trace in traced:
             Z, out = one_set(trace.tokens, together), one_set(trace.out, together)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from evaluate import at_norm
+from analyze import at_norm
 from experiments.shared import random_subspaces
 from figures import print_table
 from flags import option, parse

@@ -1,15 +1,26 @@
-"""What several experiments use: checkpoints, means with their errors, files, a kind of figure,
-random subspaces."""
+"""What several experiments use: flags, means with their errors, files, a kind of figure, random
+subspaces and rotations."""
 import csv
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from flags import UserError
+from flags import option, SplitFlags, UserError
 
 FIVE = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
 SEVEN = f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer"
+
+
+@dataclass(kw_only=True)
+class Flags(SplitFlags):
+    """What an experiment measures, and where it writes."""
+    ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    untrained: bool = option(False, "each a second time, with random weights")
+    samples: int = option(100, "images or windows of text, spread over the split", low=1)
+    batch_size: int = option(20, "samples at once", low=1)
+    csv: str | None = option(None, "a file for the rows; none: no file")
 
 
 def averages(runs):
@@ -67,3 +78,8 @@ def random_subspaces(d, K, generator):
     """K random subspaces of R^d, each orthogonal to the others: bases (K, d, p), float64."""
     A = torch.randn(d, d // K * K, generator=generator, dtype=torch.float64)
     return torch.linalg.qr(A)[0].view(d, K, d // K).transpose(0, 1)
+
+
+def random_rotation(d, generator):
+    """A random orthogonal matrix (d, d), float64."""
+    return torch.linalg.qr(torch.randn(d, d, generator=generator).double())[0]

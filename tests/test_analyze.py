@@ -10,7 +10,6 @@ from PIL import Image
 from torch.nn import functional as F
 
 import analyze
-import evaluate
 import figures
 import model as models
 from checkpoint import TASKS
@@ -105,7 +104,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None, Z, None)
-        return evaluate.layer_numbers(layer, trace, **flags)
+        return analyze.layer_numbers(layer, trace, **flags)
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)

@@ -8,9 +8,9 @@ from test_model import assert_near
 
 import crate
 import model as models
+from analyze import unit_size
 from checkpoint import load_model
 from data import images
-from evaluate import unit_size
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
@@ -99,9 +99,13 @@ def test_controls(text):
     assert_near(found["others"], attention.join(others @ values))
     first, _ = crate.neumann_terms(X, attention.bases())
     assert_near(found["shrink"], -first / (8 / (9 * 0.5 ** 2)))         # less beta
-    for name in ("attention", "alone"):
+    assert_near(found["reversed"], -attention(X))
+    assert_near(compression.steps(layer, Z[:1].expand(3, -1, -1), torch.Generator())["one_map"],
+                attention(X)[:1].expand(3, -1, -1))         # equal samples have one map
+    assert not torch.allclose(found["one_map"], attention(X))
+    for name in ("attention", "others", "alone"):
         own = found[name].flatten(0, 1)
-        turned = found["turned" if name == "attention" else "alone_turned"].flatten(0, 1)
+        turned = found[f"{name}_turned".removeprefix("attention_")].flatten(0, 1)
         assert_near(turned @ turned.mT, own @ own.mT)
         assert not torch.allclose(turned, own)
     assert not torch.allclose(found["shuffled"], attention(X))

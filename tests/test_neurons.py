@@ -5,9 +5,9 @@ import torch
 from helpers import write_model
 from torch.nn import functional as F
 
+from analyze import inputs, spread
 from checkpoint import load_model
 from data import images, text
-from evaluate import inputs, spread
 from experiments import neurons
 from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
 

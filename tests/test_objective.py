@@ -17,7 +17,7 @@ def test_added(monkeypatch):
     net = scrambled(models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=16, patch_size=8)))
     parts = torch.randn(2, 4, 3, 16, 16)
-    monkeypatch.setattr("evaluate.inputs", lambda loaded, c: enumerate(parts))
+    monkeypatch.setattr("analyze.inputs", lambda loaded, c: enumerate(parts))
     found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, eps=0.3)
     Zs = [net.tokens(parts.flatten(0, 1)).detach().double()]
     for layer in copy.deepcopy(net.layers).double():

@@ -14,11 +14,12 @@ import torch
 from torch.nn import functional as F
 
 import crate
+from analyze import at_norm, layer_numbers
 from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
-from evaluate import at_norm, layer_numbers, normed, unit_size
+from experiments.compression import changes
 from flags import ROOT
 from model import by_head, lasso
 from web import page
@@ -56,19 +57,10 @@ def of_subspaces(layer, trace):
 
 
 def of_attention(layer, trace):
-    """What each token alone, and attention and each token alone turned by a random rotation, add to
-    R^c after a LayerNorm, by steps as long as attention's, all less their means."""
-    Z, step, U = trace.tokens, trace.half - trace.tokens, unit_size(layer.attention.bases())
-    generator = torch.Generator().manual_seed(0)
-    rotation = torch.linalg.qr(torch.randn(len(U[0]), len(U[0]), generator=generator).to(Z))[0]
-    alone = layer.attention.join(layer.attention.queries_keys_values(layer.norm1(Z))[2])
-    step, alone = (T - T.mean(1, keepdim=True) for T in (step, alone))
-
-    def added(T):
-        return crate.subspace_coding_rate(normed(Z + at_norm(T, step)), U, 0.1) - before
-    before = crate.subspace_coding_rate(normed(Z), U, 0.1)
-    return dict(normed_before=before, alone=added(alone), turned=added(step @ rotation),
-                alone_turned=added(alone @ rotation))
+    """What steps as long as attention's add to R^c after a LayerNorm, and R^c before them."""
+    added = changes(layer, trace.tokens, torch.Generator().manual_seed(0), 0.1)
+    return dict(normed_before=added["normed", "before"],
+                **{name: added["normed", name] for name in ("alone", "turned", "alone_turned")})
 
 
 def of_code(layer, trace):
