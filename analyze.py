@@ -130,14 +130,13 @@ class Layers(SplitFlags, OutFlags):
 
 
 def layers(c):
-    """[{"name", "untrained", "layers", "objective" (the mean over layers)}, ...]."""
+    """[{"name", "weights", "layers", "objective" (the mean over layers)}, ...]."""
     runs = []
     for loaded in each_model(c):
         table = layer_table(loaded, c)
         mean = sum(row["objective"] for row in table) / len(table)
-        runs.append(dict(name=loaded.name, untrained=loaded.untrained, objective=mean,
-                         layers=table))
-        print(f"{loaded.name}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
+        runs.append(dict(name=loaded.name, weights=loaded.weights, objective=mean, layers=table))
+        print(f"{loaded.label}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
         figures.print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
@@ -154,11 +153,10 @@ def draw_layers(runs, c):
     colors = {}                         # of a model, trained or not
     for ax, (key, title) in zip(axes.flat, panels.items()):
         for run in runs:
-            color = colors.setdefault(run["name"].removesuffix(", untrained"), f"C{len(colors)}")
-            look = dict(ls="--", mfc="white") if run["untrained"] else {}
+            color = colors.setdefault(run["name"], f"C{len(colors)}")
+            look = dict(ls="--", mfc="white") if run["weights"] == "random" else {}
             l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
-            label = run["name"].removeprefix("pretrained:")
-            ax.plot(l, y, marker="o", color=color, label=label, **look)
+            ax.plot(l, y, marker="o", color=color, label=f"{run['name']}, {run['weights']}", **look)
         figures.over_layers(ax, title)
     axes[0, 1].yaxis.set_major_formatter("{x:.0%}")
     figures.legend_below(figure, axes[0, 0])
@@ -287,8 +285,7 @@ def write_page(c):
         data, ids = images.load_for(c.data, loaded.meta, c.data_dir), None
         if loaded.task == "vit":
             check_classes(loaded, data)
-    name = Path(c.ckpt).name.removeprefix("pretrained:")
-    Path(c.out).write_text(page.html(name, loaded, untrained, data, ids), encoding="utf-8")
+    Path(c.out).write_text(page.html(loaded.name, loaded, untrained, data, ids), encoding="utf-8")
 
 
 COMMANDS = dict(layers=(Layers, layers), saliency=(Saliency, saliency_maps),

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import zipfile
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from flags import not_one_of, ROOT, UserError
 from model import CRATE_SIZES, ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
-from processes import is_main, note, Processes
+from processes import note, Processes
 
 FORMAT = "crate-3"
 PRETRAINED = ROOT / "data" / "pretrained"
@@ -93,38 +93,6 @@ def read_checkpoint(path, *tasks, heads=None):
     return content
 
 
-def recovered(folder, task):
-    """The content of folder/ckpt.pt; if that is missing or damaged, of ckpt.prev.pt, with a note.
-    The damaged one is deleted: the next save would put it in the place of the whole one."""
-    newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"
-    try:
-        return read_checkpoint(newest, task)
-    except UserError as error:
-        if not before.exists():
-            raise
-        content = read_checkpoint(before, task)
-        note(f"{error}; taking ckpt.prev.pt")
-        if is_main():
-            newest.unlink(missing_ok=True)
-        return content
-
-
-def refuse_another(content, flags, model_config, data_meta, folder):
-    """UserError if the checkpoint of a run in `folder` is of another model, of other flags that are
-    `kept` or of another version of the data. With another --lr or --epochs a run goes on."""
-    saved = content["run_config"] | content["model_config"]     # values that auto stands for
-    given = vars(flags) | model_config
-    kept = [f.name for f in fields(flags) if f.metadata["kept"]]
-    for name in (*kept, *model_config):
-        if name in saved and saved[name] != given.get(name):
-            raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
-                            f"{given.get(name)}; give those of its config.json again")
-    before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
-    if before != now:
-        raise UserError(f"cannot resume {folder}: {data_meta['name']} was prepared anew: it had "
-                        f"{before}, it has {now}")
-
-
 # ---- Models -------------------------------------------------------------------------------------
 class Loaded(NamedTuple):
     """A checkpoint as a model in evaluation mode."""
@@ -133,8 +101,12 @@ class Loaded(NamedTuple):
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
     content: dict                   # the whole file; published ones have no run_config, no step
-    name: str = ""                  # its file and folder, or pretrained:NAME
-    untrained: bool = False         # its weights are random
+    name: str = ""                  # of its folder and file, or of a pretrained model
+    weights: str = "trained"        # or random
+
+    @property
+    def label(self):
+        return f"{self.name}, {self.weights} weights"
 
     @property
     def backbone(self):
@@ -169,9 +141,9 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
             model.load_state_dict(state, assign=True)
     model.eval()
     encoder = None if task == "gpt" else getattr(model, "encoder", model)
-    untrained = untrained_seed is not None
-    name = "/".join(Path(path).with_suffix("").parts[-2:]) + ", untrained" * untrained
-    return Loaded(task, model, encoder, meta, content, name, untrained)
+    name = "/".join(Path(str(path).removeprefix("pretrained:")).with_suffix("").parts[-2:])
+    weights = "trained" if untrained_seed is None else "random"
+    return Loaded(task, model, encoder, meta, content, name, weights)
 
 
 def open_model(c, device, *tasks):

@@ -31,7 +31,7 @@ def check_classes(loaded, data):
 
 def batches_of(split, batch_size, processes):
     """This process's share of the images and labels, in batches."""
-    mine = torch.arange(len(split))[processes.share].split(batch_size)
+    mine = torch.arange(len(split))[processes.interleaved].split(batch_size)
     index = [part.numpy() for part in mine]
     return with_bar(split.batches(index), "images", len(index))
 
@@ -66,7 +66,7 @@ def features(encoder, split, data, processes, kind="class", batch_size=500):
         parts.append(x)
     mine = torch.cat(parts)     # every process adds its rows to zeros: the sum has all
     result = mine.new_zeros(len(split), mine.shape[1])
-    result[processes.share] = mine
+    result[processes.interleaved] = mine
     return processes.sum(result), split.labels.to(result.device)
 
 
@@ -75,7 +75,7 @@ def nearest_neighbours(processes, x, y, x_test, y_test, classes, k=20, temperatu
     the weight exp(cosine / temperature); [B] Eq. (7.2.39) has none. x (N, D), y (N,)."""
     x, x_test, k = F.normalize(x, dim=1), F.normalize(x_test, dim=1), min(k, len(x))
     right = torch.zeros((), device=x.device)
-    mine = torch.arange(len(x_test), device=x.device)[processes.share]
+    mine = torch.arange(len(x_test), device=x.device)[processes.interleaved]
     for part in with_bar(mine.split(1000), "neighbours"):           # 1000: for memory
         cosine, index = (x_test[part] @ x.mT).topk(k)
         votes = torch.zeros(len(part), classes, device=x.device)
@@ -127,7 +127,7 @@ def validation_noise(model, n):
 def reconstruction_loss(model, split, data, processes, batch_size=250):
     """The mean loss of a masked autoencoder over a split: dict(loss, n)."""
     model.eval()
-    noise = validation_noise(model, len(split))[processes.share].split(batch_size)
+    noise = validation_noise(model, len(split))[processes.interleaved].split(batch_size)
     total = torch.zeros((), device=processes.device)
     for (batch, _), part in zip(batches_of(split, batch_size, processes), noise):
         x = images.model_input(batch, data, model.config.image_size)
@@ -212,8 +212,9 @@ def probe(c, score):
     for split in (data.train, data.val):
         split = images.Images(split, processes.device)
         samples += features(loaded.encoder, split, data, processes, kind, c.batch_size)
-    what = dict(data=data.name, features=kind, encoder=None if kind == "pixels" else loaded.name)
-    return what | score(processes, *samples, len(data.classes))
+    encoder = None if kind == "pixels" else loaded.label
+    return dict(data=data.name, features=kind, encoder=encoder) | score(
+        processes, *samples, len(data.classes))
 
 
 @dataclass(kw_only=True)

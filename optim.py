@@ -1,6 +1,8 @@
-"""What the training loops share: micro-batches, schedules, optimizers; what a step costs."""
+"""What the training loops share: micro-batches, schedules, optimizers; what a step costs, and how
+fast steps are."""
 import contextlib
 import math
+import time
 
 import torch
 
@@ -175,3 +177,46 @@ def train_flops(model):
         if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
             multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
+
+
+def in_words(speed):
+    """A Meter's speed, for a line that begins with something else."""
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
+    return "".join(words[name].format(value) for name, value in speed.items())
+
+
+class Meter:
+    """The losses of the last steps, which stay on the device until they are read, and the seconds
+    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
+    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.losses, self.seconds, self.started = [], [], None
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self, loss, read):
+        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
+        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
+        self.losses.append(loss.detach())
+        losses = []
+        if read:
+            losses, self.losses = torch.stack(self.losses), []
+            losses = (self.processes.sum(losses) / self.processes.world).tolist()
+        self.seconds.append(time.perf_counter() - self.started)
+        return losses
+
+    def speed(self, steps):
+        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
+        as it may compile; if there is no other, the dict is empty."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.samples * len(seconds) / sum(seconds)
+        mfu = share_of_peak(samples * self.flops, self.processes)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        return speed | dict(mfu=mfu) if mfu else speed

@@ -82,7 +82,7 @@ class Processes:
     def __init__(self, device="auto", dtype="auto"):
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.share = slice(self.rank, None, self.world)      # of the samples of an evaluation
+        self.interleaved = slice(self.rank, None, self.world)    # its samples of an evaluation
         device = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cuda" and not torch.cuda.is_available():
             raise UserError(f"--device={device}: this machine has none")
@@ -189,9 +189,9 @@ def cli(main):
         if dist.is_initialized():
             dist.barrier()              # gloo aborts a process whose peers have left before it
     except (KeyboardInterrupt, Exception) as error:
-        if ending(error) is None:
+        if (end := ending(error)) is None:
             raise
-        status, line = ending(error)
+        status, line = end
         # rank 0 alone reports what every process has: a shared error, any before they join
         unshared = dist.is_initialized() and not isinstance(error, SharedError)
         name = Path(sys.argv[0]).name + (f", rank {dist.get_rank()}" if unshared else "")

@@ -8,16 +8,16 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from checkpoint import reading, recovered, refuse_another, write_checkpoint
+from checkpoint import read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
-from optim import share_of_peak
-from processes import is_main, SharedError, signals_kept
+from optim import in_words, Meter
+from processes import is_main, note, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
@@ -51,47 +51,36 @@ def read_metrics(folder):
     return lines
 
 
-def in_words(speed):
-    """A Meter's speed, for a line that begins with something else."""
-    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
-                 mfu=", mfu {:.1%}")
-    return "".join(words[name].format(value) for name, value in speed.items())
+def recovered(folder, task):
+    """The content of folder/ckpt.pt; if that is missing or damaged, of ckpt.prev.pt, with a note.
+    The damaged one is deleted: the next save would put it in the place of the whole one."""
+    newest, before = folder / "ckpt.pt", folder / "ckpt.prev.pt"
+    try:
+        return read_checkpoint(newest, task)
+    except UserError as error:
+        if not before.exists():
+            raise
+        content = read_checkpoint(before, task)
+        note(f"{error}; taking ckpt.prev.pt")
+        if is_main():
+            newest.unlink(missing_ok=True)
+        return content
 
 
-class Meter:
-    """The losses of the last steps, which stay on the device until they are read, and the seconds
-    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
-    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
-
-    def __init__(self, processes, samples, flops=0, tokens=None):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
-        self.losses, self.seconds, self.started = [], [], None
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self, loss, read):
-        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
-        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
-        self.losses.append(loss.detach())
-        losses = []
-        if read:
-            losses, self.losses = torch.stack(self.losses), []
-            losses = (self.processes.sum(losses) / self.processes.world).tolist()
-        self.seconds.append(time.perf_counter() - self.started)
-        return losses
-
-    def speed(self, steps):
-        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
-        as it may compile; if there is no other, the dict is empty."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return {}
-        samples = self.samples * len(seconds) / sum(seconds)
-        mfu = share_of_peak(samples * self.flops, self.processes)
-        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
-            examples_per_s=samples)
-        return speed | dict(mfu=mfu) if mfu else speed
+def refuse_another(content, flags, model_config, data_meta, folder):
+    """UserError if the checkpoint of a run in `folder` is of another model, of other flags that are
+    `kept` or of another version of the data. With another --lr or --epochs a run goes on."""
+    saved = content["run_config"] | content["model_config"]     # values that auto stands for
+    given = vars(flags) | model_config
+    kept = [f.name for f in fields(flags) if f.metadata["kept"]]
+    for name in (*kept, *model_config):
+        if name in saved and saved[name] != given.get(name):
+            raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
+                            f"{given.get(name)}; give those of its config.json again")
+    before, now = (meta.get("version") for meta in (content["data_meta"], data_meta))
+    if before != now:
+        raise UserError(f"cannot resume {folder}: {data_meta['name']} was prepared anew: it had "
+                        f"{before}, it has {now}")
 
 
 class Run:

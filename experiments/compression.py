@@ -167,8 +167,8 @@ def main(argv):
     for loaded in each_model(c):
         rows = rows_of(measured(loaded, c))
         found += [described(loaded) | row for row in rows]
-        print(f"{loaded.name}, {c.samples} samples of {c.split}, eps {c.eps:g}: what layers add to "
-              "R^c, in %, summed; below 0 a step compresses")
+        print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what layers add "
+              "to R^c, in %, summed; below 0 a step compresses")
         print_table(shares(rows))
     if c.csv:
         write_csv(found, c.csv)

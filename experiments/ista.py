@@ -5,7 +5,8 @@ lambda ||A||_1 + 1/2 ||X - D A||_F^2 with A >= 0, where X = LN(Z^{l+1/2}). This 
 0, so the step starts where A may not be. The LASSO stands for lambda ||A||_0 - R(A), Eq. (38), if
 R(X) = R(D A) = R(A), Eq. (39): X is D A, D^* D the identity.
 
-    python -m experiments.ista --samples=20 --scored=0 --figure=docs/figures/ista.png
+    python -m experiments.ista --samples=20 --scored=0 --csv=records/ista.csv
+    python -m experiments.results ista          # the figure
 
 The table: each layer's codes A. Sums over a sample's tokens, mean +- standard error over samples.
     start     X, which has entries below 0    relu       ReLU(X), the nearest A that has none
@@ -26,8 +27,8 @@ from torch.nn import functional as F
 from analyze import inputs, traces
 from checkpoint import each_model
 from data.images import split_for
-from experiments.shared import averages, each_sample, Flags, write_csv
-from figures import legend_below, new_figure, over_layers, print_table
+from experiments.shared import averages, described, each_sample, Flags, write_csv
+from figures import print_table
 from flags import option, parse, UserError
 from model import ISTA, ista, lasso, ODL
 from processes import cli
@@ -36,7 +37,6 @@ from processes import cli
 @dataclass(kw_only=True)
 class Sparsify(Flags):
     scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
-    figure: str | None = option(None, "a .png of the LASSO of trained models; none: no figure")
 
 
 def best_length(A, X, D, lambd):
@@ -123,7 +123,7 @@ def scores(loaded, c):
 
 
 def without_dictionary(loaded, c):
-    """{"score", "score with D = 0", "difference", their standard errors}, or None."""
+    """{"score", "score_without_D", "difference", their standard errors}, or None."""
     layers = loaded.backbone.layers
     if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
         return None
@@ -134,47 +134,21 @@ def without_dictionary(loaded, c):
     return averages(each_sample(score=before, score_without_D=after, difference=after - before))
 
 
-def draw(results, path):
-    """The LASSO of codes of each layer, in units of that of no code."""
-    marks = dict(step=("the ISTA step", dict(color="C0")),
-                 threshold=("the step with D = 0", dict(color="0.6")),
-                 optimum=("the best code", dict(mfc="white", mec="black")))
-    trained = [result for result in results if not result["untrained"]]
-    figure, (axes,) = new_figure(1, len(trained), 9 / len(trained), 3)
-    for ax, result in zip(axes, trained):
-        ax.sharey(axes[0])
-        ax.axhline(1, color="black", lw=0.8)
-        rows = {(row["layer"], row["code"]): row["lasso"] for row in result["codes"]}
-        layers = sorted({layer for layer, _ in rows})
-        for code, (label, style) in marks.items():
-            ax.plot(layers, [rows[l, code] / rows[l, "zero"] for l in layers], "o", label=label,
-                    **style)
-        ax.tick_params(labelleft=ax is axes[0])
-        over_layers(ax, result["name"].removeprefix("pretrained:"))
-    axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
-    legend_below(figure, axes[0])
-    figure.savefig(path, dpi=200)
-
-
 def main(argv):
-    """[{"name", "untrained", "codes", "without_D"}, ...]."""
+    """The rows of --csv."""
     c = parse(Sparsify, argv, __doc__)
-    results = []
+    found = []
     for loaded in each_model(c):
         rows = table(loaded, c)
-        print(f"{loaded.name}: {c.samples} samples of {c.split}")
+        found += [described(loaded) | row for row in rows]
+        print(f"{loaded.label}, {c.samples} samples of {c.split}")
         print_table(rows)
-        without = without_dictionary(loaded, c) if c.scored and not loaded.untrained else None
+        without = without_dictionary(loaded, c) if c.scored else None
         if without:
             print_table([without])
-        results.append(dict(name=loaded.name, untrained=loaded.untrained, codes=rows,
-                            without_D=without))
     if c.csv:
-        write_csv([dict(model=result["name"]) | row
-                   for result in results for row in result["codes"]], c.csv)
-    if c.figure:
-        draw(results, c.figure)
-    return results
+        write_csv(found, c.csv)
+    return found
 
 
 if __name__ == "__main__":

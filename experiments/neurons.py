@@ -157,7 +157,7 @@ def main(argv):
     models, runs = [*each_model(c)], {}
     width = min(loaded.model.config.width for loaded in models)
     for loaded in models:
-        name = loaded.model.config.arch + ", untrained" * loaded.untrained
+        name = f"{loaded.model.config.arch}, {loaded.weights}"
         seed, codes = c.seed + len(runs.setdefault(name, [])), read_codes(loaded, c)
         runs[name].append(probed(codes, width, seed))
         if c.turned:

@@ -14,13 +14,14 @@ from checkpoint import load_model
 from data import augment
 from data.shapes import draw_shapes
 from experiments.shared import dot_rows, FIVE
-from figures import legend_below, new_figure
+from figures import legend_below, new_figure, over_layers
 from flags import not_one_of, option, parse, ROOT, UserError
 from model import by_head
 from processes import cli
 from run import read_metrics
 
 EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
+MODELS = FIVE.replace("pretrained:", "").split(",")
 NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
 COLORS = {"crate": "C0", "mssa-mlp": "0.5", "transformer": "C3"}
 
@@ -28,6 +29,12 @@ COLORS = {"crate": "C0", "mssa-mlp": "0.5", "transformer": "C3"}
 @dataclass(kw_only=True)
 class Figures:
     names: tuple = option((), "which figures; none: all")
+
+
+def rows_of(name):
+    """The rows of a file of records/, as dicts of words."""
+    with open(ROOT / "records" / f"{name}.csv") as file:
+        return [*csv.DictReader(file)]
 
 
 def scores(folder, key):
@@ -49,12 +56,11 @@ def compression(short=False):
              "after LayerNorm: random subspaces": ("elsewhere", "attention")}
     lines = {name: line for name, line in lines.items()
              if not short or line[0] != "elsewhere" and line[1] in ("attention", "turned", "alone")}
-    with open(ROOT / "records" / "compression.csv") as file:
-        whole = {(row["model"], row["table"]): row for row in csv.DictReader(file)
-                 if row["layer"] == "all" and row["weights"] == "trained"}
+    whole = {(row["model"], row["table"]): row for row in rows_of("compression")
+             if row["layer"] == "all" and row["weights"] == "trained"}
     figure, ((ax,),) = new_figure(1, 1, 7, 0.9 + 0.5 * len(lines))
     dot_rows(ax, lines, "change of $R^c$, % (left: it compresses)")
-    for place, model in enumerate(FIVE.split(",")):
+    for place, model in enumerate(MODELS):
         text, height = "pydoc" in model, 0.19 * (place - 2)
         for line, (table, step) in enumerate(lines.values()):
             share = 100 * float(whole[model, table][step]) / float(whole[model, table]["before"])
@@ -62,12 +68,34 @@ def compression(short=False):
                     color="C0" if step == "attention" and table != "elsewhere" else "0.3",
                     label="models of text" if text else "models of pictures")
             if line == 0:
-                ax.annotate(model.removeprefix("pretrained:"), (share, height), (6, 0),
+                ax.annotate(model, (share, height), (6, 0),
                             textcoords="offset points", va="center", fontsize=6.5,
                             bbox=dict(fc="white", ec="none", pad=0))
     handles, labels = ax.get_legend_handles_labels()
     last = dict(zip(labels, handles))               # of each label
     figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)
+    return figure
+
+
+def ista():
+    """The LASSO of three codes of each layer of trained models, in units of that of no code."""
+    marks = dict(step=("the ISTA step", dict(color="C0")),
+                 threshold=("the step with D = 0", dict(color="0.6")),
+                 optimum=("the best code", dict(mfc="white", mec="black")))
+    lasso = {(row["model"], int(row["layer"]), row["code"]): float(row["lasso"])
+             for row in rows_of("ista")}
+    figure, (axes,) = new_figure(1, len(MODELS), 9 / len(MODELS), 3)
+    for ax, model in zip(axes, MODELS):
+        ax.sharey(axes[0])
+        ax.axhline(1, color="black", lw=0.8)
+        layers = sorted({l for name, l, _ in lasso if name == model})
+        for code, (label, style) in marks.items():
+            shares = [lasso[model, l, code] / lasso[model, l, "zero"] for l in layers]
+            ax.plot(layers, shares, "o", label=label, **style)
+        ax.tick_params(labelleft=ax is axes[0])
+        over_layers(ax, model)
+    axes[0].set_ylabel("LASSO objective / that of no code\n(above 1: worse than none)")
+    legend_below(figure, axes[0])
     return figure
 
 
@@ -80,8 +108,7 @@ def objective():
             "CRATE, random weights": ("crate", "random", "later"),
             "transformer": ("transformer", "trained", "later"),
             "transformer, random subspaces": ("transformer", "trained", "later_elsewhere")}
-    with open(ROOT / "records" / "objective.csv") as file:
-        found = [row for row in csv.DictReader(file) if row["together"] == "64"]
+    found = [row for row in rows_of("objective") if row["together"] == "64"]
     figure, (axes,) = new_figure(1, 4, 2.2, 2.2)
     for ax, (title, data) in zip(axes, sets.items()):
         dot_rows(ax, rows, "nats")
@@ -132,9 +159,7 @@ def recall():
     panels = {"attention and an MLP": (("transformer", "64"), ("mssa-mlp", "72")),
               "attention only": (("aot-mhsa", "64"), ("aot", "64")),
               "attention and ISTA": (("mhsa-ista", "64"), ("crate", "64"))}
-    with open(ROOT / "records" / "recall.csv") as file:
-        rows = [row for row in csv.DictReader(file)
-                if row["change"] == "none" and row["lr"] == "0.001"]
+    rows = [row for row in rows_of("recall") if row["change"] == "none" and row["lr"] == "0.001"]
     for ax, (title, archs) in zip(axes, panels.items()):
         for (arch, width), color, aside, label in zip(
                 archs, ("C3", "C0"), (0.93, 1.07), ("three matrices", "one matrix")):
@@ -205,7 +230,7 @@ def lesson(layer=0, head=2, picture=34, patch=51):
 
 
 FIGURES = dict(compression=compression, attention=partial(compression, short=True),
-               objective=objective, images=images, text=text, recall=recall,
+               ista=ista, objective=objective, images=images, text=text, recall=recall,
                pretraining=pretraining, lesson=lesson)
 
 

@@ -71,7 +71,7 @@ def segment(c):
         overlaps[name] = torch.stack([torch.cat(parts, 1), of_prior], 2).mean(1)    # (100, 2)
     best = overlaps["train"].argmax(0, keepdim=True)
     mean, of_prior = overlaps["val"].gather(0, best)[0].tolist()
-    return dict(data=data.name, encoder=loaded.name, n=n, iou=mean, iou_prior=of_prior)
+    return dict(data=data.name, encoder=loaded.label, n=n, iou=mean, iou_prior=of_prior)
 
 
 def main(argv):

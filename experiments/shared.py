@@ -36,8 +36,7 @@ def averages(runs):
 
 def described(loaded):
     """The first columns of a row: which model, and whether its weights are trained or random."""
-    return dict(model=loaded.name.removesuffix(", untrained"),
-                weights="random" if loaded.untrained else "trained")
+    return dict(model=loaded.name, weights=loaded.weights)
 
 
 def each_sample(**columns):

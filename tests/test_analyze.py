@@ -63,8 +63,8 @@ def test_layers(save, call, cache, arch, eps=0.3):
     flags = "--samples=12", "--batch_size=5", "--eps=0.3", "--lambd=0.2", "--untrained", "--seed=5"
     runs = call("layers", f"--ckpt={a},{b}", *flags)
     names = [f"{Path(path).parent.name}/{Path(path).stem}" for path in (a, b)]
-    order = [(name + end, bool(end)) for name in names for end in ("", ", untrained")]
-    assert [(run["name"], run["untrained"]) for run in runs] == order
+    order = [(name, weights) for name in names for weights in ("trained", "random")]
+    assert [(run["name"], run["weights"]) for run in runs] == order
     assert len({run["objective"] for run in runs}) == 4
 
     x = validation(cache, np.linspace(0, 99, 12).round().astype(int))

@@ -81,7 +81,7 @@ def test_accuracy_and_probes(train, tmp_path, run):
     assert result["loss"] == pytest.approx(line["loss"], abs=1e-5)
     assert run("linear", "--features=mean")["acc"] > 0.1
     trained, fresh = (run("knn", *more) for more in ([], ["--untrained"]))
-    assert fresh["acc"] != trained["acc"] and fresh["encoder"].endswith(", untrained")
+    assert fresh["acc"] != trained["acc"] and fresh["encoder"].endswith(", random weights")
     pixels = run("knn", "--features=pixels")
     assert pixels["encoder"] is None and pixels["acc"] not in (trained["acc"], fresh["acc"])
 

@@ -51,11 +51,11 @@ def test_table(tmp_path, cache, arch):
                                         patch_size=8, classes=10, **wider))
     write_model(path, scrambled(model), "vit", images.load("shapes", cache).meta())
     flags = [f"--data_dir={cache}", "--device=cpu", "--samples=6", "--batch_size=4", "--scored=30"]
-    result, = ista.main([f"--ckpt={path}", *flags])
+    found = ista.main([f"--ckpt={path}", *flags])
     names = ["step", "zero", "optimum"]
     if arch == "crate":
         names += ["start", "relu", "threshold", "best_step"]
-    rows = {(row["layer"], row["code"]): row for row in result["codes"]}
+    rows = {(row["layer"], row["code"]): row for row in found}
     assert list(rows) == [(l, name) for l in (1, 2) for name in names]
     for l in (1, 2):
         assert all(row["lasso"] == pytest.approx(row["l1"] + row["fit"]) for row in rows.values())
@@ -65,7 +65,7 @@ def test_table(tmp_path, cache, arch):
         best = rows[l, names[-1]]["lasso"]          # of ten eta, among them this model's
         assert best <= rows[l, "step"]["lasso"] or arch != "crate"
     if arch == "crate-alpha":                           # D = 0 would leave nothing of step 2
-        assert result["without_D"] is None
+        assert ista.without_dictionary(load_model(path), None) is None
         return
     # the model with D = 0 is crate-relu
     relu = ImageClassifier(replace(model.config, arch="crate-relu")).eval()
@@ -73,4 +73,5 @@ def test_table(tmp_path, cache, arch):
     c = ista.Sparsify(ckpt="", data_dir=str(cache), device="cpu", scored=30, batch_size=7)
     wanted = ista.scores(load_model(path)._replace(model=relu), c)
     assert len(wanted) == 30
-    assert result["without_D"]["score_without_D"] == pytest.approx(wanted.mean().item())
+    without = ista.without_dictionary(load_model(path), c)
+    assert without["score_without_D"] == pytest.approx(wanted.mean().item())

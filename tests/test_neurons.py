@@ -79,7 +79,8 @@ def test_neurons_of_images(pool, tmp_path, cache):
     rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", f"--data_dir={cache}",
                          "--turned"])
     assert [row["code"] for row in rows] == [
-        "crate", "crate, turned", "transformer", "transformer, turned"]
+        "crate, trained", "crate, trained, turned", "transformer, trained",
+        "transformer, trained, turned"]
     c = neurons.Neurons(ckpt=paths[1], samples=30, data_dir=str(cache), device="cpu")
     loaded = load_model(c.ckpt)
     codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()
