@@ -176,6 +176,6 @@ def test_the_command(tmp_path, cache, capsys):
     write_model(path, a_model("vit"), "vit", images.load("shapes", cache).meta())
     analyze.main(["page", f"--ckpt={path}", f"--data_dir={cache}", f"--out={tmp_path}/a.html"])
     assert capsys.readouterr().out == f"wrote {tmp_path}/a.html\n"
-    assert '"name": "a' in (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert '/a", "task"' in (tmp_path / "a.html").read_text(encoding="utf-8")
     with pytest.raises(UserError, match="of arch transformer"):     # before it looks for the data
         analyze.main(["page", "--ckpt=pretrained:cifar10-transformer", f"--data_dir={tmp_path}"])

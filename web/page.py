@@ -66,8 +66,10 @@ def content(name, loaded, untrained, data, tokens=None):
 
 
 def filled(page, data):
-    """The text of a page with its formulas, $...$, as MathML, and with the files of web/ that it
-    names, such as {base.css}, and {data}."""
+    """The text of a page with its formulas, $...$ or $$...$$, as MathML, and with the files of web/
+    that it names, such as {base.css}, and {data}."""
+    page = re.sub(r"\$\$([^$]*)\$\$",
+                  lambda found: f'<math display="block">{mathml(found[1])}</math>', page)
     page = re.sub(r"\$([^$]*)\$", lambda found: f"<math>{mathml(found[1])}</math>", page)
     page = re.sub(r"\{(\w+\.(?:css|js))\}",
                   lambda found: (ROOT / "web" / found[1]).read_text("utf-8"), page)
