@@ -287,15 +287,15 @@ def mapped(path, dtype, shape):
     return numbers.reshape(shape)
 
 
-def refuse_unknown(name, kind, sets, cache):
-    """Raises UserError for a set that is not prepared, and that is not made unasked."""
+def unknown(name, kind, sets, cache):
+    """The UserError for a set that is not prepared, and that is not made unasked."""
     if name in sets:
-        raise UserError(f"--data={name}: data/prepare.py {name} makes it, {sets[name].disk}")
+        return UserError(f"--data={name}: data/prepare.py {name} makes it, {sets[name].disk}")
     own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")} - SETS.keys()
     names = sorted(own | {small for small, row in sets.items() if not row.disk})
     how = "for your pictures" if kind == "images" else "--tokenizer=char for your texts"
-    raise UserError(f"--data={not_one_of(name, names)}; python data/prepare.py NAME --source DIR "
-                    f"{how}")
+    return UserError(f"--data={not_one_of(name, names)}; python data/prepare.py NAME --source DIR "
+                     f"{how}")
 
 
 @contextlib.contextmanager
@@ -304,7 +304,7 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, IMAGES if kind == "images" else TEXTS
     if folder.name != name or not folder.exists():          # "../set" is no name
         if name not in sets or sets[name].disk:
-            refuse_unknown(name, kind, sets, cache)
+            raise unknown(name, kind, sets, cache)
         prepare(name, sets[name], cache=cache)
     with one_line(name, f"; delete {folder} and prepare it again"):
         meta = json.loads((folder / "meta.json").read_bytes())

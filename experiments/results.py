@@ -49,13 +49,11 @@ def compression(short=False):
     lines = {"as they are: attention": ("raw", "attention"),
              "after LayerNorm: attention": ("normed", "attention"),
              "after LayerNorm: turned": ("normed", "turned"),
-             "after LayerNorm: shuffled": ("normed", "shuffled"),
-             "after LayerNorm: others only": ("normed", "others"),
-             "after LayerNorm: each token alone": ("normed", "alone"),
-             "after LayerNorm: the term left out": ("normed", "shrink"),
-             "after LayerNorm: random subspaces": ("elsewhere", "attention")}
-    lines = {name: line for name, line in lines.items()
-             if not short or line[0] != "elsewhere" and line[1] in ("attention", "turned", "alone")}
+             "after LayerNorm: one map for all": ("normed", "one_map"),
+             "after LayerNorm: each token alone": ("normed", "alone")}
+    if not short:
+        lines |= {"after LayerNorm: the term left out": ("normed", "shrink"),
+                  "after LayerNorm: random subspaces": ("elsewhere", "attention")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
     figure, ((ax,),) = new_figure(1, 1, 7, 0.9 + 0.5 * len(lines))

@@ -3,7 +3,7 @@
 // model.layers[0].attention.U.weight is a matrix.
 "use strict";
 // ---- Matrices ----------------------------------------------------------------------------------
-// Four rows are spare, because `multiply` reads past the end
+// Four rows are spare, because `linear` reads past the end
 const matrix = (rows, cols) => ({rows, cols, at: new Float64Array((rows + 4) * cols)});
 
 function made(rows, cols, value) {                              // value(place)
@@ -19,7 +19,7 @@ const plus = (M, N, share = 1) => made(M.rows, M.cols, t => M.at[t] + share * N.
 
 // X W^T + b, where most of a page's time goes: four rows of W at a time, so that a number of X that
 // is read serves four sums
-function multiply(X, W, b) {
+function linear(X, W, b) {
   const [x, w, d] = [X.at, W.at, X.cols];
   const out = matrix(X.rows, W.rows);
   for (let i = 0; i < X.rows; i++)
@@ -99,7 +99,7 @@ function attention({p, number, mix}, w, c, off) {
   const [keys, values] = mix ? [0, 1].map(i => mixed(w, p, rowAt(mix, i))) : [w, w];
   const [Q, K, V] = [positioned(w), positioned(keys), values].map(M => headsOf(M, p));
   const A = Q.map((_, k) => {
-    const weights = multiply(Q[k], K[k]);
+    const weights = linear(Q[k], K[k]);
     for (let i = 0; i < w.rows; i++) {
       const row = rowAt(weights, i);
       const end = c.causal ? i + 1 : w.rows;
@@ -108,18 +108,18 @@ function attention({p, number, mix}, w, c, off) {
     }
     return weights;
   });
-  return {A, ssa: sideBySide(A.map((weights, k) => multiply(weights, transposed(V[k]))))};
+  return {A, ssa: sideBySide(A.map((weights, k) => linear(weights, transposed(V[k]))))};
 }
 
 // Z + W SSA(X); a decoder subtracts
 function compress(L, Z, X, c, off) {
-  const {A, ssa} = attention(L, multiply(X, L.U), c, off);
-  return {A, half: plus(Z, multiply(ssa, L.W, L.bias), L.decodes ? -1 : 1)};
+  const {A, ssa} = attention(L, linear(X, L.U), c, off);
+  return {A, half: plus(Z, linear(ssa, L.W, L.bias), L.decodes ? -1 : 1)};
 }
 
 // ReLU(X - eta D^*(DX - X) - eta lambda)
 function ista(X, {D, Dt}, {eta, lambd}) {
-  const slope = multiply(plus(multiply(X, D), X, -1), Dt);
+  const slope = linear(plus(linear(X, D), X, -1), Dt);
   return made(X.rows, X.cols, t => Math.max(0, X.at[t] - eta * slope.at[t] - eta * lambd));
 }
 
@@ -128,7 +128,7 @@ function ista(X, {D, Dt}, {eta, lambd}) {
 function layer(L, Z, c, knobs) {
   if (L.decodes) {                                              // the same in reverse
     const X = normalize(Z, L.norm1);
-    const code = multiply(X, L.D);
+    const code = linear(X, L.D);
     const {A, half} = compress(L, code, normalize(code, L.norm2), c, knobs.off);
     return {A, X, code, out: half};
   }
@@ -150,11 +150,11 @@ function forward(model, Z, knobs) {
 function read({c, task, norm, decoder_norm, head, predict, embed}, Z) {
   const last = decoder_norm ?? norm;
   const Y = last ? normalize(Z, last) : Z;
-  if (task === "mae") return multiply(Y, predict.weight, predict.bias);
-  if (task === "gpt") return multiply(Y, embed.weight);
+  if (task === "mae") return linear(Y, predict.weight, predict.bias);
+  if (task === "gpt") return linear(Y, embed.weight);
   const tokens = c.pool === "class" ? rowsOf(Y, 0, 1) : rowsOf(Y, 1, Y.rows);
-  const pooled = multiply(made(1, tokens.rows, () => 1 / tokens.rows), transposed(tokens));
-  return multiply(head[0] ? normalize(pooled, head[0]) : pooled, head[1].weight, head[1].bias);
+  const pooled = linear(made(1, tokens.rows, () => 1 / tokens.rows), transposed(tokens));
+  return linear(head[0] ? normalize(pooled, head[0]) : pooled, head[1].weight, head[1].bias);
 }
 
 const bytes = base64 => Uint8Array.from(atob(base64), y => y.charCodeAt());
@@ -202,7 +202,7 @@ function embedPicture({c, embed, positions, class_token, mask_token}, {mean, std
     return (pixels[3 * pixel + k] / 255 - mean[k]) / std[k];
   });
   for (const part of Object.values(embed))                      // LN, Linear, LN; or Linear alone
-    X = part.eps ? normalize(X, part) : multiply(X, part.weight, part.bias);
+    X = part.eps ? normalize(X, part) : linear(X, part.weight, part.bias);
   const token = i => i === 0 ? class_token.at : masked.has(i - 1) ? mask_token.at : rowAt(X, i - 1);
   return made(1 + side ** 2, d, t => positions.at[t] + token(t / d | 0)[t % d]);
 }

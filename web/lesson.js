@@ -15,24 +15,24 @@ const asTrained = {att: "softmax", out: "W", prox: "ReLU", root: 1, noD: 0, noLN
   eta: c.eta, lambd: c.lambd};
 const knobs = {};                                   // the value of each input, by its name
 let pixels;                                         // of the picture in sight
-let known;                                          // what each model makes of it
+let runs;                                           // what each model makes of it
 function look(picture) {
   pixels = picture;
-  known = [];
+  runs = [];
 }
 const model = () => models[+knobs.untrained];
-const traces = () => known[+knobs.untrained] ??= run(model(), pixels, asTrained);
+const traces = () => runs[+knobs.untrained] ??= run(model(), pixels, asTrained);
 const trace = () => traces()[knobs.layer - 1];
 // ---- The model, with switches ------------------------------------------------------------------
 function averaged(L, w, {att, root}) {              // heads side by side
   if (att === "each token alone") return w;
-  if (att === "mean token") return multiply(made(w.rows, w.rows, () => 1 / w.rows), transposed(w));
+  if (att === "mean token") return linear(made(w.rows, w.rows, () => 1 / w.rows), transposed(w));
   const s = root ? 1 : L.p ** .25;                  // s^2 undoes the division by sqrt(p)
   return times(1 / s, attention(L, times(s, w), c, []).ssa);
 }
 function lifted(L, Z, heads, out) {
-  if (out === "W") return plus(Z, multiply(heads, L.W, L.bias));
-  return plus(Z, multiply(heads, transposed(L.U)), out === "U" ? 1 : -1);
+  if (out === "W") return plus(Z, linear(heads, L.W, L.bias));
+  return plus(Z, linear(heads, transposed(L.U)), out === "U" ? 1 : -1);
 }
 function sparse(L, X, switches) {
   const by = switches.noD ? {D: L.D, Dt: times(0, L.Dt)} : L;
@@ -45,7 +45,7 @@ function run(model, picture, switches) {
   let code = embedPicture(model, data, picture, new Set());
   return model.layers.map(L => {
     const Z = code;
-    const w = multiply(switches.noLN ? Z : normalize(Z, L.norm1), L.U);
+    const w = linear(switches.noLN ? Z : normalize(Z, L.norm1), L.U);
     const half = lifted(L, Z, averaged(L, w, switches), switches.out);
     const X = switches.noLN ? half : normalize(half, L.norm2);
     code = sparse(L, X, switches);
@@ -120,7 +120,7 @@ function subspaces(box) {
     [Math.cos(turn) * Math.cos(tilt), Math.sin(turn) * Math.cos(tilt), Math.sin(tilt)],
     [-Math.sin(turn), Math.cos(turn), 0]]);
   const Rc = subspaceRate(near, U, 1, .5);
-  const missed = 1 - (sizeOf(multiply(near, U)) / sizeOf(near)) ** 2;
+  const missed = 1 - (sizeOf(linear(near, U)) / sizeOf(near)) ** 2;
   drawSpace(box, near, U);
   bars(box, [["R<sup>c</sup>", Rc / 2, "hot", show(Rc)],
     ["energy missed", missed, "", percent(missed)]], 1);
@@ -130,7 +130,7 @@ function subspaces(box) {
 function objective(box) {
   const angle = knobs.turn3 * degrees;
   const [cos, sin] = [Math.cos(angle), Math.sin(angle)].map(y => +y.toFixed(9));  // 0 at 90°
-  const Z = multiply(lines, matrixOf([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]));
+  const Z = linear(lines, matrixOf([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]));
   const U = matrixOf([[cos, sin, 0], [-sin, cos, 0]]);
   const R = codingRate(Z, .5);
   const Rc = subspaceRate(Z, U, 1, .5);
@@ -178,7 +178,7 @@ function softmaxForGram(box) {
   const {L, w} = trace();
   const {token, root} = knobs;
   const own = headsOf(w, L.p)[knobs.head - 1];
-  const G = multiply(own, own);
+  const G = linear(own, own);
   const scaled = times(root ? L.p ** -.5 : 1, G);
   const A = matrixOf(rowsIn(scaled).map(row => softmax(row)));
   const weights = rowAt(A, token);
@@ -200,7 +200,7 @@ function leftOut(box) {
   const U = unit(L.U);
   const rate = M => subspaceRate(M, U, L.p, .1);
   const normed = M => {
-    const mean = multiply(made(1, M.rows, () => 1 / M.rows), transposed(M)).at;
+    const mean = linear(made(1, M.rows, () => 1 / M.rows), transposed(M)).at;
     const rest = made(M.rows, M.cols, t => M.at[t] - mean[t % M.cols]);
     return normalize(rest, {weight: made(1, M.cols, () => 1), eps: 1e-5});
   };
@@ -235,9 +235,9 @@ const ablations = box => classify(box, model(), knobs);
 // ---- 9: the two approximations of R(X)
 function dictionary(box) {
   const {L, X, code} = trace();
-  const DA = multiply(code, L.D);
+  const DA = linear(code, L.D);
   const miss = 100 * sizeOf(plus(X, DA, -1)) / sizeOf(X);
-  heat($("figure canvas", box), multiply(L.Dt, L.Dt), 1);
+  heat($("figure canvas", box), linear(L.Dt, L.Dt), 1);
   bars(box, [["R(X)", codingRate(X, .5)], ["R(DA)", codingRate(DA, .5), "hot"],
     ["R(A)", codingRate(code, .5), "hot"]]);
   fill(box, ".read", `‖X − DA‖ is <b>${Math.round(miss)} %</b> of ‖X‖.`);

@@ -7,7 +7,7 @@ const matrixOf = rows =>
 const rowsIn = M => Array.from({length: M.rows}, (_, i) => [...rowAt(M, i)]);
 const flat = M => M.at.subarray(0, M.rows * M.cols);
 const times = (s, M) => made(M.rows, M.cols, t => s * M.at[t]);
-const gram = M => multiply(transposed(M), transposed(M));       // Z Z^*, where a token is a column
+const gram = M => linear(transposed(M), transposed(M));       // Z Z^*, where a token is a column
 const sizeOf = M => Math.sqrt(sumOf(flat(M), y => y * y));
 const nonzeros = M => sumOf(flat(M), y => y !== 0);
 const unit = U => times(Math.sqrt(U.rows) / sizeOf(U), U);      // as long as orthonormal bases
@@ -40,19 +40,19 @@ const identityPlus = (s, M) => made(M.rows, M.cols, t => (t % (M.cols + 1) ? 0 :
 const codingRate = (Z, eps) =>                                  // R, Eq. (8)
   inverted(identityPlus(alphaOf(Z, eps), gram(Z))).logdet / 2;
 const subspaceRate = (Z, U, p, eps) =>                          // R^c, Eq. (13)
-  sumOf(headsOf(multiply(Z, U), p), head => codingRate(head, eps));
+  sumOf(headsOf(linear(Z, U), p), head => codingRate(head, eps));
 
 // grad R(Z) = a Z (I + a Z^* Z)^-1. With `terms` I - a Z^* Z stands for the inverse
 function codingRateGrad(Z, eps, terms) {
   const a = alphaOf(Z, eps);
   const G = gram(Z);
   const inverse = terms ? identityPlus(-a, G) : inverted(identityPlus(a, G)).inverse;
-  return times(a, multiply(Z, inverse));
+  return times(a, linear(Z, inverse));
 }
 
 const subspaceRateGrad = (Z, U, p, eps, terms) =>               // Eq. (31), (33)
-  multiply(sideBySide(headsOf(multiply(Z, U), p).map(head => codingRateGrad(head, eps, terms))),
+  linear(sideBySide(headsOf(linear(Z, U), p).map(head => codingRateGrad(head, eps, terms))),
     transposed(U));
 
 const lasso = (A, X, D, lambda) =>                              // Eq. (41)
-  sizeOf(plus(X, multiply(A, D), -1)) ** 2 / 2 + lambda * sumOf(flat(A), Math.abs);
+  sizeOf(plus(X, linear(A, D), -1)) ** 2 / 2 + lambda * sumOf(flat(A), Math.abs);
