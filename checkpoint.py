@@ -153,13 +153,14 @@ def open_model(c, device, *tasks):
     return loaded
 
 
-def each_model(c):
+def each_model(c, *tasks):
     """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
     of them a second time, with random weights of its own."""
     device = Processes(c.device).device
     for i, path in enumerate(c.ckpt.split(",")):
         for untrained in (False, True) if c.untrained else (False,):
-            yield open_model(replace(c, ckpt=path, seed=c.seed + i, untrained=untrained), device)
+            one = replace(c, ckpt=path, seed=c.seed + i, untrained=untrained)
+            yield open_model(one, device, *tasks)
 
 
 # ---- The authors' files -------------------------------------------------------------------------

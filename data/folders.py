@@ -49,10 +49,10 @@ SPLITS = dict(train="train", training="train", val="val", valid="val", validatio
 
 
 def split_of(name):
-    """train, val or test, if the name of a folder or a file ends in a word of SPLITS; in any case,
-    and with numbers behind: seg_train, ptb.valid.txt, test1."""
-    last = re.fullmatch(r"(?:.*[._-])?([a-z]+)(?:-\d+-of-)?\d*", Path(name).stem.lower())
-    return last and SPLITS.get(last[1])
+    """train, val or test, if the name of a folder or a file ends in a word of SPLITS, in any case:
+    seg_train, ptb.valid.txt; a number may follow: test1, train-00000-of-00002.parquet."""
+    words = re.sub(r"(-\d+-of-)?\d*$", "", Path(name).stem.lower())
+    return SPLITS.get(re.split("[._-]", words)[-1])
 
 
 def split_at(names):
@@ -67,10 +67,9 @@ def by_split(places):
     """{split: {file: the names below its split}}, given {file: the names that lead to it}. Whether
     there are splits is said above; a file that no name leads to does not count."""
     found = {file: split_at(names) for file, names in places.items()}
-    splits = {split for split, _ in found.values() if split}
+    splits = {split for split, _ in found.values()} - {None}
     all_have_one = all(split for file, (split, _) in found.items() if places[file])
-    train_and_another = "train" in splits and len(splits) > 1
-    if (splits and all_have_one) or train_and_another:
+    if splits and (all_have_one or "train" in splits and len(splits) > 1):
         return {split: {file: below for file, (of, below) in found.items() if of == split}
                 for split in ("train", "val", "test") if split in splits}
     for split in splits:

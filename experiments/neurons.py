@@ -5,9 +5,9 @@ MLP after its GELU. Rows are means over an arch's checkpoints.
 
 A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
 the k neurons whose standardized means differ most with a property. It is fitted on half of the
-windows or images, with as many rows that have the property as not, and scored on the other half
+windows, with as many rows that have the property as not, and scored on the other half
 (chance is 50 %). "k=5" is its mean accuracy over the properties. Purity is the share of one token
-or class among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
+among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
 Of every model as many neurons are drawn as the narrowest model has dimensions. The control of
 --turned is the same code, turned at random: then no neuron is left, but all that is linear in them.
 
@@ -22,7 +22,6 @@ import torch
 
 from analyze import inputs
 from checkpoint import each_model
-from data.images import split_for
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages, Flags, random_rotation, write_csv
@@ -33,11 +32,11 @@ from processes import cli
 
 @dataclass(kw_only=True)
 class Neurons(Flags):
-    ckpt: str = option(MISSING, "checkpoints of text or of images, separated by commas")
+    ckpt: str = option(MISSING, "checkpoints of text, separated by commas")
     layer: int | None = option(None, "which layer, from 1; auto: the last", low=1)
     turned: bool = option(False, "also of each code turned by a random rotation")
     stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
-    samples: int = option(2000, "images, or windows of text, spread over the split", low=1)
+    samples: int = option(2000, "windows of text, spread over the split", low=1)
 
 
 def text_properties(pieces):
@@ -57,56 +56,38 @@ def text_properties(pieces):
 
 
 class Codes(NamedTuple):
-    """What neurons are read from: a row is a token or, as the head reads it, an image."""
+    """What neurons are read from, a row a token."""
     values: torch.Tensor                # (N, m)
-    nonzeros: float                     # before an image's patches are averaged
-    properties: dict                    # name -> bool (N,); of an image class and strongest channel
-    kinds: np.ndarray                   # (N,): token or class
-    group: np.ndarray                   # (N,): which window or image
+    properties: dict                    # name -> bool (N,)
+    ids: np.ndarray                     # (N,): which token
+    window: np.ndarray                  # (N,): in which window
 
 
 @torch.no_grad()
 def read_codes(loaded, c):
     """The Codes of a layer."""
-    backbone = loaded.backbone
-    if c.layer and c.layer > len(backbone.layers):
-        raise UserError(f"--layer={c.layer}: {loaded.name} has {len(backbone.layers)} layers")
-    if backbone.layers[-1].sparsification is None and not c.stream:
-        raise UserError(f"the layers of {backbone.config.arch} have no code")
-    text, which, codes = loaded.task == "gpt", [], []
-    for index, x in inputs(loaded, c):
-        trace = backbone.trace(x)[(c.layer or 0) - 1]
-        which.append(x.cpu() if text else index)        # token ids, or which images
-        codes.append((trace.out if c.stream else trace.code).float().cpu())
-    return (of_tokens if text else of_images)(
-        loaded, c, torch.cat(which).numpy(), torch.cat(codes))
-
-
-def of_tokens(loaded, c, ids, values):
-    """The Codes of windows of text: token ids (B, n), codes (B, n, m)."""
-    decode = tokenizer_from_meta(loaded.meta).decode
+    layers, decode = loaded.model.layers, tokenizer_from_meta(loaded.meta).decode
+    if c.layer and c.layer > len(layers):
+        raise UserError(f"--layer={c.layer}: {loaded.name} has {len(layers)} layers")
+    if layers[-1].sparsification is None and not c.stream:
+        raise UserError(f"the layers of {loaded.model.config.arch} have no code")
+    windows, values = [], []
+    for _, ids in inputs(loaded, c):
+        trace = loaded.model.trace(ids)[(c.layer or 0) - 1]
+        windows.append(ids.cpu())
+        values.append((trace.out if c.stream else trace.code).float().cpu())
+    ids = torch.cat(windows).numpy()                                    # (windows, n)
     rows = [text_properties([decode([i]) for i in window]) for window in ids]
     properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return Codes(values.flatten(0, 1), (values != 0).float().mean().item(), properties,
-                 ids.flatten(), np.arange(len(ids)).repeat(ids.shape[1]))
+    return Codes(torch.cat(values).flatten(0, 1), properties, ids.flatten(),
+                 np.arange(len(ids)).repeat(ids.shape[1]))
 
 
-def of_images(loaded, c, index, values):
-    """The Codes of the images number `index` (B,), from codes (B, 1 + n, m)."""
-    images, labels = (part.cpu().numpy() for part in split_for(loaded, c)[1].batch(index))
-    channel = images.mean((1, 2)).argmax(1)
-    properties = {f"class {i}": labels == i for i in np.unique(labels)}
-    properties |= {name: channel == i for i, name in enumerate(("red", "green", "blue"))}
-    pooled = values[:, 0] if loaded.pooling == "class" else values[:, 1:].mean(1)
-    return Codes(pooled, (values != 0).float().mean().item(), properties, labels,
-                 np.arange(len(index)))
-
-
-def sparse_probe(codes, has, group, k, seed):
+def sparse_probe(codes, has, window, k, seed):
     """Accuracy of a k-sparse probe for the property has (N,), or None where it is too rare. Whole
-    windows or images, group (N,), are for fitting or for testing."""
+    windows (N,) are for fitting or for testing."""
     rng, halves = np.random.default_rng(seed), []
-    side = rng.permutation(group.max() + 1)[group] % 2
+    side = rng.permutation(window.max() + 1)[window] % 2
     for half in (0, 1):
         rows = [rng.permutation(np.flatnonzero((side == half) & (has == value)))
                 for value in (False, True)]
@@ -123,10 +104,10 @@ def sparse_probe(codes, has, group, k, seed):
 
 
 def purity(codes, columns):
-    """How much of the 20 highest activations of each neuron in `columns` is one token or class."""
+    """How much of the 20 highest activations of each neuron in `columns` is one token."""
     top = codes.values[:, columns].topk(min(20, len(codes.values)), 0).indices.numpy()
-    return np.array([np.unique(kinds, return_counts=True)[1].max() / len(kinds)
-                     for kinds in codes.kinds[top].T])
+    return np.array([np.unique(ids, return_counts=True)[1].max() / len(ids)
+                     for ids in codes.ids[top].T])
 
 
 def probed(codes, width, seed):
@@ -134,10 +115,11 @@ def probed(codes, width, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
     values = codes.values[:, chosen]
-    numbers = dict(neurons=codes.values.shape[1], nonzeros=codes.nonzeros)
+    numbers = dict(neurons=codes.values.shape[1], 
+                   nonzeros=(codes.values != 0).float().mean().item())
     for k in (1, 5, 20):
         scores = [score for has in codes.properties.values()
-                  if (score := sparse_probe(values, has, codes.group, k, seed)) is not None]
+                  if (score := sparse_probe(values, has, codes.window, k, seed)) is not None]
         numbers[f"k={k}"] = float(np.mean(scores)) if scores else None
     alive = chosen[(values != 0).sum(0) >= 20][:100]
     numbers["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
@@ -154,7 +136,7 @@ def turned(codes, seed):
 def main(argv):
     """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
     c = parse(Neurons, argv, __doc__)
-    models, runs = [*each_model(c)], {}
+    models, runs = [*each_model(c, "gpt")], {}
     width = min(loaded.model.config.width for loaded in models)
     for loaded in models:
         name = f"{loaded.model.config.arch}, {loaded.weights}"

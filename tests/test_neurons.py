@@ -5,11 +5,11 @@ import torch
 from helpers import write_model
 from torch.nn import functional as F
 
-from analyze import inputs, spread
 from checkpoint import load_model
-from data import images, text
+from data import text
 from experiments import neurons
-from model import ImageClassifier, ImageConfig, LanguageModel, TextConfig
+from flags import UserError
+from model import LanguageModel, TextConfig
 
 
 def test_text_properties():
@@ -34,14 +34,14 @@ def test_sparse_probes_and_purity_find_what_was_put_there():
     assert np.mean(whole) < 0.6 < 0.7 < neurons.sparse_probe(windows, has, each, 20, 0)
 
     for values, low, high in ((torch.eye(10)[each % 10], 1, 1), (codes, 0, 0.4)):
-        found = neurons.probed(neurons.Codes(values, 0.5, dict(has=has), each % 10, each), 10, 0)
+        found = neurons.probed(neurons.Codes(values, dict(has=has), each % 10, each), 10, 0)
         assert low <= found["purity"] <= high
 
 
 def test_turned():
     """No neuron is left, but lengths and angles."""
     values = torch.rand(50, 8)
-    codes = neurons.Codes(values, 1.0, {}, np.arange(50), np.arange(50))
+    codes = neurons.Codes(values, {}, np.arange(50), np.arange(50))
     found = neurons.turned(codes, 0).values
     torch.testing.assert_close(found @ found.mT, values @ values.mT)
     assert not torch.allclose(found, values)
@@ -55,41 +55,35 @@ def test_codes_of_text(tmp_path, text_cache):
     write_model(path, model, "gpt", dict(name="verse", tokenizer=data.tokenizer.meta()))
     c = neurons.Neurons(ckpt="", data_dir=str(text_cache), device="cpu", samples=9, batch_size=4)
     codes, layer = neurons.read_codes(load_model(path), c), model.layers[-1]
-    assert np.array_equal(codes.kinds[:11], data.val[:11])
-    half = model.trace(torch.from_numpy(codes.kinds.reshape(9, 11)))[-1].half
+    assert np.array_equal(codes.ids[:11], data.val[:11])
+    half = model.trace(torch.from_numpy(codes.ids.reshape(9, 11)))[-1].half
     code = layer.sparsification.code(layer.norm2(half))
     torch.testing.assert_close(codes.values, code.flatten(0, 1))
     c.stream = True
     found = neurons.read_codes(load_model(path), c).values
     torch.testing.assert_close(found, layer.sparsify(half).flatten(0, 1))
     c.layer = 1
-    found, ids = neurons.read_codes(load_model(path), c).values, codes.kinds.reshape(9, 11)
+    found, ids = neurons.read_codes(load_model(path), c).values, codes.ids.reshape(9, 11)
     torch.testing.assert_close(found, model.trace(torch.from_numpy(ids))[0].out.flatten(0, 1))
 
 
-@pytest.mark.parametrize("pool", ["class", "mean"])
-def test_neurons_of_images(pool, tmp_path, cache):
-    """A transformer's code is GELU(up) of what the head reads."""
-    data, paths = images.load("shapes", cache), []
-    for arch in ("crate", "transformer"):
-        model = ImageClassifier(ImageConfig(arch=arch, pool=pool, width=16, heads=2, layers=3,
-                                            image_size=32, patch_size=8, classes=10))
-        paths.append(str(tmp_path / f"{arch}.pt"))
-        write_model(paths[-1], model, "vit", data.meta())
-    rows = neurons.main([f"--ckpt={','.join(paths)}", "--samples=100", f"--data_dir={cache}",
-                         "--turned"])
-    assert [row["code"] for row in rows] == [
-        "crate, trained", "crate, trained, turned", "transformer, trained",
-        "transformer, trained, turned"]
-    c = neurons.Neurons(ckpt=paths[1], samples=30, data_dir=str(cache), device="cpu")
-    loaded = load_model(c.ckpt)
-    codes, index = neurons.read_codes(loaded, c), spread(100, 30).numpy()
-    assert np.array_equal(codes.kinds, data.val.labels[index])
-    red = data.val.images[index].reshape(30, -1, 3).mean(1).argmax(1) == 0
-    assert np.array_equal(codes.properties["red"], red)
-    x = torch.cat([x for _, x in inputs(loaded, c)])
-    with torch.no_grad():
-        layer, last = loaded.encoder.layers[-1], loaded.encoder.trace(x)[-1]
-        wanted = F.gelu(layer.sparsification.up(layer.norm2(last.half)))
-    wanted = wanted[:, 0] if pool == "class" else wanted[:, 1:].mean(1)
-    torch.testing.assert_close(codes.values, wanted, rtol=1e-4, atol=1e-5)
+def test_rows(tmp_path, text_cache):
+    """Means over an arch's checkpoints; a transformer's code is GELU(up)."""
+    data, paths = text.load("verse", text_cache), []
+    for arch in ("crate", "crate", "transformer"):
+        model = LanguageModel(TextConfig(arch=arch, width=16, heads=2, layers=1, context=11,
+                                         vocab_size=8)).eval()
+        paths.append(str(tmp_path / f"{len(paths)}.pt"))
+        write_model(paths[-1], model, "gpt", data.meta())
+    flags = [f"--data_dir={text_cache}", "--device=cpu", "--samples=20", "--turned"]
+    rows = neurons.main([f"--ckpt={','.join(paths)}", *flags])
+    assert [(row["code"], row["runs"], row["neurons"]) for row in rows] == [
+        ("crate, trained", 2, 16), ("crate, trained, turned", 2, 16),
+        ("transformer, trained", 1, 64), ("transformer, trained, turned", 1, 64)]
+    c = neurons.Neurons(ckpt="", samples=5, data_dir=str(text_cache), device="cpu")
+    codes, layer = neurons.read_codes(load_model(paths[2]), c), model.layers[0]
+    half = model.trace(torch.from_numpy(codes.ids.astype(np.int64).reshape(5, 11)))[0].half
+    wanted = F.gelu(layer.sparsification.up(layer.norm2(half)))
+    torch.testing.assert_close(codes.values, wanted.detach().flatten(0, 1))
+    with pytest.raises(UserError, match="has 1 layers"):
+        neurons.main([f"--ckpt={paths[0]}", "--layer=2", *flags])
