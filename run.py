@@ -84,26 +84,21 @@ def refuse_another(content, flags, model_config, data_meta, folder):
 
 
 class Run:
-    """One training run in one folder, out/TASK-NAME. A checkpoint holds the model that is
-    evaluated, the optimizers, and `extra`, a dict of tensors that change in place.
+    """One training run in one folder, out/TASK-NAME.
 
-    A script calls resume(), which fills them if there is something to resume. For each of steps()
-    it calls log(), and after an evaluation record(). At last it calls done(). Every process makes
-    these calls, and rank 0 alone writes. A failed write ends the run."""
+    After resume(), which takes what is trained, a script calls log() in each of steps(), after an
+    evaluation record(), and at last done(). Every process makes these calls, and rank 0 alone
+    writes. A failed write ends the run."""
 
-    def __init__(self, config, task, name, processes, model, optimizers, data_meta, extra=None):
+    def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
-        self.model, self.optimizers = model, optimizers
-        self.data_meta, self.extra = data_meta, extra or {}
         self.flags = dict(task=task, name=name) | vars(config)
         self.dir = Path(config.out_dir or ROOT / "out" / f"{task}-{name}")
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}
-        self.step = 0                   # the last that is done or, inside steps(), under way
-        self.best = None                # the lowest loss that chose best.pt
-        self.evaluation_due = False     # after this step
-        self.total = self.eval_every = self.meter = self.bar = self.began = None    # until steps()
+        self.step = 0           # how many are done; inside steps(), with the one under way
+        self.best = None        # the lowest loss that chose best.pt
         processes.main_only(self._take_folder)
 
     def _take_folder(self):
@@ -127,23 +122,28 @@ class Run:
         elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
 
-    def resume(self):
-        """With --resume: fills model, optimizers and step, and returns the checkpoint's content."""
+    def resume(self, model, optimizers, data_meta, extra=None):
+        """Takes what a checkpoint holds: the model that is evaluated, its optimizers, and `extra`,
+        a dict of tensors that change in place. With --resume it fills model, optimizers and step,
+        and returns the checkpoint's content."""
+        self.model, self.optimizers = model, optimizers
+        self.data_meta, self.extra = data_meta, extra or {}
         if not self.config.resume:
             return None
-        content, config = recovered(self.dir, self.task), asdict(self.model.config)
-        refuse_another(content, self.config, config, self.data_meta, self.dir)
+        content = recovered(self.dir, self.task)
+        refuse_another(content, self.config, asdict(model.config), data_meta, self.dir)
         with reading(self.dir):         # ckpt.pt, or ckpt.prev.pt
-            self.model.load_state_dict(content["model"])
-            for optimizer, state in zip(self.optimizers, content["optimizer"], strict=True):
+            model.load_state_dict(content["model"])
+            for optimizer, state in zip(optimizers, content["optimizer"], strict=True):
                 optimizer.load_state_dict(state)
         self.step, self.best = content["step"], content["best"]
         return content
 
-    def steps(self, total, what, eval_every, flops=0, tokens=None):
+    def steps(self, total, what, eval_every, flops=0):
         """Yields the number, from 0, of each step that is left of `total`. After a signal it saves
-        ckpt.pt and raises RunEnded. `what` says what is trained; a Meter explains flops, tokens."""
-        self.total, self.eval_every = total, self.config.eval_every or eval_every
+        ckpt.pt and raises RunEnded. `what` says what is trained; a Meter explains `flops`."""
+        self.total, eval_every = total, self.config.eval_every or eval_every
+        tokens = self.model.config.context if self.model.config.kind == "text" else None
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
         if self.step < total:           # else the files stay as they are
@@ -154,7 +154,7 @@ class Run:
                         disable=None if is_main() and self.step < total else True)
         with self.bar, signals_kept(self.say, self.processes.world == 1) as received:
             for self.step in range(self.step + 1, total + 1):
-                self.evaluation_due = self.step == total or self.step % self.eval_every == 0
+                self.evaluation_due = self.step == total or self.step % eval_every == 0
                 self.meter.start()
                 yield self.step - 1
                 self.bar.update()

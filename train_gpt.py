@@ -114,8 +114,8 @@ def main(argv):
     schedule = cosine_schedule(c.lr, c.steps, c.warmup, min(c.min_lr, c.lr))
 
     # ---- run
-    run = Run(c, "gpt", name, processes, model, optimizers, data.meta())
-    run.resume()
+    run = Run(c, "gpt", name, processes)
+    run.resume(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()
@@ -123,8 +123,7 @@ def main(argv):
     what = (f"{model.config.arch}, {count(model, without=('positions',)):,} parameters without "
             f"positions, {c.data} ({len(data.train):,} tokens), batches of {c.batch_size} x "
             f"{c.context} tokens")
-    for step in run.steps(c.steps, what, eval_every=1000, flops=train_flops(model),
-                          tokens=c.context):
+    for step in run.steps(c.steps, what, eval_every=1000, flops=train_flops(model)):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 

@@ -95,8 +95,8 @@ def main(argv):
     schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch))
 
     # ---- run
-    run = Run(c, "mae", name, processes, model, optimizers, data.meta())
-    run.resume()
+    run = Run(c, "mae", name, processes)
+    run.resume(model, optimizers, data.meta())
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

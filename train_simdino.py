@@ -222,9 +222,9 @@ def main(argv):
     gamma = 1 / c.output + 1 / c.batch_size if c.gamma is None else c.gamma
 
     # ---- run
-    run = Run(c, "simdino", name, processes, teacher, optimizers, data.meta(),
-              dict(student=student.state_dict(), center=center))
-    if resumed := run.resume():
+    run = Run(c, "simdino", name, processes)
+    if resumed := run.resume(teacher, optimizers, data.meta(),
+                             dict(student=student.state_dict(), center=center)):
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])
     train, val = (images.Images(split, device) for split in (data.train, data.val))

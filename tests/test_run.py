@@ -22,10 +22,8 @@ class Config(RunFlags):
     log_every: int = option(1, "")
 
 
-def run_in(out, model=None, optimizers=(), version=None, **more):
-    meta = dict(name="abc", version=version)
-    return Run(Config(out_dir=str(out), **more), "vit", "tiny", Processes("cpu"), model, optimizers,
-               meta)
+def run_in(out, **more):
+    return Run(Config(out_dir=str(out), **more), "vit", "tiny", Processes("cpu"))
 
 
 def start(out, total=10, eval_every=100, version=None, **more):
@@ -33,8 +31,8 @@ def start(out, total=10, eval_every=100, version=None, **more):
     in each of the steps, and returns whether an evaluation is due."""
     model = make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
-    run = run_in(out, model, optimizers, version, **more)
-    run.resume()
+    run = run_in(out, **more)
+    run.resume(model, optimizers, dict(name="abc", version=version))
     steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
