@@ -123,13 +123,16 @@ def index_batches(n, batch_size, seed, start_step=0, rows=slice(None)):
         epoch, batch = epoch + 1, 0
 
 
+RESIDENT = 4 * 2 ** 30       # bytes: a smaller split is kept on the device
+
+
 class Images:
     """Batches of a Split on `device`. If resident, it is a tensor there, and a batch is a gather;
-    if not, a batch is read from the memory map. By default a split below 4 GiB is resident."""
+    if not, a batch is read from the memory map."""
 
-    def __init__(self, split, device, resident=None):
+    def __init__(self, split, device):
         self.device = torch.device(device)
-        self.resident = split.images.nbytes < 4 * 2 ** 30 if resident is None else resident
+        self.resident = split.images.nbytes < RESIDENT
         self.images, self.labels = split.images, torch.from_numpy(np.array(split.labels))
         if self.resident:
             self.images = torch.from_numpy(np.array(self.images)).to(self.device)
