@@ -7,17 +7,16 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
 
     attention       MSSA(LN(Z))
     reversed        attention's step times -1
-    turned          attention's step, all of it turned by one random rotation
-    one_map         the same with the mean attention map of the batch for every sample: which tokens
-                    are averaged no longer depends on the sample
-    shuffled        the same with the weights of each token dealt at random to the others that it
+    turned          attention's step, turned by a random rotation, one a layer and a batch
+    one_map         attention with the mean map of the batch for every sample: which tokens are
+                    averaged no longer depends on the sample
+    shuffled        attention with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
-    others          the same with each token's own weight taken out and the rest divided by their
+    others          attention with each token's own weight taken out and the rest divided by their
                     sum (the first token of a text then has none)
-    others_turned   the same, turned by that rotation
-    alone           attention's step if each token attends to itself alone, with weight 1: no
-                    averages (with --shift its value has a part of the token before)
-    alone_turned    the same, turned by that rotation
+    alone           attention of each token to itself alone, with weight 1: no averages (with
+                    --shift its value has a part of the token before)
+    others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
 There are four tables; in the first three, in nats, `before` is R^c before the step:

@@ -1,9 +1,9 @@
 """How far are trained layers from what the derivation presumes?
 
-It presumes tokens near orthonormal subspaces, few of them long: then two terms stand for the
-inverse in (31), and the softmax for the second; and tokens that their code rebuilds in a nearly
-orthogonal dictionary, so that R stays as it is. Means over samples, by layer, beside those of
-`python analyze.py layers`. X is LN(Z) for attention and LN(Z^{l+1/2}) for the code A.
+[N], Approximation 4, presumes tokens of length 1 near incoherent subspaces with orthonormal U_k;
+[J] that two terms stand for the inverse in (31), and that a code A rebuilds tokens in a nearly
+orthogonal dictionary, so that R stays as it is. X is LN(Z) for attention and LN(Z^{l+1/2}) for A.
+Means over samples, by layer:
 
     s              beta ||U_k^*X||^2 (spectral norm), eps 0.5: below 1 the series (32) converges
     length         of a token of X; presumed 1
@@ -11,12 +11,15 @@ orthogonal dictionary, so that R stays as it is. Means over samples, by layer, b
     u_least        least singular value of the U_k, and u_largest; presumed 1
     frame          distance of sum_k U_k U_k^* from the identity, % of its norm; presumed 0
     cos            cosine of W^* with [U_1 .. U_K]^*
-    alone, turned, alone_turned     steps of `experiments.compression` in its table `normed`
+    normed_before  R^c before the step, and what steps add to it: alone, turned and alone_turned of
+                   `experiments.compression`, table `normed`
     miss           ||X - D A||, % of ||X||; presumed 0
     gram           distance of D^* D from the identity, % of its norm; presumed 0
-    coded, kept    R(D A) and R(A), % of R(X); coded_long: of D A as long as X; noise_kept: of
-                   noise as long as A
+    coded, kept    R(D A) and R(A), % of R(X), eps 0.5; coded_long: of D A as long as X; noise_kept:
+                   of noise as long as A
     start, lasso, relu      the LASSO (41) of A = X, of the code, of ReLU(X), % of that of no code
+
+and the columns of `python analyze.py layers --help`, at lambda 0.
 
     python -m experiments.derivation --ckpt=pretrained:shapes-crate
 """
@@ -34,8 +37,8 @@ from processes import cli
 
 
 def apart(A, B):
-    """The distance of A from B in % of the length of B."""
-    return 100 * (A - B).norm() / B.norm()
+    """The distance of each A (..., n, m) from B, in % of the norm of B."""
+    return 100 * (A - B).norm(dim=(-2, -1)) / B.norm(dim=(-2, -1))
 
 
 def of_attention(layer, trace):
@@ -65,7 +68,7 @@ def of_code(layer, trace):
         return 100 * coding_rate(T) / coding_rate(X)
 
     def cost(A):
-        return 100 * sum(lasso(A, X, D, layer.sparsification.lambd)).sum() / (X.square().sum() / 2)
+        return 200 * sum(lasso(A, X, D, layer.sparsification.lambd)) / X.square().sum((1, 2))
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
         gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X),
@@ -86,11 +89,10 @@ def main(argv):
     found = []
     for loaded in each_model(c):
         config = loaded.model.cpu().double().config
-        if (config.row.attention, config.row.sparsification) != (MSSA, ISTA):
+        if config.row[:2] != (MSSA, ISTA) or config.row.output != "learned":
             raise UserError(f"{config.arch} has another layer than CRATE's")
-        parts = [by_layer(loaded.backbone, x) for _, x in inputs(loaded, c)]
-        columns = {name: torch.tensor([part[name] for part in parts]).mean(0).tolist()
-                   for name in parts[0]}
+        x = torch.cat([x for _, x in inputs(loaded, c)])
+        columns = by_layer(loaded.backbone, x)
         rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
         print(loaded.label)
         print_table([dict(column=name) | {f"layer {l}": value for l, value in enumerate(row, 1)}

@@ -143,8 +143,8 @@ def main(argv):
         found += [described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}")
         print_table(rows)
-        without = without_dictionary(loaded, c) if c.scored else None
-        if without:
+        trained = loaded.weights == "trained"
+        if c.scored and trained and (without := without_dictionary(loaded, c)):
             print_table([without])
     if c.csv:
         write_csv(found, c.csv)

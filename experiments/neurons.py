@@ -115,7 +115,7 @@ def probed(codes, width, seed):
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
     values = codes.values[:, chosen]
-    numbers = dict(neurons=codes.values.shape[1], 
+    numbers = dict(neurons=codes.values.shape[1],
                    nonzeros=(codes.values != 0).float().mean().item())
     for k in (1, 5, 20):
         scores = [score for has in codes.properties.values()

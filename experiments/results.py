@@ -81,7 +81,7 @@ def ista():
                  threshold=("the step with D = 0", dict(color="0.6")),
                  optimum=("the best code", dict(mfc="white", mec="black")))
     lasso = {(row["model"], int(row["layer"]), row["code"]): float(row["lasso"])
-             for row in rows_of("ista")}
+             for row in rows_of("ista") if row["weights"] == "trained"}
     figure, (axes,) = new_figure(1, len(MODELS), 9 / len(MODELS), 3)
     for ax, model in zip(axes, MODELS):
         ax.sharey(axes[0])
