@@ -9,8 +9,8 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
 Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2) Eq. (34) is
-(1 - beta kappa) Z + beta kappa MSSA(Z). The layer, Eq. (45), keeps all of Z and drops the factor:
-what is left points uphill on R^c. But a learned W in MSSA may turn it: see `look`.
+(1 - beta kappa) Z + beta kappa MSSA(Z), MSSA with beta [U_1 .. U_K] in place of W. The layer, Eq.
+(45), keeps all of Z: what is left points uphill on R^c. But a learned W may turn it: see `look`.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
@@ -104,17 +104,17 @@ class Layer(nn.Module):
 class CRATE(nn.Module):
     """Patches of P x P pixels become tokens; their mean after the last layer gives ten logits."""
 
-    def __init__(self, d=64, K=4, L=4, P=4, size=32, classes=10):
+    def __init__(self, d=64, K=4, L=4, P=4, side=32, classes=10):
         super().__init__()
         self.P, pixels = P, 3 * P * P
         self.embed = nn.Sequential(nn.LayerNorm(pixels), nn.Linear(pixels, d), nn.LayerNorm(d))
-        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # released so; no head reads it
-        self.positions = nn.Parameter(torch.randn(1, 1 + (size // P) ** 2, d))
+        self.class_token = nn.Parameter(torch.randn(1, 1, d))   # as released; no head here reads it
+        self.positions = nn.Parameter(torch.randn(1, 1 + (side // P) ** 2, d))
         self.layers = nn.ModuleList(Layer(d, K) for _ in range(L))
         self.head = nn.Sequential(nn.LayerNorm(d), nn.Linear(d, classes))
 
     def all_tokens(self, x):
-        """Pictures (B, size, size, 3) to the list Z^1 .. Z^{L+1}, each (B, 1 + n, d)."""
+        """Pictures (B, side, side, 3) to the list Z^1 .. Z^{L+1}, each (B, 1 + n, d)."""
         patches = x.unfold(1, self.P, self.P).unfold(2, self.P, self.P)     # (B, h, w, 3, P, P)
         patches = patches.permute(0, 1, 2, 4, 5, 3).flatten(3).flatten(1, 2)
         Z = torch.cat([self.class_token.expand(len(x), -1, -1), self.embed(patches)], 1)
@@ -128,7 +128,7 @@ class CRATE(nn.Module):
 
 
 def newton_schulz(G):
-    """Nearly P Q^* of a matrix G = P S Q^*, its SVD (Jordan et al. 2024)."""
+    """Nearly G with every singular value 1 (Jordan et al. 2024)."""
     X = G / G.norm()
     for _ in range(5):
         A = X @ X.mT
@@ -137,23 +137,23 @@ def newton_schulz(G):
 
 
 def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
-    """Muon for the layers' matrices P, AdamW for the rest; linear warm-up, then a cosine.
+    """Muon for the layers' matrices M, AdamW for the rest; linear warm-up, then a cosine.
 
-    m = 0.95 m + 0.05 g;   P = (1 - lr decay) P - lr size newton_schulz(0.05 g + 0.95 m)"""
-    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
-    rest = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * p.data for p in matrices]
+    m = 0.95 m + 0.05 g;   M = (1 - lr decay) M - lr scale newton_schulz(0.05 g + 0.95 m)"""
+    matrices = [M for M in model.layers.parameters() if M.ndim == 2]
+    rest = [w for w in model.parameters() if all(w is not M for M in matrices)]
+    adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * M.data for M in matrices]
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
         pictures = x[rows].roll(torch.randint(-2, 3, (2,)).tolist(), (1, 2))  # one shift a batch
         loss = F.cross_entropy(model(pictures.flip(2) if step % 2 else pictures), y[rows])
         loss.backward()
         lr = peak * min((step + 1) / 100, 0.5 + 0.5 * math.cos(math.pi * step / steps))
-        for p, momentum in zip(matrices, momenta):
-            momentum.lerp_(p.grad, 0.05)
-            update = newton_schulz(p.grad.lerp(momentum, 0.95))                         # Nesterov
-            size = 0.2 * max(p.shape) ** 0.5            # entries as large as in AdamW's steps
-            p.data.mul_(1 - lr * decay).sub_(lr * size * update)
+        for M, momentum in zip(matrices, momenta):
+            momentum.lerp_(M.grad, 0.05)
+            update = newton_schulz(M.grad.lerp(momentum, 0.95))                         # Nesterov
+            scale = 0.2 * max(M.shape) ** 0.5           # entries as large as in AdamW's steps
+            M.data.mul_(1 - lr * decay).sub_(lr * scale * update)
         adamw.param_groups[0]["lr"] = lr
         adamw.step()
         model.zero_grad()
@@ -163,15 +163,14 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
 @torch.no_grad()
 def look(model, x, eps=0.1):                        # the eps of the first paper's figures
-    """A dict for each layer, of means over the pictures x; its U has the norm of orthonormal bases:
+    """A dict for each layer, of means over the pictures x; U has the norm of orthonormal bases:
 
     attention, %      what the attention step adds to R^c of Z^l
     after LN, %       the same of tokens less their mean, after a LayerNorm: lengths do not count
-    alone, %          a control: as the last, each token attending to itself, by a step as long
+    alone, %          a control, after LN too: each token attends to itself, a step as long
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
-    def normed(T):
-        return F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
+    normed = lambda T: F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
@@ -196,15 +195,16 @@ def shapes(n, seed):
 
 if __name__ == "__main__":
     print("drawing 12,000 pictures, looking at the untrained model ...", flush=True)
+    torch.set_num_threads(1)            # more would be slower: the matrices are small
     torch.manual_seed(0)
     (x, y), (val_x, val_y) = shapes(10_000, seed=0), shapes(2_000, seed=1)
     model = CRATE()
     before = look(model, val_x)
     train(model, x, y)
     after = look(model, val_x)
-    print("untrained -> trained\n       ", *(f"{name:>16}" for name in after[0]))
+    print("untrained -> trained; below 0 % R^c falls, RESULTS.md has more controls")
+    print("       ", *(f"{name:>16}" for name in after[0]))
     for l, (old, new) in enumerate(zip(before, after)):
         print(f"layer {l + 1}", *(f"{old[name]:6.1f} -> {new[name]:6.1f}" for name in new))
-    print("Below 0 % R^c falls. RESULTS.md has more controls")
     with torch.no_grad():
         print(f"accuracy {(model(val_x).argmax(1) == val_y).float().mean():.3f}")

@@ -118,8 +118,9 @@ class SoftmaxAttention(Attention):
         m, n = q.shape[2], k.shape[2]
         dropout = self.dropout if self.training else 0.0
         causal = self.causal and m > 1      # a single token, the newest, sees all
-        # its causal mask is that of m = n; on CPUs it is slower for few tokens in bfloat16
-        if causal and m < n or q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512:
+        unfit = causal and m < n            # the kernel's causal mask is that of m = n
+        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # as measured
+        if unfit or slow:
             return F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
         return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
 
@@ -285,6 +286,7 @@ class Layer(nn.Module):
         return self.sparsify(self.compress(Z, cache))
 
     def trace(self, Z):
+        """In evaluation mode: half, code and out are computed without each other's dropout."""
         half = self.compress(Z)
         operator = self.sparsification
         code = None if operator is None else operator.code(self.norm2(half))

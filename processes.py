@@ -34,7 +34,8 @@ def to_device(t, device):
 
 def device_name(device):
     if device.type == "cpu":
-        return f"cpu ({torch.get_num_threads()} threads)"
+        n = torch.get_num_threads()
+        return "cpu (1 thread)" if n == 1 else f"cpu ({n} threads; OMP_NUM_THREADS=1 may be faster)"
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

@@ -251,8 +251,9 @@ class Run:
         line = dict(event="done", step=self.step, seconds=seconds, **speed, best=self.best)
         if self.meter.seconds:          # else nothing was left to do
             self.write(line)
+        best = "" if self.best is None else f", best.pt has the lowest loss, {self.best:.4f}"
         self.say(f"done: {self.step} steps in {seconds:.0f} s{in_words(speed)}; written to "
-                 f"{self.dir}")
+                 f"{self.dir}{best}")
         for command in ("python analyze.py curves {dir}    # the loss, drawn", *then):
             self.say("  " + command.format(dir=self.dir))
         self.close()

@@ -82,8 +82,8 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
-    total = max(round(c.epochs * epoch), 1)
+    epoch_steps = images.steps_per_epoch(len(data.train.labels), c.batch_size)
+    total = max(round(c.epochs * epoch_steps), 1)
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -92,7 +92,7 @@ def main(argv):
     # ---- optimizer
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, 0.95),
                                  hidden=[model.encoder.layers, model.decoder, model.predict])
-    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch))
+    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch_steps))
 
     # ---- run
     run = Run(c, "mae", name, processes)
@@ -105,7 +105,7 @@ def main(argv):
     what = (f"{model.config.arch}, {count(model):,} parameters, {c.data} of {data.image_size} px "
             f"at {c.image_size} px, {model.config.masked_patches()} of {model.config.patches} "
             f"patches masked, batches of {c.batch_size}")
-    for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
+    for step in run.steps(total, what, eval_every=epoch_steps, flops=train_flops(model)):
         model.train()
 
         # batch

@@ -200,8 +200,8 @@ def main(argv):
 
     # ---- data
     data = images.load(c.data, cache=c.data_dir)
-    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
-    total = max(round(c.epochs * epoch), 1)
+    epoch_steps = images.steps_per_epoch(len(data.train.labels), c.batch_size)
+    total = max(round(c.epochs * epoch_steps), 1)
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -211,10 +211,10 @@ def main(argv):
     center = torch.zeros(c.prototypes if c.method == "dino" else 1, device=device)
 
     # ---- optimizer, and what changes over the run, [B] 7.2: lists of a value for each step
-    lr = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), final=1e-6)
+    lr = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch_steps), final=1e-6)
     weight_decay = cosine_schedule(0.04, total, final=0.4)
     momentum = cosine_schedule(c.momentum, total, final=1.0)
-    rise = max(round(c.warmup_temp_epochs * epoch), 1)      # each step; DINO's each epoch
+    rise = max(round(c.warmup_temp_epochs * epoch_steps), 1)    # each step; DINO's each epoch
     temperature = [0.04 + (c.teacher_temp - 0.04) * min(i / rise, 1) for i in range(total)]
     optimizers = make_optimizers(student, c.optimizer, c.lr, weight_decay[0], (0.9, 0.999),
                                  hidden=[student.encoder.layers, student.projector])
@@ -237,7 +237,7 @@ def main(argv):
     what = (f"{c.method}, {student.config.arch}, {count(student.encoder):,} of {count(student):,} "
             f"parameters in the encoder, {c.data} of {data.image_size} px, 2 views of "
             f"{c.image_size} px and {c.local_views} of {c.local_size}, batches of {c.batch_size}")
-    for step in run.steps(total, what, eval_every=epoch):
+    for step in run.steps(total, what, eval_every=epoch_steps):
         student.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 
@@ -265,7 +265,7 @@ def main(argv):
         # clip each parameter's gradient by itself, and step
         for p in params:
             nn.utils.clip_grad_norm_(p, 3.0)
-        if c.method == "dino" and step < c.freeze_epochs * epoch:
+        if c.method == "dino" and step < c.freeze_epochs * epoch_steps:
             student.prototypes.grad = None
         take_step(optimizers, lr[step], weight_decay[step])
         with torch.no_grad():               # the teacher: momentum t + (1 - momentum) s

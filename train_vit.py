@@ -191,8 +191,8 @@ def main(argv):
     if c.crop == "pad" and data.image_size > c.image_size:
         note(f"the model sees {c.image_size} of {data.image_size} px: --image_size=N sees N")
     data = data.hold_out(c.val, c.train_images)
-    epoch = images.steps_per_epoch(len(data.train.labels), c.batch_size)
-    total = max(round(c.epochs * epoch), 1)
+    epoch_steps = images.steps_per_epoch(len(data.train.labels), c.batch_size)
+    total = max(round(c.epochs * epoch_steps), 1)
 
     # ---- model
     torch.manual_seed(derive_seed(c.seed, "weights"))
@@ -205,7 +205,8 @@ def main(argv):
     scale = partial(lr_scale, L=L, decay=c.layer_decay)
     optimizers = make_optimizers(model, c.optimizer, c.lr, c.weight_decay, (0.9, c.beta2),
                                  hidden=[model.encoder.layers], scale=scale)
-    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch), min(c.min_lr, c.lr))
+    schedule = cosine_schedule(c.lr, total, round(c.warmup_epochs * epoch_steps),
+                               min(c.min_lr, c.lr))
 
     # ---- run
     run = Run(c, "vit", name, processes)
@@ -218,7 +219,7 @@ def main(argv):
     start = f" from {c.init_from}" if c.init_from else ""
     what = (f"{model.config.arch}{start}, {count(model):,} parameters, {c.data} of "
             f"{data.image_size} px at {c.image_size} px, batches of {c.batch_size}")
-    for step in run.steps(total, what, eval_every=epoch, flops=train_flops(model)):
+    for step in run.steps(total, what, eval_every=epoch_steps, flops=train_flops(model)):
         model.train()
         torch.manual_seed(derive_seed(c.seed, step, "dropout", processes.rank))
 

@@ -166,8 +166,8 @@ def main(argv):
     for loaded in each_model(c):
         rows = rows_of(measured(loaded, c))
         found += [described(loaded) | row for row in rows]
-        print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what layers add "
-              "to R^c, in %, summed; below 0 a step compresses")
+        print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
+              "R^c, %, all layers; below 0 they compress. --help has the columns")
         print_table(shares(rows))
     if c.csv:
         write_csv(found, c.csv)

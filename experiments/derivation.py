@@ -9,12 +9,12 @@ Means over samples, by layer:
     length         of a token of X; presumed 1
     near           share of its square length in its best subspace, %; presumed 100
     u_least        least singular value of the U_k, and u_largest; presumed 1
-    frame          distance of sum_k U_k U_k^* from the identity, % of its norm; presumed 0
+    frame          distance of sum_k U_k U_k^* from the nearest a I, % of its norm; presumed 0
     cos            cosine of W^* with [U_1 .. U_K]^*
     normed_before  R^c before the step, and what steps add to it: alone, turned and alone_turned of
                    `experiments.compression`, table `normed`
     miss           ||X - D A||, % of ||X||; presumed 0
-    gram           distance of D^* D from the identity, % of its norm; presumed 0
+    gram           distance of D^* D from the nearest a I, % of its norm; presumed 0
     coded, kept    R(D A) and R(A), % of R(X), eps 0.5; coded_long: of D A as long as X; noise_kept:
                    of noise as long as A
     start, lasso, relu      the LASSO (41) of A = X, of the code, of ReLU(X), % of that of no code
@@ -41,6 +41,11 @@ def apart(A, B):
     return 100 * (A - B).norm(dim=(-2, -1)) / B.norm(dim=(-2, -1))
 
 
+def off_identity(M):
+    """The distance of M (m, m) from the nearest multiple of the identity, in % of its norm."""
+    return apart(M.trace() / len(M) * torch.eye(len(M)), M)
+
+
 def of_attention(layer, trace):
     """The columns of X, U and W."""
     attention, U, X = layer.attention, layer.attention.bases(), layer.norm1(trace.tokens)
@@ -52,7 +57,7 @@ def of_attention(layer, trace):
         length=X.norm(dim=-1),
         near=100 * (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1),
         u_least=torch.linalg.svdvals(U).min(), u_largest=torch.linalg.svdvals(U).max(),
-        frame=apart((U @ U.mT).sum(0), torch.eye(len(U[0]))),
+        frame=off_identity((U @ U.mT).sum(0)),
         cos=F.cosine_similarity(attention.W.weight.T.flatten(), attention.U.weight.flatten(), 0),
         normed_before=added["normed", "before"],
         **{name: added["normed", name] for name in ("alone", "turned", "alone_turned")})
@@ -71,7 +76,7 @@ def of_code(layer, trace):
         return 200 * sum(lasso(A, X, D, layer.sparsification.lambd)) / X.square().sum((1, 2))
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
-        gram=apart(D.T @ D, torch.eye(len(D))), miss=apart(DA, X),
+        gram=off_identity(D.T @ D), miss=apart(DA, X),
         start=cost(X), lasso=cost(A), relu=cost(X.relu()))
 
 

@@ -2,10 +2,12 @@
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
-Elsewhere is the control: R^c of random orthogonal subspaces that fill the space.
+Elsewhere is the control: R^c of random orthogonal subspaces that fill the space. Centred: of the
+set's tokens less their mean, which ISTA moves, since its output has no entries below 0.
 
     python -m experiments.objective --csv=records/objective.csv
 """
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -29,14 +31,17 @@ class Objective(Flags):
 
 
 @torch.no_grad()
-def added(loaded, c, together, eps=0.1):
+def added(loaded, c, together, centred, eps=0.1):
     """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
-    random subspaces that fill the space; of `together` samples' tokens as one set, in nats."""
+    random subspaces that fill the space; of `together` samples' tokens as one set, or of these less
+    their mean (centred), in nats."""
     generator, found = torch.Generator(), []
     for traced in traces(loaded, c):
         rows = []
         for layer, trace in traced:
             Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
+            if centred:
+                Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
             out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
             V = random_subspaces(U.shape[1], U.shape[0], generator.manual_seed(c.seed)).to(U)
             before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
@@ -53,10 +58,10 @@ def main(argv):
         raise UserError(f"--samples and --batch_size are multiples of {TOGETHER[-1]}")
     rows = []
     for loaded in each_model(c):
-        for together in TOGETHER:
-            R, Rc, elsewhere = added(loaded, c, together)
+        for together, centred in itertools.product(TOGETHER, (False, True)):
+            R, Rc, elsewhere = added(loaded, c, together, centred)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
-            first = dict(together=together, first=(R[0] - Rc[0]).item())
+            first = dict(together=together, centred=centred, first=(R[0] - Rc[0]).item())
             rows.append(described(loaded) | first | {
                 name: change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")

@@ -12,7 +12,7 @@ from experiments import compression
 
 def test_same_weights_same_logits():
     """The names of the weights are the same, too. LayerNorms and biases are not as at the start."""
-    ours = crate.CRATE(d=24, K=3, L=3, P=4, size=16).double()
+    ours = crate.CRATE(d=24, K=3, L=3, P=4, side=16).double()
     for p in ours.parameters():
         p.data += 0.3 * torch.randn_like(p)
     theirs = model.ImageClassifier(model.image_config(
