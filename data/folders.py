@@ -28,7 +28,7 @@ def shown(path):
 
 def tell_left_out(what, items):
     if items:
-        tqdm.write(f"left out: {len(items)} {what}, such as {shown(items[0])}", sys.stderr)
+        tqdm.write(f"left out: {len(items)} of the {what}, such as {shown(items[0])}", sys.stderr)
 
 
 # ---- Names --------------------------------------------------------------------------------------
@@ -172,6 +172,6 @@ def documents(paths):
                     left_out.append(f"row {row} of {path}")
         except Exception as error:
             raise UserError(f"{shown(path)}, row {row + 1}: {error}") from None
-    tell_left_out("rows without `text`, or with NUL (as in UTF-16) or half a character", left_out)
+    tell_left_out("rows (no `text`, or NUL as in UTF-16, or half a character)", left_out)
     if not found:
         raise UserError(f"{shown(paths[0])}: no row has a `text` in UTF-8")

@@ -159,7 +159,7 @@ def test_links_and_odd_names(tmp_path, capsys):
     prepare.prepare("mine", prepare.ImageSet(8), tmp_path / "mine", tmp_path / "cache")
     data, told = images.load("mine", tmp_path / "cache"), capsys.readouterr().err
     assert data.classes == ["cat", "dog"] and len(data.train.labels) + len(data.val.labels) == 10
-    assert "left out: 1 files" in told and "gone.png" in told and "link/\ufffd .png (" in told
+    assert "left out: 1 of the files" in told and "gone.png" in told and "link/\ufffd .png (" in told
 
 
 def test_rows_of_text(tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_rows_of_text(tmp_path, capsys):
     paths = [tmp_path / name for name in ("a.jsonl", "b.parquet", "c.TXT")]
     assert [row["text"] for row in folders.documents(paths)] == [
         "2024-01-01 10:00:00", "a", "c\r\n", "d", "é\n"]
-    assert "left out: 4 rows" in (told := capsys.readouterr().err) and "row 2 of" in told
+    assert "left out: 4 of the rows" in (told := capsys.readouterr().err) and "row 2 of" in told
     for name, content, message in (
             ("a.txt", b"caf\xe9", "a.txt, row 1: 'utf-8' codec"),
             ("a.txt", b"a\0b\0", "a.txt: no row has a `text` in UTF-8"),
@@ -206,7 +206,7 @@ def test_own_pictures(tmp_path, capsys):
         assert sorted([*train, *val]) == sorted([*range(20)] * (1 + (root == "split")))
     assert 2 <= len(val) <= 3
     told = capsys.readouterr().err
-    assert "left out: 1 pictures" in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
+    assert "left out: 1 of the pictures" in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
     for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
     assert_fails(r"no picture of its val can be .*test \[\d+\]\.\w+ \(", prepare.prepare, "no",
