@@ -159,7 +159,8 @@ def test_links_and_odd_names(tmp_path, capsys):
     prepare.prepare("mine", prepare.ImageSet(8), tmp_path / "mine", tmp_path / "cache")
     data, told = images.load("mine", tmp_path / "cache"), capsys.readouterr().err
     assert data.classes == ["cat", "dog"] and len(data.train.labels) + len(data.val.labels) == 10
-    assert "left out: 1 of the files" in told and "gone.png" in told and "link/\ufffd .png (" in told
+    assert "left out: 1 of the files" in told
+    assert "gone.png" in told and "link/\ufffd .png (" in told
 
 
 def test_rows_of_text(tmp_path, capsys):
@@ -206,7 +207,8 @@ def test_own_pictures(tmp_path, capsys):
         assert sorted([*train, *val]) == sorted([*range(20)] * (1 + (root == "split")))
     assert 2 <= len(val) <= 3
     told = capsys.readouterr().err
-    assert "left out: 1 of the pictures" in told and "zz.jpg (" in told and f"'val': {len(val)}" in told
+    assert "left out: 1 of the pictures" in told and "zz.jpg (" in told
+    assert f"'val': {len(val)}" in told
     for file in (tmp_path / "split/test").rglob("*.*"):
         file.write_bytes(b"no picture")
     assert_fails(r"no picture of its val can be .*test \[\d+\]\.\w+ \(", prepare.prepare, "no",
