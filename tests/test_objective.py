@@ -2,6 +2,7 @@
 import copy
 from types import SimpleNamespace
 
+import pytest
 import torch
 from helpers import scrambled
 
@@ -12,18 +13,22 @@ from experiments import objective
 from experiments.shared import random_subspaces
 
 
-def test_added(monkeypatch):
+@pytest.mark.parametrize("centred", [False, True])
+def test_added(centred, monkeypatch):
     """At the norm of a layer's input, of two samples' tokens as one set, mean over the sets."""
     net = scrambled(models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=16, patch_size=8)))
     parts = torch.randn(2, 4, 3, 16, 16)
     monkeypatch.setattr("analyze.inputs", lambda loaded, c: enumerate(parts))
-    found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, eps=0.3)
+    found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, centred,
+                            eps=0.3)
     Zs = [net.tokens(parts.flatten(0, 1)).detach().double()]
     for layer in copy.deepcopy(net.layers).double():
         Zs.append(layer(Zs[-1]).detach())
     for l, (Z, out) in enumerate(zip(Zs, Zs[1:])):
         before, after = (T.reshape(4, 2 * 5, 16) for T in (Z, out))
+        if centred:
+            before, after = (T - T.mean(1, keepdim=True) for T in (before, after))
         after = after * (before.norm(dim=(1, 2)) / after.norm(dim=(1, 2)))[:, None, None]
         U = net.layers[l].attention.bases().detach().double()
         U = U * 4 / U.norm()                                    # ||U||^2 = K p = 16
