@@ -30,27 +30,24 @@ class Objective(Flags):
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
 
 
+def added(traced, together, centred, seed, eps=0.1):
+    """(3, L): what each of the traced layers adds, at the norm of its input, to R, to R^c, and to
+    the R^c of random subspaces that fill the space; of `together` samples' tokens as one set, or of
+    these less their mean (centred), in nats, mean over the sets."""
+    rows, generator = [], torch.Generator()
+    for layer, trace in traced:
+        Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
+        if centred:
+            Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
+        out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
+        V = random_subspaces(U.shape[1], U.shape[0], generator.manual_seed(seed)).to(U)
+        before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
+                                      subspace_coding_rate(T, V, eps)]) for T in (Z, out))
+        rows.append((after - before).mean(1))
+    return torch.stack(rows, 1)
+
+
 @torch.no_grad()
-def added(loaded, c, together, centred, eps=0.1):
-    """(3, L): what each layer adds, at the norm of its input, to R, to R^c, and to the R^c of
-    random subspaces that fill the space; of `together` samples' tokens as one set, or of these less
-    their mean (centred), in nats."""
-    generator, found = torch.Generator(), []
-    for traced in traces(loaded, c):
-        rows = []
-        for layer, trace in traced:
-            Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
-            if centred:
-                Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
-            out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
-            V = random_subspaces(U.shape[1], U.shape[0], generator.manual_seed(c.seed)).to(U)
-            before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
-                                          subspace_coding_rate(T, V, eps)]) for T in (Z, out))
-            rows.append((after - before).mean(1))
-        found.append(torch.stack(rows, 1))
-    return torch.stack(found).mean(0)
-
-
 def main(argv):
     """The rows of the table, in nats."""
     c = parse(Objective, argv, __doc__)
@@ -58,8 +55,12 @@ def main(argv):
         raise UserError(f"--samples and --batch_size are multiples of {TOGETHER[-1]}")
     rows = []
     for loaded in each_model(c):
-        for together, centred in itertools.product(TOGETHER, (False, True)):
-            R, Rc, elsewhere = added(loaded, c, together, centred)
+        batches = {key: [] for key in itertools.product(TOGETHER, (False, True))}
+        for traced in traces(loaded, c):
+            for key, parts in batches.items():
+                parts.append(added(traced, *key, c.seed))
+        for (together, centred), parts in batches.items():
+            R, Rc, elsewhere = torch.stack(parts).mean(0)
             changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
             first = dict(together=together, centred=centred, first=(R[0] - Rc[0]).item())
             rows.append(described(loaded) | first | {

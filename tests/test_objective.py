@@ -1,6 +1,5 @@
 """What layers add to the rates, against each layer's own numbers."""
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,21 +7,20 @@ from helpers import scrambled
 
 import crate
 import model as models
-from checkpoint import Loaded
 from experiments import objective
 from experiments.shared import random_subspaces
 
 
 @pytest.mark.parametrize("centred", [False, True])
-def test_added(centred, monkeypatch):
+@torch.no_grad()
+def test_added(centred):
     """At the norm of a layer's input, of two samples' tokens as one set, mean over the sets."""
     net = scrambled(models.ImageEncoder(models.ImageConfig(
         width=16, heads=2, layers=2, image_size=16, patch_size=8)))
-    parts = torch.randn(2, 4, 3, 16, 16)
-    monkeypatch.setattr("analyze.inputs", lambda loaded, c: enumerate(parts))
-    found = objective.added(Loaded("vit", net, net, {}, {}), SimpleNamespace(seed=3), 2, centred,
-                            eps=0.3)
-    Zs = [net.tokens(parts.flatten(0, 1)).detach().double()]
+    x = torch.randn(8, 3, 16, 16)
+    traced = [*zip(net.layers, net.trace(x))]
+    found = objective.added(traced, 2, centred, seed=3, eps=0.3)
+    Zs = [net.tokens(x).detach().double()]
     for layer in copy.deepcopy(net.layers).double():
         Zs.append(layer(Zs[-1]).detach())
     for l, (Z, out) in enumerate(zip(Zs, Zs[1:])):
