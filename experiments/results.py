@@ -106,7 +106,8 @@ def objective():
             "CRATE, random weights": ("crate", "random", "later"),
             "transformer": ("transformer", "trained", "later"),
             "transformer, random subspaces": ("transformer", "trained", "later_elsewhere")}
-    found = [row for row in rows_of("objective") if row["together"] == "64"]
+    found = [row for row in rows_of("objective")
+             if (row["together"], row["centred"]) == ("64", "False")]
     figure, (axes,) = new_figure(1, 4, 2.2, 2.2)
     for ax, (title, data) in zip(axes, sets.items()):
         dot_rows(ax, rows, "nats")
