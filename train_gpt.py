@@ -23,7 +23,8 @@ from run import Run, RunFlags
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """Defaults are nanoGPT's for GPT-2, except [B]'s batches of 384. Presets change them."""
+    """Defaults are nanoGPT's for GPT-2, except [B]'s batches of 384. Presets change them. A run
+    cannot be resumed with another value of what is `kept`."""
     data: str = option("openwebtext", "a prepared text set", kept=True)
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)

@@ -26,7 +26,8 @@ SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "pat
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS."""
+    """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS. A run
+    cannot be resumed with another value of what is `kept`."""
     data: str = option("imagenet", "which images: a prepared set", kept=True)
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1,
                                       kept=True)
@@ -161,9 +162,10 @@ def lr_scale(name, L, decay):
 def srr_loss(model, x, layer=None, eps=0.5):
     """R^c(Z^{l+1} | U^l) of layer l, counted from 1, or the mean over all layers.
 
-    [S] adds eta / L sum_l (lambda ||Z||_0 + R^c(Z | U^l) - R(Z)) to the loss; Z is the layer's
-    output (its Z^l, our Z^{l+1}), held constant: only R^c has a gradient, for U^l. It is least at
-    U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours."""
+    [S] adds eta / L sum_l (lambda ||Z^l||_0 + R^c(Z^l | U^l) - R(Z^l)) to the loss, Z^l constant;
+    we take it to be the output of layer l, here Z^{l+1}. Only R^c has a gradient, for U^l. It is
+    least at U = 0; only the cross-entropy keeps U away, so the weight has to be small. eps is ours.
+    """
     rates, Z = [], model.encoder.tokens(x)      # a second pass, with another dropout
     for l, part in enumerate(model.encoder.layers[:layer], 1):
         with torch.no_grad():
