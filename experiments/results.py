@@ -46,13 +46,13 @@ def scores(folder, key):
 def compression(short=False):
     """What attention and controls add to R^c, in % of R^c before, from compression.csv. A circle is
     a model, its layers summed, hollow for pictures and filled for text; short: README's rows."""
-    lines = {"as they are: attention": ("raw", "attention"),
+    lines = {"tokens as they are: attention": ("raw", "attention"),
              "after LayerNorm: attention": ("normed", "attention"),
-             "after LayerNorm: turned": ("normed", "turned"),
              "after LayerNorm: one map for all": ("normed", "one_map"),
              "after LayerNorm: each token alone": ("normed", "alone")}
     if not short:
         lines |= {"after LayerNorm: the term left out": ("normed", "shrink"),
+                  "after LayerNorm: turned": ("normed", "turned"),
                   "after LayerNorm: random subspaces": ("elsewhere", "attention")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
@@ -66,7 +66,7 @@ def compression(short=False):
                     color="C0" if step == "attention" and table != "elsewhere" else "0.3",
                     label="models of text" if text else "models of pictures")
             if line == 0:
-                ax.annotate(model, (share, height), (6, 0),
+                ax.annotate(model, (max(share, 0), height), (6, 0),
                             textcoords="offset points", va="center", fontsize=6.5,
                             bbox=dict(fc="white", ec="none", pad=0))
     handles, labels = ax.get_legend_handles_labels()
@@ -110,7 +110,7 @@ def objective():
              if (row["together"], row["centred"]) == ("64", "False")]
     figure, (axes,) = new_figure(1, 4, 2.2, 2.2)
     for ax, (title, data) in zip(axes, sets.items()):
-        dot_rows(ax, rows, "nats")
+        dot_rows(ax, rows, "added, nats")
         for place, (arch, weights, column) in enumerate(rows.values()):
             added = [float(row[column]) for row in found if row["weights"] == weights
                      and row["model"] in [f"{data}-{arch}-{seed}/ckpt" for seed in range(3)]]
@@ -130,7 +130,7 @@ def images():
             x, y = [step / EPOCH for step in steps], [100 * value for value in y]
             ax.plot(x, y, "o-", color=COLORS[arch], ms=3)
         ax.text(x[-1] + 0.5, y[-1], name, color=COLORS[arch], va=side)
-    ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %", xlim=(4, 35))
+    ax.set(xlabel="epochs", ylabel="accuracy on CIFAR-10, %", xlim=(4, 34.5))
     return figure
 
 
@@ -178,7 +178,7 @@ def recall():
         ax.set_title(title, fontsize="medium")
         ax.tick_params(labelleft=ax is axes[0])
     axes[0].set_ylabel("training steps until 95 %\nof the answers are right")
-    axes[1].set_xlabel("scale of the initial queries, keys and values")
+    axes[1].set_xlabel("scale of the initial weights of attention (1: standard deviation 0.02)")
     legend_below(figure, axes[0])
     return figure
 
