@@ -67,7 +67,7 @@ def at_norm(Z, other):
     return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
 
 
-def normed(Z):
+def centred_normed(Z):
     """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias: much as the next
     step reads them. Longer tokens alone have a higher rate, and those to which one vector is added
     a lower one after a LayerNorm."""
@@ -92,7 +92,7 @@ def layer_numbers(layer, trace, eps=0.1, lambd=0.1):
     return dict(
         Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
         attention_Rc=rate(half) - rate(Z),
-        attention_Rc_normed=rate(normed(half)) - rate(normed(Z)),
+        attention_Rc_normed=rate(centred_normed(half)) - rate(centred_normed(Z)),
         R=coding_rate(out, eps), Rc=rate(out), nonzeros=(out != 0).double().mean((1, 2)),
         objective=objective(out), objective_added=objective(out) - objective(Z),
         reduction_added=reduction(at_norm(out, Z)) - reduction(Z))

@@ -141,7 +141,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
     m = 0.95 m + 0.05 g;   M = (1 - lr decay) M - lr scale newton_schulz(0.05 g + 0.95 m)"""
     matrices = [M for M in model.layers.parameters() if M.ndim == 2]
-    rest = [w for w in model.parameters() if all(w is not M for M in matrices)]
+    rest = [w for name, w in model.named_parameters() if "layers" not in name or w.ndim != 2]
     adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * M.data for M in matrices]
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))
@@ -167,7 +167,7 @@ def look(model, x, eps=0.1):                        # the eps of the first paper
 
     attention, %      what the attention step adds to R^c of Z^l
     after LN, %       the same of tokens less their mean, after a LayerNorm: lengths do not count
-    alone, %          a control, after LN too: each token attends to itself, a step as long
+    alone, %          after LN, a control: each token attends to itself, as far less its mean
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     normed = lambda T: F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])

@@ -22,11 +22,11 @@ LIMITS = dict(choices=("one of", lambda v, words: v in words), low=("at least", 
               above=("more than", operator.gt), high=("at most", operator.le))
 
 
-def option(default, help, displaces=(), kept=False, **limits):
+def option(default, help, displaces=(), fixed=False, **limits):
     """A dataclass field with its --help text and limits. With MISSING it is required. If it is
     given, the preset's values of `displaces` do not count. A run cannot be resumed with another
-    value of a flag that is `kept`: its optimizer's state or the order of its data would not fit."""
-    return field(default=default, metadata=dict(help=help, displaces=displaces, kept=kept,
+    value of a `fixed` flag: its optimizer's state or the order of its data would not fit."""
+    return field(default=default, metadata=dict(help=help, displaces=displaces, fixed=fixed,
                                                 limits=limits))
 
 
@@ -162,7 +162,8 @@ def parse(config_class, argv, doc, preset=None, usage="", epilog=None):
         hint = f", did you mean --{near[0]}?" if near else "; --help says what comes where"
         raise UserError(f"unknown argument {unknown[0]}{hint}")
     given = vars(namespace)
-    displaced = [other for name in given for other in flags[name].metadata["displaces"]]
+    displaced = [other for name, value in given.items() if value is not None
+                 for other in flags[name].metadata["displaces"]]
     return config_class(**{k: v for k, v in preset.items() if k not in displaced} | given)
 
 

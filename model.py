@@ -665,11 +665,10 @@ class ImageFamily(Family):
 
 AS_CRATE = ImageFamily(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False, init_std=None,
                        class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = ImageFamily(qkv_bias=False, out_bias=False, final_norm=False, class_token_std=1e-6,
-                       embed_kaiming=True)
+AS_ALPHA = ImageFamily(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
 AS_VIT = ImageFamily()
 AS_GPT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
-AS_CRATE_LM = Family(norm_eps=1e-5, qkv_bias=False, mlp_bias=False)
+AS_CRATE_LM = Family(norm_eps=1e-5)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
@@ -1111,10 +1110,10 @@ class LanguageModel(Backbone):
         return self.norm(Z[:, -1]) @ self.embed.weight.mT
 
     @torch.no_grad()
-    def generate(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, known=None):
+    def generate(self, ids, n, temperature=1.0, top_k=None, stop=None, generator=None, n_text=None):
         """The texts `ids` (B, m) with n tokens after them, or fewer once all have ended.
 
-        temperature 0 is greedy; top_k keeps the likeliest tokens; ids from `known` on, padding, are
+        temperature 0 is greedy; top_k keeps the likeliest tokens; ids from n_text on, padding, are
         never drawn. When the context is full, the model rereads its last half. After its first
         `stop` a text has only stops."""
         half = self.config.context // 2
@@ -1125,7 +1124,7 @@ class LanguageModel(Backbone):
             if caches[0].n == self.config.context:
                 caches, new = self.new_caches(), ids[:, -half:]
             logits = self.advance(new, caches)
-            logits[:, (known or self.config.vocab_size):] = -math.inf
+            logits[:, (n_text or self.config.vocab_size):] = -math.inf
             chosen = choose(logits, temperature, top_k, generator)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)

@@ -25,8 +25,8 @@ class RunFlags(DeviceFlags, TypeFlags, DataFlags):
     out_dir: str | None = option(None, "where the run writes; auto is out/TASK-PRESET[-DATA]")
     resume: bool = option(False, "continue the run in out_dir, with the same preset and flags")
     overwrite: bool = option(False, "delete the run in out_dir first")
-    seed: int = option(0, "the same seed gives the same run on the same CPU", low=0, kept=True)
-    optimizer: str = option("adamw", "update rule", kept=True, choices=("adamw", "muon", "lion"))
+    seed: int = option(0, "the same seed gives the same run on the same CPU", low=0, fixed=True)
+    optimizer: str = option("adamw", "update rule", fixed=True, choices=("adamw", "muon", "lion"))
     compile: bool | None = option(None, "torch.compile the model; auto: on cuda")
     log_every: int = option(20, "steps between lines of metrics.jsonl", low=1)
     eval_every: int = option(0, "steps between evaluations; 0: an epoch, for text 1000", low=0)
@@ -69,11 +69,11 @@ def recovered(folder, task):
 
 def refuse_another(content, flags, model_config, data_meta, folder):
     """UserError if the checkpoint of a run in `folder` is of another model, of other flags that are
-    `kept` or of another version of the data. With another --lr or --epochs a run goes on."""
+    `fixed` or of another version of the data. With another --lr or --epochs a run goes on."""
     saved = content["run_config"] | content["model_config"]     # values that auto stands for
     given = vars(flags) | model_config
-    kept = [f.name for f in fields(flags) if f.metadata["kept"]]
-    for name in (*kept, *model_config):
+    fixed = [f.name for f in fields(flags) if f.metadata["fixed"]]
+    for name in (*fixed, *model_config):
         if name in saved and saved[name] != given.get(name):
             raise UserError(f"cannot resume {folder}: it has {name}={saved[name]}, the flags say "
                             f"{given.get(name)}; give those of its config.json again")

@@ -32,7 +32,7 @@ def main(argv):
     generator = torch.Generator(processes.device).manual_seed(derive_seed(c.seed, "sample"))
     with processes.autocast():
         written = model.generate(start, c.tokens, c.temperature, c.top_k, tokenizer.eot, generator,
-                                 tokenizer.known)[0, len(ids):].tolist()
+                                 tokenizer.n_text)[0, len(ids):].tolist()
     if tokenizer.eot in written:
         written = written[:written.index(tokenizer.eot)]
     text = tokenizer.decode(ids + written if c.prompt else written)

@@ -24,23 +24,23 @@ from run import Run, RunFlags
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """Defaults are nanoGPT's for GPT-2, except [B]'s batches of 384. Presets change them. A run
-    cannot be resumed with another value of what is `kept`."""
-    data: str = option("openwebtext", "a prepared text set", kept=True)
+    cannot be resumed with another value of what is `fixed`."""
+    data: str = option("openwebtext", "a prepared text set", fixed=True)
     objective: str = option("causal", "masked is BERT's", choices=("causal", "masked"))
     mask_rate: float = option(0.15, "share of tokens to predict if masked", above=0, high=0.99)
     context: int = option(1024, "tokens a sequence", low=2)
     once: bool = option(False, "read each token at most once, of a text larger than the run",
-                        kept=True)
+                        fixed=True)
     rotary: bool = option(False, "rotary positions in place of learned ones")
     shift: bool = option(False, "keys and values that see the previous token")
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     # optimization
     lr: float = option(6e-4, "peak learning rate", above=0)
     min_lr: float = option(6e-5, "where the cosine ends", low=0)
-    weight_decay: float = option(0.1, "decoupled, on matrices only", low=0, kept=True)
+    weight_decay: float = option(0.1, "decoupled, on matrices only", low=0, fixed=True)
     beta2: float = option(0.95, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999,
-                         kept=True)
-    batch_size: int = option(384, "sequences per step, of all processes together", low=1, kept=True)
+                         fixed=True)
+    batch_size: int = option(384, "sequences a step, of all processes together", low=1, fixed=True)
     micro_batch: int | None = option(None, "sequences at once, to save memory; auto is all", low=1)
     steps: int = option(600_000, "optimizer steps, warm-up included", low=1)
     warmup: int = option(2000, "steps of linear warm-up, half of all at most", low=0)

@@ -22,15 +22,15 @@ from run import Run, RunFlags
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--layers are those of the encoder."""
-    data: str = option("imagenet", "which images: a prepared set", kept=True)
+    data: str = option("imagenet", "which images: a prepared set", fixed=True)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
     # optimization
     lr: float = option(2.4e-3, "peak learning rate", above=0)
-    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0, kept=True)
-    batch_size: int = option(256, "images a step, of all processes together", low=1, kept=True)
+    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0, fixed=True)
+    batch_size: int = option(256, "images a step, of all processes together", low=1, fixed=True)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(800, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(40, "epochs of linear warm-up, half of all at most", low=0)

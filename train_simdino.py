@@ -31,7 +31,7 @@ AREA = 0.4      # a global view shows at least this share of the picture, a loca
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
-    data: str = option("imagenet", "which images: a prepared set", kept=True)
+    data: str = option("imagenet", "which images: a prepared set", fixed=True)
     image_size: int = option(32, "pixels per side of a global view", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
@@ -48,7 +48,7 @@ class Config(RunFlags, ModelFlags):
     freeze_epochs: float = option(1, "DINO: epochs in which the prototypes stay fixed", low=0)
     # optimization
     lr: float = option(2e-3, "peak learning rate", above=0)
-    batch_size: int = option(256, "images of all processes together", low=2, kept=True)
+    batch_size: int = option(256, "images of all processes together", low=2, fixed=True)
     epochs: float = option(100, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(10, "epochs of linear warm-up, half of all at most", low=0)
     # views

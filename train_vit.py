@@ -27,12 +27,12 @@ SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "pat
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
     """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS. A run
-    cannot be resumed with another value of what is `kept`."""
-    data: str = option("imagenet", "which images: a prepared set", kept=True)
+    cannot be resumed with another value of what is `fixed`."""
+    data: str = option("imagenet", "which images: a prepared set", fixed=True)
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1,
-                                      kept=True)
+                                      fixed=True)
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0,
-                      kept=True)
+                      fixed=True)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
     patch_size: int | None = option(None, "P, pixels", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
@@ -43,12 +43,12 @@ class Config(RunFlags, ModelFlags):
     # optimization
     lr: float = option(1e-3, "peak learning rate", above=0)
     layer_decay: float = option(1.0, "ratio of a layer's lr to the next one's", above=0, high=1,
-                                kept=True)
+                                fixed=True)
     min_lr: float = option(0.0, "where the cosine ends", low=0)
-    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0, kept=True)
+    weight_decay: float = option(0.05, "decoupled, on matrices only", low=0, fixed=True)
     beta2: float = option(0.99, "AdamW's beta2, for squares, or Lion's", low=0, high=0.9999,
-                         kept=True)
-    batch_size: int = option(128, "images a step, of all processes together", low=1, kept=True)
+                         fixed=True)
+    batch_size: int = option(128, "images a step, of all processes together", low=1, fixed=True)
     micro_batch: int | None = option(None, "images at once, to save memory; auto is all", low=1)
     epochs: float = option(5, "passes over the data, warm-up included", above=0)
     warmup_epochs: float = option(0.5, "epochs of linear warm-up, half of all at most", low=0)

@@ -66,13 +66,17 @@ def split_at(names):
 def by_split(places):
     """{split: {file: the names below its split}}, given {file: the names that lead to it}. Whether
     there are splits is said above; a file that no name leads to does not count."""
-    found = {file: split_at(names) for file, names in places.items()}
-    splits = {split for split, _ in found.values()} - {None}
-    all_have_one = all(split for file, (split, _) in found.items() if places[file])
-    if splits and (all_have_one or "train" in splits and len(splits) > 1):
-        return {split: {file: below for file, (of, below) in found.items() if of == split}
-                for split in ("train", "val", "test") if split in splits}
-    for split in splits:
+    parts, outside = dict(train={}, val={}, test={}), []
+    for file, names in places.items():
+        split, below = split_at(names)
+        if split:
+            parts[split][file] = below
+        elif names:
+            outside.append(file)
+    parts = {split: part for split, part in parts.items() if part}
+    if parts and not outside or "train" in parts and len(parts) > 1:
+        return parts
+    for split in parts:
         note(f"`{split}` by itself is taken for a class or a text")
     return dict(train=places)
 

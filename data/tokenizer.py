@@ -12,7 +12,7 @@ class CharTokenizer:
         if len(characters) >= 2 ** 16:      # ids are uint16
             raise UserError(f"{len(characters)} different characters: --tokenizer=gpt2 takes any")
         self.characters = characters
-        self.known = len(characters)            # the ids below it mean text
+        self.n_text = len(characters)           # the ids below it mean text
         self.n_vocab = len(characters) + 1
         self.table = np.full(0x110000, len(characters), dtype=np.uint16)
         self.table[[ord(character) for character in characters]] = np.arange(len(characters))
@@ -24,8 +24,8 @@ class CharTokenizer:
 
     def decode(self, ids):
         """ids -> str, the last id as U+FFFD; without the ids that only pad a model's vocabulary."""
-        known = self.characters + "\ufffd"
-        return "".join(known[i] for i in map(int, ids) if i < self.n_vocab)
+        signs = self.characters + "\ufffd"
+        return "".join(signs[i] for i in map(int, ids) if i < self.n_vocab)
 
     def meta(self):
         return {"kind": "char", "characters": self.characters}
@@ -41,7 +41,7 @@ class GPT2Tokenizer:
         except (OSError, ValueError):       # no network; a damaged file
             raise UserError("GPT-2's BPE files are neither in tiktoken's cache nor within reach: "
                             "connect once, or set TIKTOKEN_CACHE_DIR to a folder of them") from None
-        self.n_vocab = self.known = self.encoding.n_vocab
+        self.n_vocab = self.n_text = self.encoding.n_vocab
         self.eot = self.start = self.encoding.eot_token
 
     def encode(self, text):
@@ -60,6 +60,6 @@ class GPT2Tokenizer:
 
 def tokenizer_from_meta(meta):
     """The tokenizer that a meta.json, or a checkpoint's copy of it, describes."""
-    if "characters" in meta["tokenizer"]:
+    if meta["tokenizer"]["kind"] == "char":
         return CharTokenizer(meta["tokenizer"]["characters"])
     return GPT2Tokenizer()

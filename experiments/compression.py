@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 import torch
 
-from analyze import normed, traces, unit_size
+from analyze import centred_normed, traces, unit_size
 from checkpoint import each_model
 from experiments.shared import (
     averages,
@@ -108,7 +108,7 @@ def changes(layer, Z, generator, eps, together=1):
 
     def rate(T, table):
         T = one_set(T, together)
-        return subspace_coding_rate(T if table == "raw" else normed(T),
+        return subspace_coding_rate(T if table == "raw" else centred_normed(T),
                                     V if table == "elsewhere" else U, eps)
     for table in ("raw", "normed", "elsewhere"):
         before = found[table, "before"] = rate(Z, table)

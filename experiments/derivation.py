@@ -51,7 +51,7 @@ def of_attention(layer, trace):
     attention, U, X = layer.attention, layer.attention.bases(), layer.norm1(trace.tokens)
     w, Q = by_head(attention.U(X), len(U)), torch.linalg.qr(U)[0]
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
-    added = changes(layer, trace.tokens, torch.Generator().manual_seed(0), 0.1)
+    added = changes(layer, trace.tokens, torch.Generator().manual_seed(0), eps=0.1)
     return dict(
         s=p / (n * 0.5 ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,
         length=X.norm(dim=-1),
@@ -73,7 +73,8 @@ def of_code(layer, trace):
         return 100 * coding_rate(T) / coding_rate(X)
 
     def cost(A):
-        return 200 * sum(lasso(A, X, D, layer.sparsification.lambd)) / X.square().sum((1, 2))
+        no_code = X.square().sum((1, 2)) / 2
+        return 100 * sum(lasso(A, X, D, layer.sparsification.lambd)) / no_code
     return dict(
         kept=rate(A), noise_kept=rate(noise), coded=rate(DA), coded_long=rate(at_norm(DA, X)),
         gram=off_identity(D.T @ D), miss=apart(DA, X),

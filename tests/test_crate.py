@@ -29,7 +29,7 @@ def test_same_weights_same_logits():
         U = analyze.unit_size(layer.attention.bases())
         control = compression.changes(layer, trace.tokens, torch.Generator(), 0.1)
         before, start = (model.subspace_coding_rate(T, U, 0.1)
-                         for T in (trace.tokens, analyze.normed(trace.tokens)))
+                         for T in (trace.tokens, analyze.centred_normed(trace.tokens)))
         for value, wanted in zip(row.values(), (
                 100 * numbers["attention_Rc"].mean() / before.mean(),
                 100 * numbers["attention_Rc_normed"].mean() / start.mean(),

@@ -48,6 +48,7 @@ def test_flags_take_their_fields_types():
     c, _ = parse("large", "--size=big")       # not the preset's width
     assert (c.width, c.size) == (8, "big")
     assert parse("large", "--size=big", "--width=5")[0].width == 5
+    assert parse("large", "--size=auto")[0] == parse("large")[0]
 
 
 @pytest.mark.parametrize("argv, sure", [

@@ -18,7 +18,7 @@ from run import read_metrics, Run, RunEnded, RunFlags
 
 @dataclass(kw_only=True)
 class Config(RunFlags):
-    batch_size: int = option(1, "", kept=True)
+    batch_size: int = option(1, "", fixed=True)
     log_every: int = option(1, "")
 
 

@@ -26,7 +26,7 @@ def test_greedy_text_is_the_models_own(checkpoint, capsys):
     path, model = checkpoint()
     words = write(path, "--prompt=a bad cab", "--temperature=0", "--tokens=15")
     ids = torch.from_numpy(CHARACTERS.encode(words).astype(int))
-    best = model(ids[None])[0, 8:-1, :CHARACTERS.known].argmax(-1)
+    best = model(ids[None])[0, 8:-1, :CHARACTERS.n_text].argmax(-1)
     assert torch.equal(best, ids[9:]) and len(best) == 15
     assert capsys.readouterr().out == words + "\n"
 
