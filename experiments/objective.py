@@ -1,9 +1,14 @@
-"""Do the layers raise R - R^c, and would any subspaces do?
+"""Do the layers raise R - R^c, and would any step do?
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
-Elsewhere is the control: R^c of random orthogonal subspaces that fill the space. Centred: of the
-set's tokens less their mean, which ISTA moves, since its output has no entries below 0.
+Centred: of the set's tokens less their mean, which ISTA moves, since its output has no entries
+below 0. Later layers have controls:
+
+    turned        a step that moves the tokens by the same angle, in the direction of the layer's
+                  turned by a random rotation
+    heads         R^c of random subspaces that have the sum of U_k U_k^* in common with the learned
+    elsewhere     R^c of random orthogonal subspaces that fill the space
 
     python -m experiments.objective --csv=records/objective.csv
 """
@@ -14,7 +19,14 @@ import torch
 
 from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import described, Flags, one_set, random_subspaces, write_csv
+from experiments.shared import (
+    described,
+    Flags,
+    one_set,
+    random_rotation,
+    random_subspaces,
+    write_csv,
+)
 from figures import print_table
 from flags import option, parse, UserError
 from model import coding_rate, subspace_coding_rate
@@ -30,21 +42,40 @@ class Objective(Flags):
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
 
 
+def turned(Z, out, rotation):
+    """Tokens as far from Z (B, n, d) as `out`, of the same norm and at the same angle to Z."""
+    step = (out - Z) @ rotation
+    norm, inner = ((Z * T).sum((1, 2), keepdim=True) for T in (Z, out))
+    across = step - (Z * step).sum((1, 2), keepdim=True) / norm * Z
+    cos = inner / norm
+    return cos * Z + (1 - cos ** 2).clamp_min(0).sqrt() * at_norm(across, Z)
+
+
 def added(traced, together, centred, seed, eps=0.1):
-    """(3, L): what each of the traced layers adds, at the norm of its input, to R, to R^c, and to
-    the R^c of random subspaces that fill the space; of `together` samples' tokens as one set, or of
-    these less their mean (centred), in nats, mean over the sets."""
-    rows, generator = [], torch.Generator()
+    """{name: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
+    `together` samples' tokens as one set, or of these less their mean (centred)."""
+    rows = []
     for layer, trace in traced:
+        generator = torch.Generator().manual_seed(seed)
         Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
         if centred:
             Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
         out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
-        V = random_subspaces(U.shape[1], U.shape[0], generator.manual_seed(seed)).to(U)
-        before, after = (torch.stack([coding_rate(T, eps), subspace_coding_rate(T, U, eps),
-                                      subspace_coding_rate(T, V, eps)]) for T in (Z, out))
-        rows.append((after - before).mean(1))
-    return torch.stack(rows, 1)
+        K, d, p = U.shape
+        V = random_subspaces(d, K, generator).to(U)
+        U_flat = U.transpose(0, 1).flatten(1) @ random_rotation(K * p, generator).to(U)
+        mixed = U_flat.view(d, K, p).transpose(0, 1)            # sum_k U_k U_k^* is as before
+
+        def reduction(T, bases):
+            return coding_rate(T, eps) - subspace_coding_rate(T, bases, eps)
+        other = turned(Z, out, random_rotation(d, generator).to(U))
+        rows.append({
+            "": reduction(out, U) - reduction(Z, U), "_R": coding_rate(out, eps) - coding_rate(
+                Z, eps), "_Rc": subspace_coding_rate(out, U, eps) - subspace_coding_rate(Z, U, eps),
+            "_turned": reduction(other, U) - reduction(Z, U),
+            "_heads": reduction(out, mixed) - reduction(Z, mixed),
+            "_elsewhere": reduction(out, V) - reduction(Z, V)})
+    return {name: torch.stack([row[name].mean() for row in rows]) for name in rows[0]}
 
 
 @torch.no_grad()
@@ -60,11 +91,11 @@ def main(argv):
             for key, parts in batches.items():
                 parts.append(added(traced, *key, c.seed))
         for (together, centred), parts in batches.items():
-            R, Rc, elsewhere = torch.stack(parts).mean(0)
-            changes = dict(later=R - Rc, later_elsewhere=R - elsewhere, later_R=R, later_Rc=Rc)
-            first = dict(together=together, centred=centred, first=(R[0] - Rc[0]).item())
+            changes = {name: torch.stack([part[name] for part in parts]).mean(0)
+                       for name in parts[0]}
+            first = dict(together=together, centred=centred, first=changes[""][0].item())
             rows.append(described(loaded) | first | {
-                name: change[1:].sum().item() for name, change in changes.items()})
+                f"later{name}": change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")
     print_table(rows)
     if c.csv:

@@ -246,7 +246,8 @@ def test_tssa(causal, size):
     arch = "transformer" if size == 1 else "crate"          # with a bias of U, and without
     op = build(model.TSSA, arch, head_dim=5)
     if causal:
-        op = build(model.TSSA, "crate", head_dim=5, causal=True)
+        op = build(model.TSSA, "crate-lm", head_dim=5, causal=True)
+        op.U.bias *= size == 1
     op.W.bias *= size
     Z = size * torch.randn(2, 7, 12)
     literal = by_column(partial(tssa, op=op), Z)

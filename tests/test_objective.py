@@ -7,8 +7,9 @@ from helpers import scrambled
 
 import crate
 import model as models
+from analyze import at_norm
 from experiments import objective
-from experiments.shared import random_subspaces
+from experiments.shared import random_rotation, random_subspaces
 
 
 @pytest.mark.parametrize("centred", [False, True])
@@ -31,6 +32,21 @@ def test_added(centred):
         U = net.layers[l].attention.bases().detach().double()
         U = U * 4 / U.norm()                                    # ||U||^2 = K p = 16
         V = random_subspaces(16, 2, torch.Generator().manual_seed(3))
-        rates = [torch.stack([crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
-                              crate.subspace_coding_rate(T, V, 0.3)]) for T in (before, after)]
-        torch.testing.assert_close(found[:, l], (rates[1] - rates[0]).mean(1), rtol=1e-4, atol=1e-4)
+        R, Rc, elsewhere = (after_rate - rate for rate, after_rate in zip(*(
+            [crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
+             crate.subspace_coding_rate(T, V, 0.3)] for T in (before, after))))
+        for name, wanted in (("", R - Rc), ("_R", R), ("_Rc", Rc), ("_elsewhere", R - elsewhere)):
+            torch.testing.assert_close(found[name][l], wanted.mean(), rtol=1e-4, atol=1e-4)
+    assert all(not torch.allclose(found[name], found[""]) for name in ("_turned", "_heads"))
+
+
+def test_turned():
+    """The step of the control moves the tokens by the same angle, and keeps their norm."""
+    Z, out = torch.randn(2, 3, 7, 5).double()
+    out = at_norm(out, Z)
+    eye = torch.eye(5).double()
+    torch.testing.assert_close(objective.turned(Z, out, eye), out)          # not turned
+    other = objective.turned(Z, out, random_rotation(5, torch.Generator()))
+    for product in ((other * other, Z * Z), (other * Z, out * Z)):
+        torch.testing.assert_close(*(part.sum((1, 2)) for part in product))
+    assert not torch.allclose(other, out)
