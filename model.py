@@ -109,9 +109,16 @@ class SoftmaxAttention(Attention):
         self.mix = first_mix(self.heads) if config.shift else None
 
     @abstractmethod
+    def project(self, Z):
+        """Queries, keys and values of the tokens Z, (B, K, n, p) each."""
+
     def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them, all
-        (B, K, n, p)."""
+        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them. In
+        language models with --shift or --rotary they differ from the projections."""
+        q, k, v = self.project(Z)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def attend(self, q, k, v):
         """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
@@ -157,11 +164,9 @@ class MSSA(SoftmaxAttention):
         if self.output == "learned":
             self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
 
-    def queries_keys_values(self, Z, cache=None):
+    def project(self, Z):
         w = by_head(self.U(Z), self.heads)                              # (U_k^* Z)^*
-        seen = w if cache is None else cache.append(w)
-        # all three are U^* Z, unless a language model has --shift or --rotary
-        return shift_and_rotate(w, seen, seen, self.mix, self.rotary)
+        return w, w, w
 
     def join(self, heads):
         if self.output == "learned":
@@ -447,19 +452,21 @@ def rotate(w, phase):
 
 @dataclass
 class Cache:
-    """What attention keeps of the n tokens that a generation has read: of MSSA w = U^* Z, of MHSA
-    keys and values, side by side."""
+    """What attention keeps of the n tokens that a generation has read: keys and values, side by
+    side; of MSSA, whose keys are its values, w = U^* Z alone."""
     room: int
     n: int = 0
     past: torch.Tensor | None = None    # (B, K, room, p or 2 p), the first n tokens filled
 
-    def append(self, new):
-        """Adds tokens (B, K, m, .) to `past` and returns all that it holds: (B, K, n, .)."""
+    def append(self, k, v):
+        """Adds the keys and values of m tokens, (B, K, m, p), and returns those of all n."""
+        new = k if k is v else torch.cat([k, v], -1)
         if self.past is None:
             self.past = new.new_empty(*new.shape[:2], self.room, new.shape[3])
         start, self.n = self.n, self.n + new.shape[2]
         self.past[:, :, start:self.n] = new
-        return self.past[:, :, :self.n]
+        seen = self.past[:, :, :self.n]
+        return (seen, seen) if k is v else seen.chunk(2, -1)
 
 
 # ---- The other archs' operators -----------------------------------------------------------------
@@ -475,12 +482,9 @@ class MHSA(SoftmaxAttention):
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
 
-    def queries_keys_values(self, Z, cache=None):
+    def project(self, Z):
         heads = self.QKV(Z).unflatten(-1, (3, self.heads, self.p))
-        q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        if cache is not None:
-            k, v = cache.append(torch.cat([k, v], -1)).chunk(2, -1)
-        return shift_and_rotate(q, k, v, self.mix, self.rotary)
+        return heads.permute(2, 0, 3, 1, 4).unbind(0)
 
     def join(self, heads):
         return self.W(side_by_side(heads))

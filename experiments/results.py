@@ -98,25 +98,22 @@ def ista():
 
 
 def objective():
-    """What the layers after the first add to R - R^c of 64 samples together, from objective.csv."""
-    sets = {"drawn shapes": "shapes", "Python's manual": "pydoc",
-            "the same,\n--rotary --shift": "pydoc-shift", "CIFAR-10": "cifar10-small"}
-    rows = {"CRATE": ("crate", "trained", "later"),
-            "CRATE, random subspaces": ("crate", "trained", "later_elsewhere"),
-            "CRATE, random weights": ("crate", "random", "later"),
-            "transformer": ("transformer", "trained", "later"),
-            "transformer, random subspaces": ("transformer", "trained", "later_elsewhere")}
+    """What the layers after the first add to R - R^c of 64 samples together, and to R^c, from
+    objective.csv: of the five models, and of runs of other seeds beside them."""
+    rows = {"the layers": ("trained", "later"), "a random step": ("trained", "later_turned"),
+            "random heads": ("trained", "later_heads"), "random weights": ("random", "later"),
+            "of which $R^c$": ("trained", "later_Rc")}
     found = [row for row in rows_of("objective")
              if (row["together"], row["centred"]) == ("64", "False")]
-    figure, (axes,) = new_figure(1, 4, 2.2, 2.2)
-    for ax, (title, data) in zip(axes, sets.items()):
-        dot_rows(ax, rows, "added, nats")
-        for place, (arch, weights, column) in enumerate(rows.values()):
-            added = [float(row[column]) for row in found if row["weights"] == weights
-                     and row["model"] in [f"{data}-{arch}-{seed}/ckpt" for seed in range(3)]]
+    figure, (axes,) = new_figure(1, len(MODELS), 9.6 / len(MODELS), 2.2)
+    for ax, model in zip(axes, MODELS):
+        dot_rows(ax, rows, "nats")
+        for place, (weights, column) in enumerate(rows.values()):
+            added = [float(row[column]) for row in found
+                     if (row["model"], row["weights"]) == (model, weights)]
             ax.plot(added, [place] * len(added), "o", mfc="none",
-                    color=COLORS[arch] if column == "later" and weights == "trained" else "0.3")
-        ax.set_title(title, fontsize="medium")
+                    color=COLORS["crate"] if (weights, column) == ("trained", "later") else "0.3")
+        ax.set_title(model, fontsize="small")
         ax.tick_params(labelleft=ax is axes[0])
     return figure
 
