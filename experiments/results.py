@@ -98,16 +98,16 @@ def ista():
 
 
 def objective():
-    """What the layers after the first add to R - R^c of 64 samples together, and to R^c, from
-    objective.csv: of the five models, and of runs of other seeds beside them."""
+    """What the layers after the first of five models add to R - R^c of 64 samples together, and to
+    R^c, from objective.csv."""
     rows = {"the layers": ("trained", "later"), "a random step": ("trained", "later_turned"),
             "random heads": ("trained", "later_heads"), "random weights": ("random", "later"),
-            "of which $R^c$": ("trained", "later_Rc")}
+            "$R^c$ alone": ("trained", "later_Rc")}
     found = [row for row in rows_of("objective")
              if (row["together"], row["centred"]) == ("64", "False")]
     figure, (axes,) = new_figure(1, len(MODELS), 9.6 / len(MODELS), 2.2)
     for ax, model in zip(axes, MODELS):
-        dot_rows(ax, rows, "nats")
+        dot_rows(ax, rows, "added, nats")
         for place, (weights, column) in enumerate(rows.values()):
             added = [float(row[column]) for row in found
                      if (row["model"], row["weights"]) == (model, weights)]
