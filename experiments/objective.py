@@ -1,12 +1,12 @@
-"""Do the layers raise R - R^c, and would any step do?
+"""Do the layers raise R - R^c, and what else would?
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
 Centred: of the set's tokens less their mean, which ISTA moves, since its output has no entries
 below 0. Later layers have controls:
 
-    turned        a step that moves the tokens by the same angle, in the direction of the layer's
-                  turned by a random rotation
+    turned        the layer's step turned by a random rotation, at the same angle to the tokens of
+                  the set, which are taken for one vector
     heads         R^c of random subspaces that have the sum of U_k U_k^* in common with the learned
     elsewhere     R^c of random orthogonal subspaces that fill the space
 
@@ -51,6 +51,12 @@ def turned(Z, out, rotation):
     return cos * Z + (1 - cos ** 2).clamp_min(0).sqrt() * at_norm(across, Z)
 
 
+def random_heads(U, rotation):
+    """Subspaces (K, d, p) with the sum of U_k U_k^* in common with U: [U_1 .. U_K] turned."""
+    K, d, p = U.shape
+    return (U.transpose(0, 1).flatten(1) @ rotation).view(d, K, p).transpose(0, 1)
+
+
 def added(traced, together, centred, seed, eps=0.1):
     """{name: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
     `together` samples' tokens as one set, or of these less their mean (centred)."""
@@ -63,8 +69,7 @@ def added(traced, together, centred, seed, eps=0.1):
         out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
         K, d, p = U.shape
         V = random_subspaces(d, K, generator).to(U)
-        U_flat = U.transpose(0, 1).flatten(1) @ random_rotation(K * p, generator).to(U)
-        mixed = U_flat.view(d, K, p).transpose(0, 1)            # sum_k U_k U_k^* is as before
+        mixed = random_heads(U, random_rotation(K * p, generator).to(U))
 
         def reduction(T, bases):
             return coding_rate(T, eps) - subspace_coding_rate(T, bases, eps)

@@ -100,8 +100,10 @@ def ista():
 def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and to
     R^c, from objective.csv."""
-    rows = {"the layers": ("trained", "later"), "a random step": ("trained", "later_turned"),
-            "random heads": ("trained", "later_heads"), "random weights": ("random", "later"),
+    rows = {"the layers": ("trained", "later"), "their step, turned": ("trained", "later_turned"),
+            "random heads": ("trained", "later_heads"),
+            "random subspaces": ("trained", "later_elsewhere"),
+            "random weights": ("random", "later"),
             "$R^c$ alone": ("trained", "later_Rc")}
     found = [row for row in rows_of("objective")
              if (row["together"], row["centred"]) == ("64", "False")]

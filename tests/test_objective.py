@@ -40,6 +40,13 @@ def test_added(centred):
     assert all(not torch.allclose(found[name], found[""]) for name in ("_turned", "_heads"))
 
 
+def test_random_heads():
+    U = torch.randn(3, 7, 2).double()
+    V = objective.random_heads(U, random_rotation(6, torch.Generator()))
+    torch.testing.assert_close((V @ V.mT).sum(0), (U @ U.mT).sum(0))
+    assert V.shape == U.shape and not torch.allclose(V[0] @ V[0].mT, U[0] @ U[0].mT)
+
+
 def test_turned():
     """The step of the control moves the tokens by the same angle, and keeps their norm."""
     Z, out = torch.randn(2, 3, 7, 5).double()
