@@ -167,7 +167,7 @@ def look(model, x, eps=0.1):                        # the eps of the first paper
 
     attention, %      what the attention step adds to R^c of Z^l
     after LN, %       the same of tokens less their mean, after a LayerNorm: lengths do not count
-    alone, %          after LN, a control: each token attends to itself, as far less its mean
+    alone, %          after LN, a control: each token attends to itself alone, its step as long
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
     normed = lambda T: F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
