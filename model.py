@@ -155,7 +155,8 @@ class MSSA(SoftmaxAttention):
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
     s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) has s = beta and scale 1, which
-    `mssa` computes up to beta). One tensor w = U^* Z is query, key and value: generation caches one tensor a layer."""
+    `mssa` computes up to beta). One tensor w = U^* Z is query, key and value: generation caches one
+    tensor a layer."""
 
     def __init__(self, config):
         super().__init__(config)
