@@ -40,17 +40,7 @@ import torch
 
 from analyze import centred_normed, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import (
-    averages,
-    described,
-    each_sample,
-    Flags,
-    one_set,
-    random_rotation,
-    random_subspaces,
-    SEVEN,
-    write_csv,
-)
+from experiments import shared
 from figures import print_table
 from flags import option, parse, UserError
 from model import SoftmaxAttention, subspace_coding_rate
@@ -58,8 +48,8 @@ from processes import cli
 
 
 @dataclass(kw_only=True)
-class Compression(Flags):
-    ckpt: str = option(SEVEN, "checkpoints, separated by commas")
+class Compression(shared.Flags):
+    ckpt: str = option(shared.SEVEN, "checkpoints, separated by commas")
     samples: int = option(40, "images or windows of text, spread over the split", low=1)
     together: int = option(1, "samples coded as one set, less its mean", low=1)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
@@ -86,7 +76,7 @@ def steps(layer, Z, generator):
     dealt = shuffled(A, attention.causal, generator)
     others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
     others = others / others.sum(-1, keepdim=True).clamp_min(1e-12)
-    rotation = random_rotation(Z.shape[2], generator).to(Z)
+    rotation = shared.random_rotation(Z.shape[2], generator).to(Z)
     found = dict(attention=attention(X), others=attention.join(others @ values),
                  alone=attention.join(values))
     turned = {f"{name}_turned": step @ rotation for name, step in found.items()}
@@ -99,7 +89,7 @@ def steps(layer, Z, generator):
 def changes(layer, Z, generator, eps, together=1):
     """{(table, column): a number for each sample of Z (B, n, d), or each set of samples}."""
     U = unit_size(layer.attention.bases())
-    V = random_subspaces(U.shape[1], U.shape[0], generator).to(U)
+    V = shared.random_subspaces(U.shape[1], U.shape[0], generator).to(U)
     every, found = steps(layer, Z, generator), {}
     length = {name: (step - step.mean(1, keepdim=True)).norm(dim=(1, 2))
               for name, step in every.items()}
@@ -107,7 +97,7 @@ def changes(layer, Z, generator, eps, together=1):
               for name, step in every.items()}
 
     def rate(T, table):
-        T = one_set(T, together)
+        T = shared.one_set(T, together)
         return subspace_coding_rate(T if table == "raw" else centred_normed(T),
                                     V if table == "elsewhere" else U, eps)
     for table in ("raw", "normed", "elsewhere"):
@@ -147,7 +137,7 @@ def rows_of(numbers):
         for l, values in enumerate(zip(*columns.values()), 1):
             last = l == len(numbers["raw", "before"])
             row = dict(table=table, layer="all" if last else l)
-            rows.append(row | averages(each_sample(**dict(zip(columns, values)))))
+            rows.append(row | shared.averages(shared.each_sample(**dict(zip(columns, values)))))
     return rows
 
 
@@ -165,12 +155,12 @@ def main(argv):
     found = []
     for loaded in each_model(c):
         rows = rows_of(measured(loaded, c))
-        found += [described(loaded) | row for row in rows]
+        found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
               "R^c, %, all layers; below 0 they compress. --help has the columns")
         print_table(shares(rows))
     if c.csv:
-        write_csv(found, c.csv)
+        shared.write_csv(found, c.csv)
     return found
 
 

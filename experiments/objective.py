@@ -19,14 +19,7 @@ import torch
 
 from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
-from experiments.shared import (
-    described,
-    Flags,
-    one_set,
-    random_rotation,
-    random_subspaces,
-    write_csv,
-)
+from experiments import shared
 from figures import print_table
 from flags import option, parse, UserError
 from model import coding_rate, subspace_coding_rate
@@ -36,7 +29,7 @@ TOGETHER = 1, 4, 16, 64      # samples coded together
 
 
 @dataclass(kw_only=True)
-class Objective(Flags):
+class Objective(shared.Flags):
     untrained: bool = option(True, "each a second time, with random weights")
     samples: int = option(64, "images or windows of text, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
@@ -63,23 +56,21 @@ def added(traced, together, centred, seed, eps=0.1):
     rows = []
     for layer, trace in traced:
         generator = torch.Generator().manual_seed(seed)
-        Z, out = one_set(trace.tokens, together), one_set(trace.out, together)
+        Z, out = shared.one_set(trace.tokens, together), shared.one_set(trace.out, together)
         if centred:
             Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
         out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
         K, d, p = U.shape
-        V = random_subspaces(d, K, generator).to(U)
-        mixed = random_heads(U, random_rotation(K * p, generator).to(U))
-
-        def reduction(T, bases):
-            return coding_rate(T, eps) - subspace_coding_rate(T, bases, eps)
-        other = turned(Z, out, random_rotation(d, generator).to(U))
-        rows.append({
-            "": reduction(out, U) - reduction(Z, U), "_R": coding_rate(out, eps) - coding_rate(
-                Z, eps), "_Rc": subspace_coding_rate(out, U, eps) - subspace_coding_rate(Z, U, eps),
-            "_turned": reduction(other, U) - reduction(Z, U),
-            "_heads": reduction(out, mixed) - reduction(Z, mixed),
-            "_elsewhere": reduction(out, V) - reduction(Z, V)})
+        V = shared.random_subspaces(d, K, generator).to(U)
+        mixed = random_heads(U, shared.random_rotation(K * p, generator).to(U))
+        other = turned(Z, out, shared.random_rotation(d, generator).to(U))
+        before, after, after_other = (
+            torch.stack([coding_rate(T, eps), *(subspace_coding_rate(T, B, eps)
+                                                for B in (U, mixed, V))]) for T in (Z, out, other))
+        R, Rc, heads, elsewhere = after - before
+        R_other, Rc_other = (after_other - before)[:2]
+        rows.append({"": R - Rc, "_R": R, "_Rc": Rc, "_turned": R_other - Rc_other,
+                     "_heads": R - heads, "_elsewhere": R - elsewhere})
     return {name: torch.stack([row[name].mean() for row in rows]) for name in rows[0]}
 
 
@@ -99,12 +90,12 @@ def main(argv):
             changes = {name: torch.stack([part[name] for part in parts]).mean(0)
                        for name in parts[0]}
             first = dict(together=together, centred=centred, first=changes[""][0].item())
-            rows.append(described(loaded) | first | {
+            rows.append(shared.described(loaded) | first | {
                 f"later{name}": change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")
     print_table(rows)
     if c.csv:
-        write_csv(rows, c.csv)
+        shared.write_csv(rows, c.csv)
     return rows
 
 

@@ -14,12 +14,11 @@ are alike, above all itself. --change has controls between one matrix and three,
 "steps": until 95 % of the values are right, checked every 50, mean over the runs that get there.
 "accuracy": at the end of each run, mean over all. +- is the standard error.
 """
-import csv
 from dataclasses import dataclass
 
 import torch
 
-from experiments.shared import averages
+from experiments.shared import averages, write_csv
 from figures import print_table
 from flags import option, parse, UserError
 from model import ARCHS, check_word, LanguageModel, MHSA, MSSA, text_config
@@ -81,7 +80,7 @@ class Recall:
     steps: int = option(3000, "most steps of a run", low=1)
     batch_size: int = option(128, "sequences per step", low=1)
     lr: float = option(1e-3, "Muon's constant rate, after 50 steps of warm-up", above=0)
-    csv: str | None = option(None, "a file to which each run's row is added; none: no file")
+    csv: str | None = option(None, "a file for the rows of all runs; none: no file")
 
     def __post_init__(self):
         if self.pairs > self.symbols:
@@ -138,33 +137,22 @@ def train(c, arch, seed):
     return dict(steps=None, accuracy=accuracy)
 
 
-def change_of(c):
-    """What is changed, in a word or two."""
-    if c.shift:
-        return "--shift" if c.change == "none" else f"--shift {c.change}"
-    return c.change
-
-
 def main(argv):
     """[{"arch", "parameters", "learned", "steps", "accuracy"}, ...]."""
     c = parse(Recall, argv, __doc__)
     counts = {arch: count(build(c, arch), without=("positions",)) for arch in c.archs.split(",")}
-    rows = []
+    rows, every = [], []
     for arch, parameters in counts.items():
         runs = [train(c, arch, seed) for seed in range(c.seeds)]
-        if c.csv:
-            with open(c.csv, "a") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                if not file.tell():
-                    writer.writerow(("arch", "change", "width", "parameters", "lr", "init", "seed",
-                                     "steps", "accuracy"))
-                for seed, run in enumerate(runs):
-                    writer.writerow((arch, change_of(c), c.width, parameters, c.lr, c.init, seed,
-                                     run["steps"], round(run["accuracy"], 4)))
+        every += [dict(arch=arch, change=c.change, shift=c.shift, width=c.width, lr=c.lr,
+                       parameters=parameters, init=c.init, seed=seed) | run
+                  for seed, run in enumerate(runs)]
         learned = sum(run["steps"] is not None for run in runs)
         rows.append(dict(arch=arch, parameters=parameters, learned=f"{learned}/{c.seeds}")
                     | averages(runs))
     print_table(rows)
+    if c.csv:
+        write_csv(every, c.csv)
     return rows
 
 

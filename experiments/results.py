@@ -157,7 +157,8 @@ def recall():
     panels = {"attention and an MLP": (("transformer", "64"), ("mssa-mlp", "72")),
               "attention only": (("aot-mhsa", "64"), ("aot", "64")),
               "attention and ISTA": (("mhsa-ista", "64"), ("crate", "64"))}
-    rows = [row for row in rows_of("recall") if row["change"] == "none" and row["lr"] == "0.001"]
+    rows = [row for row in rows_of("recall")
+            if (row["change"], row["shift"], row["lr"]) == ("none", "False", "0.001")]
     for ax, (title, archs) in zip(axes, panels.items()):
         for (arch, width), color, aside, label in zip(
                 archs, ("C3", "C0"), (0.93, 1.07), ("three matrices", "one matrix")):
