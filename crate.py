@@ -37,7 +37,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     """The objective R(Z) - R^c(Z | U) - lambda ||Z||_0, Eq. (16), of Z (B, n, d), U (K, d, p). As
     in the papers, the rates are nats for one token, but ||Z||_0 counts the entries of all."""
-    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * (Z != 0).to(Z).sum((1, 2))
+    return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * Z.ne(0).to(Z).sum((1, 2))
 
 
 # The derivation of attention: the lesson runs these two, the model does not
