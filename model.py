@@ -34,7 +34,7 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.row is its arch's row of ARCHS, with the operators; config.family is what surrounds them
+# config.operators is the arch's row of ARCHS, config.around what its authors put around them
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; the queries are of the last m tokens."""
@@ -160,10 +160,10 @@ class MSSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.output, self.step_size = config.row.output, config.step_size
+        self.output, self.step_size = config.operators.output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
-            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
+            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
 
     def project(self, Z):
         w = by_head(self.U(Z), self.heads)                              # (U_k^* Z)^*
@@ -237,8 +237,7 @@ class LayerTrace(NamedTuple):
 
 
 def layer_norm(config):
-    family = config.family
-    return nn.LayerNorm(config.width, family.norm_eps, bias=family.norm_bias)
+    return nn.LayerNorm(config.width, config.around.norm_eps, bias=config.around.norm_bias)
 
 
 class Layer(nn.Module):
@@ -256,15 +255,15 @@ class Layer(nn.Module):
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, row = config, config.row
-        self.norm1, self.attention = layer_norm(c), row.attention(c)
+        c, operators = config, config.operators
+        self.norm1, self.attention = layer_norm(c), operators.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if row.sparsification is not None:
-            self.norm2, self.sparsification = layer_norm(c), row.sparsification(c)
-        self.residual, self.dropout, self.drop_path = row.residual, c.dropout, drop_path
+        if operators.sparsification is not None:
+            self.norm2, self.sparsification = layer_norm(c), operators.sparsification(c)
+        self.residual, self.dropout, self.drop_path = operators.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
-            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if row.residual else None
+            self.scale2 = nn.Parameter(self.scale1.detach().clone()) if self.residual else None
 
     def scale_and_drop(self, out, scale):
         """LayerScale, then stochastic depth: the whole branch of a sample is dropped."""
@@ -473,12 +472,12 @@ class Cache:
 # ---- The other archs' operators -----------------------------------------------------------------
 class MHSA(SoftmaxAttention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
-    and values. The biases are those of its family."""
+    and values. Which have a bias, config.around says."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.family.qkv_bias)
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
+        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.around.qkv_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
 
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
@@ -512,11 +511,11 @@ class TSSA(Attention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.family.qkv_bias)
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.around.qkv_bias)
         self.eta = nn.Parameter(torch.ones(self.heads))
         if self.causal:
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.family.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
 
     def new_cache(self, room):
         return Sums()
@@ -625,7 +624,7 @@ class MLP(Sparsification):
     def __init__(self, config):
         super().__init__()
         self.dropout = config.dropout
-        d, m, bias = config.width, config.expansion * config.width, config.family.mlp_bias
+        d, m, bias = config.width, config.expansion * config.width, config.around.mlp_bias
         self.up = nn.Linear(d, m, bias=bias)
         self.down = nn.Linear(m, d, bias=bias)
 
@@ -648,7 +647,7 @@ def check_word(name, word, words):
 
 
 @dataclass(frozen=True)
-class Family:
+class Around:
     """What the authors of some archs put around the operators."""
     norm_eps: float = 1e-6              # of all LayerNorms but an image model's last
     norm_bias: bool = True
@@ -658,7 +657,7 @@ class Family:
 
 
 @dataclass(frozen=True)
-class ImageFamily(Family):
+class ImageAround(Around):
     """The same, and more of image models; `LanguageModel` has its own initialization."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
@@ -668,12 +667,12 @@ class ImageFamily(Family):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = ImageFamily(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False, init_std=None,
+AS_CRATE = ImageAround(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False, init_std=None,
                        class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = ImageFamily(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
-AS_VIT = ImageFamily()
-AS_GPT = Family(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
-AS_CRATE_LM = Family(norm_eps=1e-5)
+AS_ALPHA = ImageAround(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
+AS_VIT = ImageAround()
+AS_GPT = Around(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
+AS_CRATE_LM = Around(norm_eps=1e-5)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
@@ -681,12 +680,12 @@ class Arch(NamedTuple):
     """The operators of a layer, and what is around them."""
     attention: type
     sparsification: type | None         # None: attention only
-    image_family: ImageFamily
+    around_images: ImageAround
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    text_family: Family = AS_GPT        # nanoGPT's, and ToST's too
+    around_text: Around = AS_GPT        # nanoGPT's, and ToST's too
 
 
 ARCHS = {
@@ -699,7 +698,7 @@ ARCHS = {
     "crate-residual": Arch(MSSA, ISTA, AS_CRATE, residual=True),    # an ablation: the residual
     # [B] Eq. (7.5.3)-(7.5.5); Bai and Ma 2025
     "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True, sizes="transformer"),
-    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, text_family=AS_CRATE_LM, sizes="transformer"),
+    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, around_text=AS_CRATE_LM, sizes="transformer"),
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
     "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0, sizes="transformer"),
@@ -768,29 +767,29 @@ class BackboneConfig:
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
     @property
-    def row(self):
+    def operators(self):
         """The row of its arch."""
         return ARCHS[self.arch]
 
     @property
-    def family(self):
+    def around(self):
         """What surrounds the operators."""
-        return self.row.text_family if self.kind == "text" else self.row.image_family
+        return self.operators.around_text if self.kind == "text" else self.operators.around_images
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         if self.rotary or self.shift:
-            if self.kind != "text" or not issubclass(self.row.attention, SoftmaxAttention):
+            if self.kind != "text" or not issubclass(self.operators.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
         d, K = self.width, self.heads
         if self.layer_scale is None:
-            self.layer_scale = self.row.layer_scale
+            self.layer_scale = self.operators.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if self.row.output == "transpose" and K * self.head_dim != d:
+        if self.operators.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -804,7 +803,7 @@ class ImageConfig(BackboneConfig):
     image_size: int = 224               # pixels per side, square
     patch_size: int = 16                # P
     classes: int = 1000
-    stem: str | None = None             # norm or plain; None: the family's
+    stem: str | None = None             # norm or plain; None: its arch's
     positions: str = "learned"          # learned; sincos: fixed, 2-D (MAE)
     pool: str = "class"                 # class: the class token; mean: mean of the patch tokens
     final_norm: bool | None = None      # LN after the last layer, else in the head; None likewise
@@ -812,9 +811,9 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.stem is None:
-            self.stem = self.family.stem
+            self.stem = self.around.stem
         if self.final_norm is None:
-            self.final_norm = self.family.final_norm
+            self.final_norm = self.around.final_norm
         for name, words in (("stem", ("norm", "plain")), ("positions", ("learned", "sincos")),
                             ("pool", ("class", "mean"))):
             check_word(name, getattr(self, name), words)
@@ -913,7 +912,7 @@ class ImageEncoder(Backbone):
         patch = 3 * c.patch_size ** 2
         embed = [nn.Linear(patch, c.width)]
         if c.stem == "norm":
-            embed = [nn.LayerNorm(patch, c.family.norm_eps), *embed, layer_norm(c)]
+            embed = [nn.LayerNorm(patch, c.around.norm_eps), *embed, layer_norm(c)]
         self.embed = nn.Sequential(*embed)
         self.class_token = nn.Parameter(torch.zeros(1, 1, c.width))
         if c.positions == "learned":
@@ -926,14 +925,14 @@ class ImageEncoder(Backbone):
 
     @torch.no_grad()
     def init_weights(self):
-        family = self.config.family
-        if family.init_std is not None:
-            init_linears(self, nn.init.trunc_normal_, std=family.init_std)
-        if family.embed_kaiming:
+        around = self.config.around
+        if around.init_std is not None:
+            init_linears(self, nn.init.trunc_normal_, std=around.init_std)
+        if around.embed_kaiming:
             nn.init.kaiming_uniform_(self.embed[0].weight)
-        nn.init.normal_(self.class_token, std=family.class_token_std)
+        nn.init.normal_(self.class_token, std=around.class_token_std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=family.positions_std)
+            nn.init.normal_(self.positions, std=around.positions_std)
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d) for a grid of patches, by bicubic interpolation where its size is
@@ -972,7 +971,7 @@ class ImageClassifier(nn.Module):
         self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        if (std := c.family.init_std) is not None:
+        if (std := c.around.init_std) is not None:
             init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
@@ -998,7 +997,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = layer_norm(c)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
-        self.attention = c.row.attention(c)
+        self.attention = c.operators.attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1020,7 +1019,7 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        proximal = c.row.sparsification is not None and not c.row.residual
+        proximal = c.operators.sparsification is not None and not c.operators.residual
         layer = DecoderLayer if proximal else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)

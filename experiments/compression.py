@@ -116,7 +116,7 @@ def measured(loaded, c):
     model, in float64."""
     loaded.model.cpu().double()
     config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
-    if not issubclass(config.row.attention, SoftmaxAttention):
+    if not issubclass(config.operators.attention, SoftmaxAttention):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
     batches = [[changes(layer, trace.tokens, generator, c.eps, c.together)
                 for layer, trace in traced] for traced in traces(loaded, c)]

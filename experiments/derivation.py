@@ -95,7 +95,7 @@ def main(argv):
     found = []
     for loaded in each_model(c):
         config = loaded.model.cpu().double().config
-        if config.row[:2] != (MSSA, ISTA) or config.row.output != "learned":
+        if config.operators[:2] != (MSSA, ISTA) or config.operators.output != "learned":
             raise UserError(f"{config.arch} has another layer than CRATE's")
         x = torch.cat([x for _, x in inputs(loaded, c)])
         columns = by_layer(loaded.backbone, x)

@@ -330,7 +330,7 @@ def config(arch="crate", **fields):
 def test_layer(arch):
     """[J] Eq. (45) and [B] Section 7.5 from the operators."""
     row, fields = model.ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
-    norm_eps = 1e-5 if row.image_family is model.AS_CRATE else 1e-6
+    norm_eps = 1e-5 if row.around_images is model.AS_CRATE else 1e-6
     layer = model.Layer(config(arch, layer_scale=0.5, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
