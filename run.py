@@ -193,7 +193,10 @@ class Run:
         words = f"loss {mean:.4f}{in_words(speed)}"
         self.bar.set_postfix_str(words)
         if self.bar.disable:
-            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}")
+            seconds = self.meter.seconds[-len(losses):]
+            left = (self.total - self.step) * sum(seconds) / len(seconds) / 60
+            left = f", {left:.1f} min left" if speed else ""        # a first step may compile
+            self.say(f"step {self.step}/{self.total}: {words}, lr {lr:.2e}{left}")
 
     def _check_finite(self, loss, step):
         if not math.isfinite(loss):

@@ -19,17 +19,14 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
-There are four tables; in the first three, in nats, `before` is R^c before the step:
+Four tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
+printed are sums over layers, in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm; a step,
                     less its mean, is as long as attention's
     elsewhere       the same, but R^c of random subspaces in place of U
-    lengths         of a step, less its mean, attention's being 1; "tokens" is the length of tokens
-                    after attention, divided by that before
-
---csv keeps them, by layer and for `all`, of which lengths are means, with standard errors over
-samples. What is printed are sums over layers in % of R^c before.
+    lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before
 
     python -m experiments.compression --untrained --csv=records/compression.csv
     python -m experiments.results compression           # the figure
@@ -157,8 +154,12 @@ def main(argv):
         rows = rows_of(measured(loaded, c))
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
-              "R^c, %, all layers; below 0 they compress. --help has the columns")
-        print_table(shares(rows))
+              "R^c, %, all layers; --help has the columns")
+        raw, normed, _ = tables = shares(rows)
+        print_table(tables)
+        print(f"attention adds {raw['attention']} % to R^c of tokens as they are; after LayerNorm "
+              f"{normed['attention']} %, each token alone {normed['alone']}, one map for all "
+              f"{normed['one_map']}. Below 0 a step compresses")
     if c.csv:
         shared.write_csv(found, c.csv)
     return found

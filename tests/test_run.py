@@ -102,7 +102,7 @@ def test_rates_leave_out_the_first_step_evaluation_and_saving(tmp_path, monkeypa
     assert (done["event"], done["seconds"], done["best"]) == ("done", 852.25, None)
     out = capsys.readouterr().out
     assert "step 1/10: loss 1.0000, lr 1.00e-01\n" in out
-    assert "step 5/10: loss 1.0000, 4 images/s, lr 1.00e-01\n" in out
+    assert "step 5/10: loss 1.0000, 4 images/s, lr 1.00e-01, 0.0 min left\n" in out
     assert "done: 10 steps in 852 s, 4 images/s; written" in out
 
 
