@@ -23,7 +23,7 @@ from run import read_metrics
 EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
 MODELS = FIVE.replace("pretrained:", "").split(",")
 NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
-COLORS = {"crate": "C0", "mssa-mlp": "0.5", "transformer": "C3"}
+COLORS = {"crate": "C0", "mssa-mlp": "C2", "transformer": "C3"}
 
 
 @dataclass(kw_only=True)
