@@ -5,21 +5,21 @@
     predict --ckpt=A.pt a.jpg b.png        the classes of your own pictures, or reconstructions
     curves out/a out/b                     loss and accuracy of runs
     page --ckpt=A.pt                       an HTML file that runs the model itself, in a browser"""
+import math
+import re
 from dataclasses import dataclass, MISSING
-from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
-import figures
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
 from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SplitFlags, UserError
-from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
-from processes import cli, Processes, with_bar
+from measure import layer_table, saliency, spread
+from model import patchify, unpatchify
+from processes import cli, print_table, Processes
 from run import read_metrics
 from web import page
 
@@ -29,82 +29,27 @@ class OutFlags:
     out: str | None = option(None, "the file, .png, of page .html; auto is out/analyze-COMMAND")
 
 
-# ---- Samples of a checkpoint's data, and what its layers do with them ---------------------------
-def spread(total, n):
-    """n indices spread evenly over 0 .. total - 1: some sets are sorted by class."""
-    return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
-
-
-def inputs(loaded, c):
-    """Yields (index (B,), x) of c.samples images or windows of text, spread over the split: which
-    they are, and what the backbone takes, images in the type of its weights or ids (B, n)."""
-    config, weight = loaded.model.config, next(loaded.model.parameters())
-    if loaded.task == "gpt":
-        tokens = text.tokens_for(c.data, c.split, loaded.meta, c.data_dir)[2]
-        n = min(config.context, len(tokens))
-        windows = tokens[:len(tokens) // n * n].reshape(-1, n)
-        total = len(windows)
-    else:
-        data, split = images.split_for(loaded, c)
-        total = len(split)
-    for index in with_bar(spread(total, c.samples).split(c.batch_size), "samples"):
-        if loaded.task == "gpt":
-            x = torch.from_numpy(windows[index.numpy()].astype(np.int64)).to(weight.device)
-        else:
-            x = images.model_input(split.batch(index)[0], data, config.image_size).to(weight.dtype)
-        yield index, x
-
-
-def traces(loaded, c):
-    """Yields [(layer, its LayerTrace) ...] for each batch of `inputs`."""
-    for _, x in inputs(loaded, c):
-        yield [*zip(loaded.backbone.layers, loaded.backbone.trace(x))]
-
-
 # ---- layers: rates and sparsity -----------------------------------------------------------------
-def at_norm(Z, other):
-    """Each sample of Z (..., n, d), scaled to the norm of that of `other`."""
-    return Z * (other.norm(dim=(-2, -1)) / Z.norm(dim=(-2, -1)))[..., None, None]
+def new_figure(rows, columns, width, height):
+    """A matplotlib figure and its axes (rows, columns), each panel `width` x `height` inches."""
+    from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    figure = Figure(figsize=(columns * width, rows * height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def centred_normed(Z):
-    """Tokens (..., n, d) less their mean, after a LayerNorm without gain and bias: much as the next
-    step reads them. Longer tokens alone have a higher rate, and those to which one vector is added
-    a lower one after a LayerNorm."""
-    return F.layer_norm(Z - Z.mean(-2, keepdim=True), Z.shape[-1:])
+def over_layers(ax, title):
+    """Titles a panel whose x axis counts layers."""
+    ax.set_title(title, fontsize="medium")
+    ax.set_xlabel("layer")
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.spines[["top", "right"]].set_visible(False)
 
 
-def unit_size(U):
-    """U (K, d, p) times the number that makes ||U||_F^2 = K p, as orthonormal bases have it."""
-    return U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
-
-
-def layer_numbers(layer, trace, eps=0.1, lambd=0.1):
-    """{column of `layers`: a number for each sample (B,)} of a layer that made `trace`. In float64,
-    as float32 may give NaN."""
-    U = unit_size(layer.attention.bases().double())
-    Z, half, out, X = (T.double() for T in (
-        trace.tokens, trace.half, trace.out, layer.norm1(trace.tokens)))
-
-    rate = partial(subspace_coding_rate, U=U, eps=eps)
-    objective = partial(sparse_rate_reduction, U=U, eps=eps, lambd=lambd)
-    reduction = partial(sparse_rate_reduction, U=U, eps=eps, lambd=0)
-    return dict(
-        Rc_tokens=coding_rate(F.normalize(X[:, None] @ U, dim=-1), eps).sum(1),
-        attention_Rc=rate(half) - rate(Z),
-        attention_Rc_normed=rate(centred_normed(half)) - rate(centred_normed(Z)),
-        R=coding_rate(out, eps), Rc=rate(out), nonzeros=(out != 0).double().mean((1, 2)),
-        objective=objective(out), objective_added=objective(out) - objective(Z),
-        reduction_added=reduction(at_norm(out, Z)) - reduction(Z))
-
-
-@torch.no_grad()
-def layer_table(loaded, c):
-    """One dict a layer: the mean over samples of each number."""
-    batches = [[layer_numbers(layer, trace, c.eps, c.lambd) for layer, trace in traced]
-               for traced in traces(loaded, c)]
-    return [dict(layer=l) | {key: torch.cat([part[key] for part in parts]).mean().item()
-                             for key in parts[0]} for l, parts in enumerate(zip(*batches), 1)]
+def legend_below(figure, ax):
+    """The labels of `ax` below all panels, four a line, or two if they are long."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False,
+                  ncols=4 if sum(map(len, labels)) < 90 else 2)
 
 
 @dataclass(kw_only=True)
@@ -137,7 +82,7 @@ def layers(c):
         mean = sum(row["objective"] for row in table) / len(table)
         runs.append(dict(name=loaded.name, weights=loaded.weights, objective=mean, layers=table))
         print(f"{loaded.label}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
-        figures.print_table(table)
+        print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
     draw_layers(runs, c)
     return runs
@@ -149,7 +94,7 @@ def draw_layers(runs, c):
               "nonzeros": "share of entries\nthat are not zero",
               "objective": f"objective $R - R^c - {c.lambd:g}\\,\\Vert Z\\Vert_0$\n"
                            "(nats, higher is better)"}
-    figure, axes = figures.new_figure(1, 3, 3, 3)
+    figure, axes = new_figure(1, 3, 3, 3)
     colors = {}                         # of a model, trained or not
     for ax, (key, title) in zip(axes.flat, panels.items()):
         for run in runs:
@@ -157,20 +102,61 @@ def draw_layers(runs, c):
             look = dict(ls="--", mfc="white") if run["weights"] == "random" else {}
             l, y = zip(*((row["layer"], row[key]) for row in run["layers"]))
             ax.plot(l, y, marker="o", color=color, label=f"{run['name']}, {run['weights']}", **look)
-        figures.over_layers(ax, title)
+        over_layers(ax, title)
     axes[0, 1].yaxis.set_major_formatter("{x:.0%}")
-    figures.legend_below(figure, axes[0, 0])
+    legend_below(figure, axes[0, 0])
     figure.savefig(c.out, dpi=200)
 
 
 # ---- saliency, predict --------------------------------------------------------------------------
-def saliency(attention, query="class"):
-    """The weights that an attention map (B, K, 1 + n, 1 + n) gives the patches, (B, K, n): in the
-    class token's row, below [B] Eq. (7.2.41), or ("mean", for a mean-pooled head) on average over
-    the patches' rows. TSSA has memberships Pi (B, K, 1 + n) instead."""
-    if attention.ndim == 3:
-        return attention[..., 1:]
-    return attention[:, :, 0, 1:] if query == "class" else attention[:, :, 1:, 1:].mean(2)
+def write_sheet(path, pictures, columns, rows):
+    """A PNG of pictures (n, m, 3, H, W) in [0, 1] under the titles of the m columns, beside the
+    names of the n rows, whose long lines lose their middle."""
+    from matplotlib.figure import Figure
+    n, m, _, height, width = pictures.shape
+    gap = width // 16
+    sheet = F.pad(pictures.float().clamp(0, 1), (0, gap, 0, gap), value=1.0)
+    sheet = sheet.permute(0, 3, 1, 4, 2).reshape(n * (height + gap), m * (width + gap), 3)
+    # no pixel is lost; matplotlib draws at most 65,536 per side
+    inches = min(max(1.5, max(height, width) / 150), 400 / max(n, m))
+    axes = Figure((inches * m, inches * n)).add_axes((0, 0, 1, 1))
+    axes.imshow(sheet.cpu().numpy(), interpolation="nearest")
+    rows = [re.sub(r"(?m)^(.{11}).{3,}(.{11})$", r"\1..\2", row) for row in rows]
+    axes.set_xticks([(width + gap) * i + width / 2 for i in range(m)], columns, parse_math=False)
+    axes.set_yticks([(height + gap) * i + height / 2 for i in range(n)], rows, parse_math=False)
+    axes.tick_params(length=0, labelsize=9, top=False, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.figure.savefig(path, format="png", dpi=150, bbox_inches="tight")
+
+
+def stretched(maps):
+    """Maps (..., P), each from its least value at 0 to its largest at 1."""
+    low, high = maps.amin(-1, keepdim=True), maps.amax(-1, keepdim=True)
+    return (maps - low) / (high - low).clamp_min(1e-12)
+
+
+def overlays(x, maps):
+    """Pictures (n, 1 + m, 3, H, H) for a sheet: an image of x (n, 3, H, H), then each of its maps
+    (n, m, patches), stretched, in red over its greys."""
+    side = math.isqrt(maps.shape[-1])
+    heat = F.interpolate(stretched(maps).unflatten(-1, (side, side)), size=x.shape[-1])[:, :, None]
+    red = torch.tensor([1.0, 0.1, 0.1], device=maps.device).view(3, 1, 1)
+    over = (1 - 0.7 * heat) * 0.7 * augment.luma(x)[:, None] + 0.7 * heat * red
+    return torch.cat([x[:, None], over], 1)
+
+
+@torch.no_grad()
+def reconstructions(model, x, noise, mean, std):
+    """(pictures (n, 4, 3, H, H), their titles) of images x, normalized with mean and std: input,
+    masked, reconstruction, and the reconstruction with the visible patches pasted in."""
+    c, mask = model.eval().config, model.mask_from(noise)
+    target = patchify(x, c.patch_size)
+    masked, guess = mask[..., None], model.predicted(x, mask).float()
+    columns = {"input": target, "masked": torch.where(masked, 0.0, target),
+               "reconstruction": guess, "pasted": torch.where(masked, guess, target)}
+    mean, std = (torch.tensor(v, device=x.device).view(3, 1, 1) for v in (mean, std))
+    pictures = [unpatchify(patches, c.patch_size) * std + mean for patches in columns.values()]
+    return torch.stack(pictures, 1), list(columns)
 
 
 @dataclass(kw_only=True)
@@ -208,7 +194,7 @@ def saliency_maps(c):
     maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
     maps = torch.cat([maps.mean(1, keepdim=True), maps], 1)
     columns = ["image", "mean of heads", *(f"head {k}" for k in range(1, maps.shape[1]))]
-    figures.write_sheet(c.out, figures.overlays(pixels, maps), columns, names)
+    write_sheet(c.out, overlays(pixels, maps), columns, names)
     return maps
 
 
@@ -226,7 +212,7 @@ def predict(c):
     if loaded.task == "mae":
         noise = validation_noise(model, len(x)).to(x.device)
         answers = [dict(error=model(x[i:i + 1], noise[i:i + 1]).item()) for i in range(len(x))]
-        sheet = figures.reconstructions(model, x, noise, *images.statistics_of(loaded.meta))
+        sheet = reconstructions(model, x, noise, *images.statistics_of(loaded.meta))
     else:
         classes = loaded.meta.get("classes") or [f"class {i}" for i in range(model.config.classes)]
         best = model(x).softmax(-1).topk(min(3, len(classes)))
@@ -234,12 +220,12 @@ def predict(c):
                    for row in zip(best.indices.tolist(), best.values.tolist())]
         maps = saliency(loaded.encoder.trace(x)[-1].attention, loaded.pooling)
         query = {"mean": "patches", "class": "class token"}[loaded.pooling]
-        sheet = figures.overlays(pixels, maps.mean(1, True)), ["image", f"attention of the {query}"]
+        sheet = overlays(pixels, maps.mean(1, True)), ["image", f"attention of the {query}"]
     words = [[f"{key} {y:.3f}" for key, y in answer.items()] for answer in answers]
     for name, parts in zip(names, words):
         print(f"{name}: {', '.join(parts)}")
     titles = ["\n".join([name, *parts]) for name, parts in zip(names, words)]
-    figures.write_sheet(c.out, *sheet, titles)
+    write_sheet(c.out, *sheet, titles)
     return answers
 
 
@@ -255,7 +241,7 @@ def curves(c):
     runs = [(Path(folder).name, read_metrics(folder)) for folder in c.folders]
     scored = any("acc" in line for _, lines in runs for line in lines)
     names = ["loss", "acc"] if scored else ["loss"]
-    figure, (axes,) = figures.new_figure(1, len(names), 4.5, 3.5)
+    figure, (axes,) = new_figure(1, len(names), 4.5, 3.5)
     for ax, name in zip(axes, names):
         for i, (run, lines) in enumerate(runs):
             for split, style in (("train", "-"), ("val", "o--")):

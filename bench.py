@@ -13,11 +13,10 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-from figures import print_table
 from flags import DeviceFlags, option, parse_command, TypeFlags
+from measure import train_flops
 from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
-from optim import train_flops
-from processes import cli, device_name, Processes, wants_compile
+from processes import cli, device_name, print_table, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
@@ -89,13 +88,15 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
           "gpt": [("pydoc", 32, PYDOC | dict(vocab_size=97)), ("GPT-2's tokens", 8, PYDOC)]}
 
 
-def build(table, arch, fields):
+def build(table, variant, fields):
     """A model of a table; the transformer's width and heads are half as large."""
-    ARCHS.update(VARIANTS)
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
+    arch = "transformer" if variant == "transformer" else "crate"
     if arch == "transformer":
         fields = fields | dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
-    return model_class(model_class.config_class(arch=arch, **fields))
+    config = model_class.config_class(arch=arch, **fields)
+    config.row = VARIANTS[variant]
+    return model_class(config)
 
 
 def bench_steps(table, c, processes):
@@ -110,7 +111,7 @@ def bench_steps(table, c, processes):
         torch._dynamo.reset()       # it compiles one function only so many times
         # a GPU needs larger batches, or launching its kernels is all that is timed
         batch = 8 * batch if device.type == "cuda" else batch
-        models = {arch: build(table, arch, fields) for arch in VARIANTS}
+        models = {name: build(table, name, fields) for name in VARIANTS}
         x, y = random_batch(models["crate"].config, batch, device)
         steps = dict(machine=partial(torch.mm, A, B))
         for name, model in models.items():

@@ -62,7 +62,6 @@ def neumann_terms(Z, U, eps=0.5):
 class MSSA(nn.Module):
     """Multi-head subspace self-attention, Eq. (37): W stack_k U_k^*Z softmax((U_k^*Z)^* U_k^*Z). In
     rows, w is (U_k^*Z)^*. As in the released code scores are over sqrt(p), and W has a bias."""
-
     def __init__(self, d, K):
         super().__init__()
         self.K, self.p = K, d // K
@@ -78,7 +77,6 @@ class MSSA(nn.Module):
 class ISTA(nn.Module):
     """ReLU(Z - eta D^*(D Z - Z) - eta lambda), Eq. (44): one proximal gradient step, from A = Z, on
     1/2 ||Z - D A||^2 + lambda ||A||_1 with A >= 0."""
-
     def __init__(self, d, eta=0.1, lambd=0.1):
         super().__init__()
         self.eta, self.lambd = eta, lambd
@@ -103,7 +101,6 @@ class Layer(nn.Module):
 
 class CRATE(nn.Module):
     """Patches of P x P pixels become tokens; their mean after the last layer gives ten logits."""
-
     def __init__(self, d=64, K=4, L=4, P=4, side=32, classes=10):
         super().__init__()
         self.P, pixels = P, 3 * P * P
@@ -170,14 +167,16 @@ def look(model, x, eps=0.1):                        # the eps of the first paper
     alone, %          after LN, a control: each token attends to itself alone, its step as long
     objective         R - R^c - lambda ||Z||_0 of Z^{l+1}; zeros decide it
     nonzeros, %       of the entries of Z^{l+1}"""
-    normed = lambda T: F.layer_norm(T - T.mean(1, keepdim=True), T.shape[-1:])
+    centred = lambda T: T - T.mean(1, keepdim=True)     # one vector added to all is no compression
+    normed = lambda T: F.layer_norm(centred(T), T.shape[-1:])
+    length = lambda T: centred(T).norm(dim=(1, 2), keepdim=True)
     rows, Zs = [], model.all_tokens(x)
     for layer, Z, out in zip(model.layers, Zs, Zs[1:]):
         U = layer.attention.U.weight.unflatten(0, (layer.attention.K, -1)).mT   # (K, d, p)
         U = U * (U.shape[0] * U.shape[2]) ** 0.5 / U.norm()
         X = layer.norm1(Z)
         step, alone = layer.attention(X), layer.attention.W(layer.attention.U(X))
-        alone = alone * (step.var(1).sum(1) / alone.var(1).sum(1)).sqrt()[:, None, None]
+        alone = alone * length(step) / length(alone)
         Rc = lambda T: subspace_coding_rate(T, U, eps).mean()
         rows.append({"attention, %": 100 * (Rc(Z + step) / Rc(Z) - 1),
                      "after LN, %": 100 * (Rc(normed(Z + step)) / Rc(normed(Z)) - 1),

@@ -24,7 +24,7 @@ of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dim
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -34,7 +34,6 @@ from torch.nn.attention import sdpa_kernel, SDPBackend
 
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
-# config.operators is the arch's row of ARCHS, config.around what its authors put around them
 def attention_map(q, k, scale, causal=False):
     """The row softmax of scale q k^*: q (..., m, p), k (..., n, p) -> (..., m, n). With causal, a
     token has weights on itself and those before; the queries are of the last m tokens."""
@@ -44,6 +43,17 @@ def attention_map(q, k, scale, causal=False):
         future = torch.ones(m, n, dtype=torch.bool, device=gram.device).triu(1 + n - m)
         gram = gram.masked_fill(future, -math.inf)
     return gram.softmax(-1)
+
+
+def attend(q, k, v, scale, causal=False, dropout=0.0):
+    """attention_map(q, k, scale, causal) v (B, K, m, p), by the fused kernel where it is faster."""
+    m, n = q.shape[2], k.shape[2]
+    causal = causal and m > 1           # a single token, the newest, sees all
+    other_mask = causal and m < n       # the kernel's causal mask is that of m = n
+    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # on Zen 5
+    if other_mask or slow:
+        return F.dropout(attention_map(q, k, scale, causal), dropout) @ v
+    return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
 
 
 def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
@@ -121,28 +131,21 @@ class SoftmaxAttention(Attention):
         return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def attend(self, q, k, v):
-        """softmax(scale q k^*) v (B, K, m, p), by the fused kernel where that is faster."""
-        m, n = q.shape[2], k.shape[2]
-        dropout = self.dropout if self.training else 0.0
-        causal = self.causal and m > 1      # a single token, the newest, sees all
-        unfit = causal and m < n            # the kernel's causal mask is that of m = n
-        slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # as measured
-        if unfit or slow:
-            return F.dropout(attention_map(q, k, self.scale, causal), dropout) @ v
-        return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=self.scale)
+        """The heads' averages of v (B, K, m, p)."""
+        return attend(q, k, v, self.scale, self.causal, self.dropout if self.training else 0.0)
+
+    @abstractmethod
+    def join(self, heads):
+        """From these averages back to tokens (B, n, d)."""
+
+    def forward(self, Z, cache=None):
+        q, k, v = self.queries_keys_values(Z, cache)
+        return self.join(self.attend(q, k, v))
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""
         q, k, _ = self.queries_keys_values(Z)
         return attention_map(q, k, self.scale, self.causal)
-
-    @abstractmethod
-    def join(self, heads):
-        """From the averages of the heads (B, K, n, p) back to tokens (B, n, d)."""
-
-    def forward(self, Z, cache=None):
-        q, k, v = self.queries_keys_values(Z, cache)
-        return self.join(self.attend(q, k, v))
 
 
 class MSSA(SoftmaxAttention):
@@ -160,10 +163,10 @@ class MSSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.output, self.step_size = config.operators.output, config.step_size
+        self.output, self.step_size = config.row.output, config.step_size
         self.U = nn.Linear(config.width, self.heads * self.p, bias=False)   # weight [U_1 .. U_K]^*
         if self.output == "learned":
-            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
+            self.W = nn.Linear(self.heads * self.p, config.width, bias=config.surroundings.out_bias)
 
     def project(self, Z):
         w = by_head(self.U(Z), self.heads)                              # (U_k^* Z)^*
@@ -220,7 +223,8 @@ class ISTA(Sparsification):
 
     def descend(self, Z):
         """Z - eta D^*(DZ - Z), the gradient step."""
-        if Z.numel() < self.D.numel():      # fewer tokens than d (generation): G would cost more
+        tokens, d = Z[..., 0].numel(), Z.shape[-1]
+        if tokens < d:                      # as in a generation: G would cost more
             return Z - self.eta * (Z @ self.D.mT - Z) @ self.D
         return Z + Z @ (self.eta * (self.D - self.D.mT @ self.D))
 
@@ -237,7 +241,8 @@ class LayerTrace(NamedTuple):
 
 
 def layer_norm(config):
-    return nn.LayerNorm(config.width, config.around.norm_eps, bias=config.around.norm_bias)
+    own = config.surroundings
+    return nn.LayerNorm(config.width, own.norm_eps, bias=own.norm_bias)
 
 
 class Layer(nn.Module):
@@ -255,12 +260,12 @@ class Layer(nn.Module):
 
     def __init__(self, config, drop_path=0.0):
         super().__init__()
-        c, operators = config, config.operators
-        self.norm1, self.attention = layer_norm(c), operators.attention(c)
+        c, row = config, config.row
+        self.norm1, self.attention = layer_norm(c), row.attention(c)
         self.norm2 = self.sparsification = self.scale1 = self.scale2 = None
-        if operators.sparsification is not None:
-            self.norm2, self.sparsification = layer_norm(c), operators.sparsification(c)
-        self.residual, self.dropout, self.drop_path = operators.residual, c.dropout, drop_path
+        if row.sparsification is not None:
+            self.norm2, self.sparsification = layer_norm(c), row.sparsification(c)
+        self.residual, self.dropout, self.drop_path = row.residual, c.dropout, drop_path
         if c.layer_scale:
             self.scale1 = nn.Parameter(torch.full((c.width,), float(c.layer_scale)))
             self.scale2 = nn.Parameter(self.scale1.detach().clone()) if self.residual else None
@@ -472,12 +477,13 @@ class Cache:
 # ---- The other archs' operators -----------------------------------------------------------------
 class MHSA(SoftmaxAttention):
     """Multi-head self-attention of the baselines, [B] Eq. (7.2.15)-(7.2.19): separate queries, keys
-    and values. Which have a bias, config.around says."""
+    and values. Which have a bias, config.surroundings says."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.QKV = nn.Linear(config.width, 3 * self.heads * self.p, bias=config.around.qkv_bias)
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
+        own, inner = config.surroundings, self.heads * self.p
+        self.QKV = nn.Linear(config.width, 3 * inner, bias=own.qkv_bias)
+        self.W = nn.Linear(inner, config.width, bias=own.out_bias)
 
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
@@ -511,11 +517,11 @@ class TSSA(Attention):
 
     def __init__(self, config):
         super().__init__(config)
-        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.around.qkv_bias)
+        self.U = nn.Linear(config.width, self.heads * self.p, bias=config.surroundings.qkv_bias)
         self.eta = nn.Parameter(torch.ones(self.heads))
         if self.causal:
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
-        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.around.out_bias)
+        self.W = nn.Linear(self.heads * self.p, config.width, bias=config.surroundings.out_bias)
 
     def new_cache(self, room):
         return Sums()
@@ -624,7 +630,7 @@ class MLP(Sparsification):
     def __init__(self, config):
         super().__init__()
         self.dropout = config.dropout
-        d, m, bias = config.width, config.expansion * config.width, config.around.mlp_bias
+        d, m, bias = config.width, config.expansion * config.width, config.surroundings.mlp_bias
         self.up = nn.Linear(d, m, bias=bias)
         self.down = nn.Linear(m, d, bias=bias)
 
@@ -647,8 +653,8 @@ def check_word(name, word, words):
 
 
 @dataclass(frozen=True)
-class Around:
-    """What the authors of some archs put around the operators."""
+class Surroundings:
+    """What the authors of an arch put around its operators."""
     norm_eps: float = 1e-6              # of all LayerNorms but an image model's last
     norm_bias: bool = True
     qkv_bias: bool = True               # only MHSA and TSSA can have it
@@ -657,7 +663,7 @@ class Around:
 
 
 @dataclass(frozen=True)
-class ImageAround(Around):
+class ImageSurroundings(Surroundings):
     """The same, and more of image models; `LanguageModel` has its own initialization."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
@@ -667,25 +673,27 @@ class ImageAround(Around):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = ImageAround(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False, init_std=None,
-                       class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = ImageAround(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
-AS_VIT = ImageAround()
-AS_GPT = Around(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False, mlp_bias=False)
-AS_CRATE_LM = Around(norm_eps=1e-5)
+AS_CRATE = ImageSurroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False,
+                             init_std=None, class_token_std=1.0, positions_std=1.0)
+AS_ALPHA = ImageSurroundings(out_bias=False, final_norm=False, class_token_std=1e-6,
+                             embed_kaiming=True)
+AS_VIT = ImageSurroundings()
+AS_GPT = Surroundings(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False,
+                      mlp_bias=False)
+AS_CRATE_LM = Surroundings(norm_eps=1e-5)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
 
 class Arch(NamedTuple):
-    """The operators of a layer, and what is around them."""
+    """The operators of a layer, and their surroundings."""
     attention: type
     sparsification: type | None         # None: attention only
-    around_images: ImageAround
+    in_images: ImageSurroundings
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    around_text: Around = AS_GPT        # nanoGPT's, and ToST's too
+    in_text: Surroundings = AS_GPT        # nanoGPT's, and ToST's too
 
 
 ARCHS = {
@@ -698,7 +706,7 @@ ARCHS = {
     "crate-residual": Arch(MSSA, ISTA, AS_CRATE, residual=True),    # an ablation: the residual
     # [B] Eq. (7.5.3)-(7.5.5); Bai and Ma 2025
     "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True, sizes="transformer"),
-    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, around_text=AS_CRATE_LM, sizes="transformer"),
+    "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, in_text=AS_CRATE_LM, sizes="transformer"),
     # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
     # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
     "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0, sizes="transformer"),
@@ -766,30 +774,29 @@ class BackboneConfig:
     rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
-    @property
-    def operators(self):
-        """The row of its arch."""
+    @cached_property
+    def row(self):
+        """Its arch's row of ARCHS; an experiment puts another in its place."""
         return ARCHS[self.arch]
 
     @property
-    def around(self):
-        """What surrounds the operators."""
-        return self.operators.around_text if self.kind == "text" else self.operators.around_images
+    def surroundings(self):
+        return self.row.in_text if self.kind == "text" else self.row.in_images
 
     def __post_init__(self):
         check_word("arch", self.arch, ARCHS)
         if self.rotary or self.shift:
-            if self.kind != "text" or not issubclass(self.operators.attention, SoftmaxAttention):
+            if self.kind != "text" or not issubclass(self.row.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
         d, K = self.width, self.heads
         if self.layer_scale is None:
-            self.layer_scale = self.operators.layer_scale
+            self.layer_scale = self.row.layer_scale
         if self.head_dim is None:
             if d % K:
                 fits = [h for h in range(1, 65) if d % h == 0]
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
-        if self.operators.output == "transpose" and K * self.head_dim != d:
+        if self.row.output == "transpose" and K * self.head_dim != d:
             raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
@@ -811,12 +818,10 @@ class ImageConfig(BackboneConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.stem is None:
-            self.stem = self.around.stem
+            self.stem = self.surroundings.stem
         if self.final_norm is None:
-            self.final_norm = self.around.final_norm
-        for name, words in (("stem", ("norm", "plain")), ("positions", ("learned", "sincos")),
-                            ("pool", ("class", "mean"))):
-            check_word(name, getattr(self, name), words)
+            self.final_norm = self.surroundings.final_norm
+        check_word("pool", self.pool, ("class", "mean"))
         if self.image_size % self.patch_size:
             raise ConfigError(
                 f"patch_size={self.patch_size} does not divide image_size={self.image_size}")
@@ -912,7 +917,7 @@ class ImageEncoder(Backbone):
         patch = 3 * c.patch_size ** 2
         embed = [nn.Linear(patch, c.width)]
         if c.stem == "norm":
-            embed = [nn.LayerNorm(patch, c.around.norm_eps), *embed, layer_norm(c)]
+            embed = [nn.LayerNorm(patch, c.surroundings.norm_eps), *embed, layer_norm(c)]
         self.embed = nn.Sequential(*embed)
         self.class_token = nn.Parameter(torch.zeros(1, 1, c.width))
         if c.positions == "learned":
@@ -925,14 +930,14 @@ class ImageEncoder(Backbone):
 
     @torch.no_grad()
     def init_weights(self):
-        around = self.config.around
-        if around.init_std is not None:
-            init_linears(self, nn.init.trunc_normal_, std=around.init_std)
-        if around.embed_kaiming:
+        surroundings = self.config.surroundings
+        if surroundings.init_std is not None:
+            init_linears(self, nn.init.trunc_normal_, std=surroundings.init_std)
+        if surroundings.embed_kaiming:
             nn.init.kaiming_uniform_(self.embed[0].weight)
-        nn.init.normal_(self.class_token, std=around.class_token_std)
+        nn.init.normal_(self.class_token, std=surroundings.class_token_std)
         if isinstance(self.positions, nn.Parameter):
-            nn.init.normal_(self.positions, std=around.positions_std)
+            nn.init.normal_(self.positions, std=surroundings.positions_std)
 
     def position_table(self, rows, columns):
         """Positions (1, 1 + n, d) for a grid of patches, by bicubic interpolation where its size is
@@ -971,7 +976,7 @@ class ImageClassifier(nn.Module):
         self.encoder = ImageEncoder(c)
         norm = nn.Identity() if c.final_norm else layer_norm(c)
         self.head = nn.Sequential(norm, nn.Linear(c.width, c.classes))
-        if (std := c.around.init_std) is not None:
+        if (std := c.surroundings.init_std) is not None:
             init_linears(self.head, nn.init.trunc_normal_, std=std)
 
     def pool(self, Z):
@@ -997,7 +1002,7 @@ class DecoderLayer(nn.Module):
         self.norm1 = layer_norm(c)
         self.D = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(c.width, c.width)))
         self.norm2 = layer_norm(c)
-        self.attention = c.operators.attention(c)
+        self.attention = c.row.attention(c)
 
     def forward(self, Z):
         Y = self.norm1(Z) @ self.D.mT
@@ -1019,7 +1024,7 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        proximal = c.operators.sparsification is not None and not c.operators.residual
+        proximal = c.row.sparsification is not None and not c.row.residual
         layer = DecoderLayer if proximal else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)

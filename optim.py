@@ -1,13 +1,11 @@
-"""What the training loops share: micro-batches, schedules, optimizers; what a step costs, and how
-fast steps are."""
+"""What the training loops share: micro-batches, schedules, optimizers."""
 import contextlib
 import math
-import time
 
 import torch
 
-from model import MHSA, SoftmaxAttention
-from processes import device_name, is_fast_in_bfloat16
+from model import MHSA
+from processes import is_fast_in_bfloat16
 
 
 def micro_batches(model, size, *batch):
@@ -127,7 +125,8 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
         common = dict(weight_decay=weight_decay * decays, decays=decays,
                       scale=scale(key) if scale else 1.0, parts=3 if by_muon and p in three else 1)
         groups = muon if by_muon else rest
-        groups.setdefault(tuple(common.items()), common | dict(params=[]))["params"].append(p)
+        group = groups.setdefault(tuple(common.items()), common | dict(params=[]))
+        group["params"].append(p)
     muon, rest = [*muon.values()], [*rest.values()]
     if name == "lion":
         return [Lion(rest, lr=lr, betas=betas)]
@@ -145,78 +144,3 @@ def take_step(optimizers, lr, weight_decay=None):
                 group["weight_decay"] = weight_decay
         optimizer.step()
         optimizer.zero_grad()
-
-
-# ---- What a step costs --------------------------------------------------------------------------
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
-
-
-def share_of_peak(flops, processes):
-    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
-    that peak is not known or the run is in float32."""
-    words = device_name(processes.device).replace("-", " ").split()
-    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
-    return flops / (processes.world * peaks[0]) if peaks else None
-
-
-def count(model, without=()):
-    """How many parameters a model has. [B] Tables 7.5 to 7.11 seem to be without ("positions",)."""
-    return sum(p.numel() for name, p in model.named_parameters() if name not in without)
-
-
-def train_flops(model):
-    """Operations of forward and backward for an image or a text of full context, as nanoGPT counts:
-    n (6 N + 12 L n d) for n tokens and N weights in the matrices of the layers and a tied head. A
-    causal map counts in full. Not counted: another use of the same D or U, TSSA's products,
-    the heads of images."""
-    n = model.config.context
-    multiply_adds = n * model.embed.weight.numel() if model.config.kind == "text" else 0
-    for layer in (*getattr(model, "encoder", model).layers, *getattr(model, "decoder", [])):
-        multiply_adds += n * sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-        if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
-            multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
-    return 6 * multiply_adds            # each is 2 operations, in 3 passes
-
-
-def in_words(speed):
-    """A Meter's speed, for a line that begins with something else."""
-    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
-                 mfu=", mfu {:.1%}")
-    return "".join(words[name].format(value) for name, value in speed.items())
-
-
-class Meter:
-    """The losses of the last steps, which stay on the device until they are read, and the seconds
-    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
-    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
-
-    def __init__(self, processes, samples, flops=0, tokens=None):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
-        self.losses, self.seconds, self.started = [], [], None
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self, loss, read):
-        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
-        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
-        self.losses.append(loss.detach())
-        losses = []
-        if read:
-            losses, self.losses = torch.stack(self.losses), []
-            losses = (self.processes.sum(losses) / self.processes.world).tolist()
-        self.seconds.append(time.perf_counter() - self.started)
-        return losses
-
-    def speed(self, steps):
-        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
-        as it may compile; if there is no other, the dict is empty."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return {}
-        samples = self.samples * len(seconds) / sum(seconds)
-        mfu = share_of_peak(samples * self.flops, self.processes)
-        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
-            examples_per_s=samples)
-        return speed | dict(mfu=mfu) if mfu else speed

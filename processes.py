@@ -49,7 +49,7 @@ def wants_compile(wanted, device):
     return wanted
 
 
-# ---- Seeds, and what rank 0 shows ---------------------------------------------------------------
+# ---- Seeds, and what is printed ---------------------------------------------------------------
 def derive_seed(*purpose):
     """A 63-bit seed, a function of the arguments: no state has to be saved."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
@@ -70,6 +70,22 @@ def note(text):
 def with_bar(items, what, total=None):
     """The items, with a progress bar where rank 0 has a terminal."""
     return tqdm(items, what, total, leave=False, disable=None if is_main() else True)
+
+
+def print_table(rows):
+    """Dicts with the same keys, one a line; a standard error KEY_error follows KEY."""
+    def cell(row, key):
+        value, extra = row[key], row.get(key + "_error")
+        shown = "-" if value is None else str(value)
+        if isinstance(value, float):
+            shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        return f"{shown} +- {extra:.2g}" if extra and extra > 1e-12 else shown      # of rounding
+
+    keys = [key for key in rows[0] if not key.endswith("_error")]
+    lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
 
 
 # ---- Processes ----------------------------------------------------------------------------------
@@ -112,8 +128,9 @@ class Processes:
         return f"{self.world} x {device_name(self.device)}, {precision}"
 
     def sum(self, tensor):
-        """The tensor summed over all processes, in place."""
+        """The tensor summed over all processes."""
         if self.world > 1:
+            tensor = tensor.clone()
             dist.all_reduce(tensor)
         return tensor
 

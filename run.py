@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
-from optim import in_words, Meter
-from processes import is_main, note, SharedError, signals_kept
+from processes import device_name, is_main, note, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
@@ -70,8 +69,8 @@ def recovered(folder, task):
 def refuse_another(content, flags, model_config, data_meta, folder):
     """UserError if the checkpoint of a run in `folder` is of another model, of other flags that are
     `fixed` or of another version of the data. With another --lr or --epochs a run goes on."""
-    saved = content["run_config"] | content["model_config"]     # values that auto stands for
-    given = vars(flags) | model_config
+    # of the model its config as built, since a flag may be auto
+    saved, given = content["run_config"] | content["model_config"], vars(flags) | model_config
     fixed = [f.name for f in fields(flags) if f.metadata["fixed"]]
     for name in (*fixed, *model_config):
         if name in saved and saved[name] != given.get(name):
@@ -86,9 +85,9 @@ def refuse_another(content, flags, model_config, data_meta, folder):
 class Run:
     """One training run in one folder, out/TASK-NAME.
 
-    After resume(), which takes what is trained, a script calls log() in each of steps(), after an
-    evaluation record(), and at last done(). Every process makes these calls, and rank 0 alone
-    writes. A failed write ends the run."""
+    A script calls attach() with what it trains, log() in each of steps(), record() after an
+    evaluation, and at last done(). Every process makes these calls, and rank 0 alone writes. A
+    failed write ends the run."""
 
     def __init__(self, config, task, name, processes):
         self.config, self.task, self.processes = config, task, processes
@@ -97,7 +96,7 @@ class Run:
         if not re.fullmatch(r"(\d+(,\d+)*)?", config.keep):
             raise UserError(f"--keep={config.keep}: give steps by commas, such as 100,200")
         self.keep = {int(step) for step in config.keep.split(",") if step}
-        self.step = 0           # how many are done; inside steps(), with the one under way
+        self.step = 0           # the last that was begun; the first is step 1
         self.best = None        # the lowest loss that chose best.pt
         processes.main_only(self._take_folder)
 
@@ -122,10 +121,10 @@ class Run:
         elif not c.resume and any(self.dir.glob("[!.]*")):
             raise UserError(f"{self.dir} is not empty: --resume, --overwrite or another --out_dir?")
 
-    def resume(self, model, optimizers, data_meta, extra=None):
-        """Takes what a checkpoint holds: the model that is evaluated, its optimizers, and `extra`,
-        a dict of tensors that change in place. With --resume it fills model, optimizers and step,
-        and returns the checkpoint's content."""
+    def attach(self, model, optimizers, data_meta, extra=None):
+        """Names what a checkpoint is to hold: the model that is evaluated, its optimizers, and
+        `extra`, a dict of tensors that change in place. With --resume it also fills model,
+        optimizers and step from the last checkpoint, and returns its content."""
         self.model, self.optimizers = model, optimizers
         self.data_meta, self.extra = data_meta, extra or {}
         if not self.config.resume:
@@ -222,8 +221,8 @@ class Run:
     def save(self, *names):
         """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs. If a
         weight is not finite, it raises RunEnded, and the last good checkpoint stays."""
-        norms = torch.stack(torch._foreach_norm([*self.model.parameters()]))
-        self._check_finite(norms.sum().item(), self.step)
+        sizes = torch.stack([p.detach().abs().sum() for p in self.model.parameters()])
+        self._check_finite(sizes.sum().item(), self.step)
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                        model=self.model.state_dict(), model_config=asdict(self.model.config),
                        data_meta=self.data_meta, optimizer={}, extra={})
@@ -266,3 +265,59 @@ class Run:
         """Lets another run have the folder."""
         if is_main():
             self._lock.close()
+
+
+# ---- How fast steps are -------------------------------------------------------------------------
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def share_of_peak(flops, processes):
+    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+    that peak is not known or the run is in float32."""
+    words = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
+    return flops / (processes.world * peaks[0]) if peaks else None
+
+
+def in_words(speed):
+    """A Meter's speed, for a line that begins with something else."""
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
+    return "".join(words[name].format(value) for name, value in speed.items())
+
+
+class Meter:
+    """The losses of the last steps, which stay on the device until they are read, and the seconds
+    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
+    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.losses, self.seconds, self.started = [], [], None
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self, loss, read):
+        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
+        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
+        self.losses.append(loss.detach())
+        losses = []
+        if read:
+            losses, self.losses = torch.stack(self.losses), []
+            losses = (self.processes.sum(losses) / self.processes.world).tolist()
+        self.seconds.append(time.perf_counter() - self.started)
+        return losses
+
+    def speed(self, steps):
+        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
+        as it may compile; if there is no other, the dict is empty."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.samples * len(seconds) / sum(seconds)
+        mfu = share_of_peak(samples * self.flops, self.processes)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        return speed | dict(mfu=mfu) if mfu else speed

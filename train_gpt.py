@@ -15,8 +15,9 @@ import torch
 from data import text
 from evaluate import language_scores
 from flags import model_fields, ModelFlags, option, parse_run, UserError
+from measure import count, train_flops
 from model import LanguageModel, text_config, TextConfig
-from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
+from optim import cosine_schedule, make_optimizers, micro_batches, take_step
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
@@ -116,7 +117,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "gpt", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):
         model.compile()

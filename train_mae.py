@@ -13,8 +13,9 @@ import torch
 from data import augment, images
 from evaluate import reconstruction_loss
 from flags import model_fields, ModelFlags, option, parse_run
+from measure import count, train_flops
 from model import mae_config, MAEConfig, MaskedAutoencoder
-from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
+from optim import cosine_schedule, make_optimizers, micro_batches, take_step
 from processes import cli, derive_seed, Processes, to_device, wants_compile
 from run import Run, RunFlags
 
@@ -96,7 +97,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "mae", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

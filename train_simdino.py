@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from data import augment, images
 from evaluate import features, nearest_neighbours
 from flags import model_fields, ModelFlags, option, parse_run, UserError
+from measure import count
 from model import gram_coding_rate, image_config, ImageConfig, ImageEncoder
-from optim import cosine_schedule, count, make_optimizers, take_step
+from optim import cosine_schedule, make_optimizers, take_step
 from processes import cli, derive_seed, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -164,7 +165,7 @@ def global_coding_rate(Z, eps, processes):
     with torch.autocast(Z.device.type, enabled=False):
         Z, N = Z.float(), processes.world
         own = Z.mT @ Z
-        covariance = processes.sum(own.detach().clone())
+        covariance = processes.sum(own.detach())
         covariance = covariance + N * (own - own.detach())      # the gradient: DDP divides it by N
         return gram_coding_rate(covariance, Z.shape[-1] / (N * Z.shape[1] * eps ** 2)).mean()
 
@@ -223,7 +224,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "simdino", name, processes)
-    if resumed := run.resume(teacher, optimizers, data.meta(),
+    if resumed := run.attach(teacher, optimizers, data.meta(),
                              dict(student=student.state_dict(), center=center)):
         student.load_state_dict(resumed["extra"]["student"])
         center.copy_(resumed["extra"]["center"])

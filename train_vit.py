@@ -16,8 +16,9 @@ import checkpoint
 from data import augment, images
 from evaluate import classify
 from flags import model_fields, ModelFlags, option, parse_run, UserError
+from measure import count, train_flops
 from model import image_config, ImageClassifier, ImageConfig, subspace_coding_rate
-from optim import cosine_schedule, count, make_optimizers, micro_batches, take_step, train_flops
+from optim import cosine_schedule, make_optimizers, micro_batches, take_step
 from processes import cli, derive_seed, note, Processes, wants_compile
 from run import Run, RunFlags
 
@@ -26,8 +27,8 @@ SHAPE_FIELDS = "arch", "width", "heads", "head_dim", "layers", "expansion", "pat
 
 @dataclass(kw_only=True)
 class Config(RunFlags, ModelFlags):
-    """With --init_from, auto is as in the checkpoint, which alone decides SHAPE_FIELDS. A run
-    cannot be resumed with another value of what is `fixed`."""
+    """With --init_from a flag at auto has the checkpoint's value; those of SHAPE_FIELDS can have no
+    other. A run cannot be resumed with another value of a `fixed` flag."""
     data: str = option("imagenet", "which images: a prepared set", fixed=True)
     train_images: int | None = option(None, "use the first N training images; auto: all", low=1,
                                       fixed=True)
@@ -212,7 +213,7 @@ def main(argv):
 
     # ---- run
     run = Run(c, "vit", name, processes)
-    run.resume(model, optimizers, data.meta())
+    run.attach(model, optimizers, data.meta())
     train, val = (images.Images(split, device) for split in (data.train, data.val))
     ddp = processes.wrap(model)
     if wants_compile(c.compile, device):

@@ -74,7 +74,7 @@ def by_split(places):
         elif names:
             outside.append(file)
     parts = {split: part for split, part in parts.items() if part}
-    if parts and not outside or "train" in parts and len(parts) > 1:
+    if (parts and not outside) or ("train" in parts and len(parts) > 1):
         return parts
     for split in parts:
         note(f"`{split}` by itself is taken for a class or a text")

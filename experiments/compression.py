@@ -19,13 +19,14 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
 
-Four tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
+Five tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
 printed are sums over layers, in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm; a step,
                     less its mean, is as long as attention's
-    elsewhere       the same, but R^c of random subspaces in place of U
+    own_length      the same, each step at its own length
+    elsewhere       normed, but R^c of random subspaces in place of U
     lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before
 
     python -m experiments.compression --untrained --csv=records/compression.csv
@@ -35,13 +36,12 @@ from dataclasses import dataclass
 
 import torch
 
-from analyze import centred_normed, traces, unit_size
 from checkpoint import each_model
 from experiments import shared
-from figures import print_table
 from flags import option, parse, UserError
+from measure import centred_normed, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate
-from processes import cli
+from processes import cli, print_table
 
 
 @dataclass(kw_only=True)
@@ -87,20 +87,24 @@ def changes(layer, Z, generator, eps, together=1):
     """{(table, column): a number for each sample of Z (B, n, d), or each set of samples}."""
     U = unit_size(layer.attention.bases())
     V = shared.random_subspaces(U.shape[1], U.shape[0], generator).to(U)
-    every, found = steps(layer, Z, generator), {}
+    every = steps(layer, Z, generator)
     length = {name: (step - step.mean(1, keepdim=True)).norm(dim=(1, 2))
               for name, step in every.items()}
     scaled = {name: step * (length["attention"] / length[name])[:, None, None]
               for name, step in every.items()}
 
-    def rate(T, table):
-        T = shared.one_set(T, together)
-        return subspace_coding_rate(T if table == "raw" else centred_normed(T),
-                                    V if table == "elsewhere" else U, eps)
-    for table in ("raw", "normed", "elsewhere"):
-        before = found[table, "before"] = rate(Z, table)
-        for name, step in (every if table == "raw" else scaled).items():
-            found[table, name] = rate(Z + step, table) - before
+    def as_they_are(T):
+        return T
+
+    tables = dict(raw=(every, as_they_are, U), normed=(scaled, centred_normed, U),
+                  own_length=(every, centred_normed, U), elsewhere=(scaled, centred_normed, V))
+    found = {}
+    for table, (added, seen, subspaces) in tables.items():
+        def rate(T):
+            return subspace_coding_rate(seen(shared.one_set(T, together)), subspaces, eps)
+        before = found[table, "before"] = rate(Z)
+        for name, step in added.items():
+            found[table, name] = rate(Z + step) - before
     found["lengths", "tokens"] = ((Z + every["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
     for name in every:
         found["lengths", name] = length[name] / length["attention"]
@@ -113,7 +117,7 @@ def measured(loaded, c):
     model, in float64."""
     loaded.model.cpu().double()
     config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
-    if not issubclass(config.operators.attention, SoftmaxAttention):
+    if not issubclass(config.row.attention, SoftmaxAttention):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
     batches = [[changes(layer, trace.tokens, generator, c.eps, c.together)
                 for layer, trace in traced] for traced in traces(loaded, c)]
@@ -129,7 +133,7 @@ def measured(loaded, c):
 def rows_of(numbers):
     """A row for each table and layer, and for all layers: means and standard errors."""
     rows = []
-    for table in ("raw", "normed", "elsewhere", "lengths"):
+    for table in dict.fromkeys(table for table, _ in numbers):
         columns = {column: each for (of, column), each in numbers.items() if of == table}
         for l, values in enumerate(zip(*columns.values()), 1):
             last = l == len(numbers["raw", "before"])
@@ -155,11 +159,12 @@ def main(argv):
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
               "R^c, %, all layers; --help has the columns")
-        raw, normed, _ = tables = shares(rows)
+        raw, normed, own_length, _ = tables = shares(rows)
         print_table(tables)
         print(f"attention adds {raw['attention']} % to R^c of tokens as they are; after LayerNorm "
               f"{normed['attention']} %, each token alone {normed['alone']}, one map for all "
-              f"{normed['one_map']}. Below 0 a step compresses")
+              f"{normed['one_map']}, at its own length {own_length['one_map']}. Below 0 a step "
+              "compresses")
     if c.csv:
         shared.write_csv(found, c.csv)
     return found

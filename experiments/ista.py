@@ -24,14 +24,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from analyze import inputs, traces
 from checkpoint import each_model
 from data.images import split_for
 from experiments.shared import averages, described, each_sample, Flags, write_csv
-from figures import print_table
 from flags import option, parse, UserError
+from measure import inputs, traces
 from model import ISTA, ista, lasso, ODL
-from processes import cli
+from processes import cli, print_table
 
 
 @dataclass(kw_only=True)
@@ -63,15 +62,17 @@ def optimum(X, D, lambd, tolerance=0.01):
     gram, correlation = D.mT @ D, X @ D
     A = ahead = torch.zeros_like(correlation)
     t, i = 1.0, 0
-    while i % 20 or ((1 - tolerance) * sum(lasso(A, X, D, lambd)) > lower_bound(
-            A, X, D, lambd)).any():
+    while True:
+        if i % 20 == 0:
+            enough = (1 - tolerance) * sum(lasso(A, X, D, lambd)) <= lower_bound(A, X, D, lambd)
+            if enough.all():
+                return A
         new = F.relu(ahead - step * (ahead @ gram - correlation + lambd))
         if ((ahead - new) * (new - A)).sum() > 0:
             t = 1.0
         following = (1 + (1 + 4 * t ** 2) ** 0.5) / 2
         ahead = new + (t - 1) / following * (new - A)
         A, t, i = new, following, i + 1
-    return A
 
 
 def codes(X, operator):

@@ -8,12 +8,11 @@ are those of `python analyze.py layers --help`.
 """
 from dataclasses import dataclass
 
-from analyze import layer_table
 from checkpoint import each_model
 from experiments.shared import described, Flags, write_csv
-from figures import print_table
 from flags import option, parse
-from processes import cli
+from measure import layer_table
+from processes import cli, print_table
 
 FALLING = "Rc_tokens", "Rc", "nonzeros"
 

@@ -20,14 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from analyze import inputs
 from checkpoint import each_model
 from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages, Flags, random_rotation, write_csv
-from figures import print_table
 from flags import option, parse, UserError
-from processes import cli
+from measure import inputs
+from processes import cli, print_table
 
 
 @dataclass(kw_only=True)

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from analyze import at_norm, traces, unit_size
 from checkpoint import each_model
 from experiments import shared
-from figures import print_table
 from flags import option, parse, UserError
+from measure import at_norm, traces, unit_size
 from model import coding_rate, subspace_coding_rate
-from processes import cli
+from processes import cli, print_table
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 
@@ -64,14 +63,18 @@ def added(traced, together, centred, seed, eps=0.1):
         V = shared.random_subspaces(d, K, generator).to(U)
         mixed = random_heads(U, shared.random_rotation(K * p, generator).to(U))
         other = turned(Z, out, shared.random_rotation(d, generator).to(U))
-        before, after, after_other = (
-            torch.stack([coding_rate(T, eps), *(subspace_coding_rate(T, B, eps)
-                                                for B in (U, mixed, V))]) for T in (Z, out, other))
-        R, Rc, heads, elsewhere = after - before
-        R_other, Rc_other = (after_other - before)[:2]
-        rows.append({"": R - Rc, "_R": R, "_Rc": Rc, "_turned": R_other - Rc_other,
-                     "_heads": R - heads, "_elsewhere": R - elsewhere})
-    return {name: torch.stack([row[name].mean() for row in rows]) for name in rows[0]}
+
+        def R(T):
+            return (coding_rate(T, eps) - coding_rate(Z, eps)).mean()
+
+        def Rc(T, subspaces=U):
+            before = subspace_coding_rate(Z, subspaces, eps)
+            return (subspace_coding_rate(T, subspaces, eps) - before).mean()
+        R_out, Rc_out = R(out), Rc(out)
+        rows.append({"": R_out - Rc_out, "_R": R_out, "_Rc": Rc_out,
+                     "_turned": R(other) - Rc(other),
+                     "_heads": R_out - Rc(out, mixed), "_elsewhere": R_out - Rc(out, V)})
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 @torch.no_grad()

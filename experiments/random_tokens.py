@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from analyze import at_norm
 from experiments.shared import random_subspaces
-from figures import print_table
 from flags import option, parse
+from measure import at_norm
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
-from processes import cli
+from processes import cli, print_table
 
 
 @dataclass(kw_only=True)

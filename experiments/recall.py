@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import torch
 
 from experiments.shared import averages, write_csv
-from figures import print_table
 from flags import option, parse, UserError
-from model import ARCHS, check_word, LanguageModel, MHSA, MSSA, text_config
-from optim import count, make_optimizers, take_step
-from processes import cli, derive_seed, with_bar
+from measure import count
+from model import LanguageModel, MHSA, MSSA, text_config
+from optim import make_optimizers, take_step
+from processes import cli, derive_seed, print_table, with_bar
 
 
 class Negated(MSSA):
@@ -89,15 +89,14 @@ class Recall:
 
 def build(c, arch):
     """A model of an arch, with the attention of --change."""
-    check_word("arch", arch, ARCHS)
-    name, row, changed = f"{arch}, {c.change}", ARCHS[arch], CHANGES.get(c.change)
-    if changed and not issubclass(changed, row.attention):
+    config = text_config(arch=arch, width=c.width, heads=c.heads, layers=c.layers, shift=c.shift,
+                         context=4 * c.pairs - 1, vocab_size=2 * c.symbols)
+    own, changed = config.row.attention, CHANGES.get(c.change)
+    if changed and not issubclass(changed, own):
         raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} has "
-                        f"{row.attention.__name__}")
-    ARCHS[name] = row._replace(attention=changed or row.attention)
-    model = LanguageModel(text_config(
-        arch=name, width=c.width, heads=c.heads, layers=c.layers, context=4 * c.pairs - 1,
-        vocab_size=2 * c.symbols, shift=c.shift))
+                        f"{own.__name__}")
+    config.row = config.row._replace(attention=changed or own)
+    model = LanguageModel(config)
     for name, p in model.named_parameters():
         if name.endswith(("attention.U.weight", "attention.QKV.weight")):
             p.data *= c.init

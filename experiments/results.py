@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from matplotlib.patches import Rectangle
 
+from analyze import legend_below, new_figure, over_layers
 from checkpoint import load_model
 from data import augment
 from data.shapes import draw_shapes
 from experiments.shared import dot_rows, FIVE
-from figures import legend_below, new_figure, over_layers
 from flags import not_one_of, option, parse, ROOT, UserError
 from model import by_head
 from processes import cli

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from analyze import saliency
+from analyze import stretched
 from checkpoint import open_model
 from data import augment, images
-from figures import stretched
 from flags import OpenFlags, option, parse, TypeFlags, UserError
+from measure import saliency
 from processes import cli, Processes, with_bar
 
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 import analyze
-import figures
+import measure
 import model as models
 from checkpoint import TASKS
 from data import augment, images
@@ -41,7 +41,7 @@ def call(tmp_path, cache):
 def sheets(monkeypatch):
     """What write_sheet is given, (pictures, columns, rows), in place of PNGs."""
     found = []
-    monkeypatch.setattr(figures, "write_sheet",
+    monkeypatch.setattr(analyze, "write_sheet",
                         lambda path, *sheet: found.append(sheet))
     return found
 
@@ -104,7 +104,7 @@ def test_rates_of_large_tokens_and_bases():
 
     def numbers(Z, **flags):
         trace = models.LayerTrace(Z, Z, None, Z, None)
-        return analyze.layer_numbers(layer, trace, **flags)
+        return measure.layer_numbers(layer, trace, **flags)
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
     found = numbers(Z)
@@ -143,7 +143,7 @@ def test_a_sheet_shows_its_pictures_and_any_name(tmp_path):
     pictures = torch.zeros(2, 3, 3, 16, 16)
     pictures[1, 2, 2] = 1.0
     rows = ["a $x^.png", "b" * 400 + ".png"]
-    figures.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
+    analyze.write_sheet(tmp_path / "a.png", pictures, ["one", "two", "three"], rows)
     sheet = np.asarray(Image.open(tmp_path / "a.png").convert("RGB")).astype(int)
     blue, black = (sheet == [0, 0, 255]).all(2), (sheet == 0).all(2)
     assert blue.sum() / (blue | black).sum() == pytest.approx(1 / 6, abs=0.02)

@@ -8,12 +8,12 @@ from test_model import assert_near
 
 import crate
 import model as models
-from analyze import unit_size
 from checkpoint import load_model
 from data import images
 from experiments import compression
 from experiments.random_tokens import directions, random_tokens
 from experiments.shared import random_subspaces
+from measure import unit_size
 
 
 def start(seed, norm):
@@ -140,9 +140,10 @@ def test_changes(arch, eps=0.3):
         assert_near(found["lengths", name], length)
         assert_near(found["raw", name], rate(Z + step) - rate(Z))
         scaled = step / length[:, None, None]
-        for table, bases in dict(normed=U, elsewhere=V).items():
+        for table, (step, bases) in dict(normed=(scaled, U), own_length=(step, U),
+                                         elsewhere=(scaled, V)).items():
             assert_near(found[table, name],
-                        rate(after_norm(Z + scaled), bases) - rate(after_norm(Z), bases))
+                        rate(after_norm(Z + step), bases) - rate(after_norm(Z), bases))
     of_all = compression.changes(layer, Z, torch.Generator(), eps, together=3)
     whole, one = (T.flatten(0, 1)[None] for T in (Z, Z + added["attention"]))
     assert_near(of_all["normed", "attention"], rate(after_norm(one)) - rate(after_norm(whole)))
@@ -158,7 +159,7 @@ def test_tables(tmp_path, cache):
     flags = [f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
              "--batch_size=4"]
     rows = compression.main([*flags, f"--csv={table}"])
-    assert [row["layer"] for row in rows] == [1, 2, "all"] * 4
+    assert [row["layer"] for row in rows] == [1, 2, "all"] * 5
     for row, kept in zip(rows, csv.DictReader(table.open()), strict=True):
         assert float(kept["alone"]) == pytest.approx(row["alone"], rel=1e-3)
     c = compression.parse(compression.Compression, flags, "")
@@ -168,7 +169,7 @@ def test_tables(tmp_path, cache):
     assert rows[3]["alone"] == pytest.approx(own[0].mean().item())
     assert rows[3]["alone_error"] == pytest.approx((own[0].std() / 6 ** 0.5).item())
     assert rows[5]["alone"] == pytest.approx(own[:2].mean(1).sum().item())
-    assert rows[11]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
+    assert rows[14]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
     share = compression.shares(compression.rows_of(numbers))[1]
     assert share["table"] == "normed"
     assert share["alone"] == pytest.approx(100 * rows[5]["alone"] / rows[5]["before"], abs=0.01)

@@ -3,8 +3,8 @@ import torch
 from test_model import assert_near
 from torch.nn import functional as F
 
-import analyze
 import crate
+import measure
 import model
 import optim
 from experiments import compression
@@ -25,11 +25,11 @@ def test_same_weights_same_logits():
     rows, traces = crate.look(ours, x), theirs.encoder.trace(channels_first)
     for row, Z, layer, trace in zip(rows, ours.all_tokens(x)[1:], theirs.encoder.layers, traces):
         assert_near(Z, trace.out)
-        numbers = analyze.layer_numbers(layer, trace)
-        U = analyze.unit_size(layer.attention.bases())
+        numbers = measure.layer_numbers(layer, trace)
+        U = measure.unit_size(layer.attention.bases())
         control = compression.changes(layer, trace.tokens, torch.Generator(), 0.1)
         before, start = (model.subspace_coding_rate(T, U, 0.1)
-                         for T in (trace.tokens, analyze.centred_normed(trace.tokens)))
+                         for T in (trace.tokens, measure.centred_normed(trace.tokens)))
         for value, wanted in zip(row.values(), (
                 100 * numbers["attention_Rc"].mean() / before.mean(),
                 100 * numbers["attention_Rc_normed"].mean() / start.mean(),

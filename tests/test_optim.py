@@ -1,6 +1,5 @@
 """Schedules, Lion and Muon against their definitions; which parameter is updated by what."""
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,13 +103,3 @@ def test_muon_has_the_matrices_of_hidden_layers_and_only_matrices_are_decayed(ta
         assert dict(where)[p] is (muon if hidden and not spared else adamw), name
         factor = 1.0 if spared else 1 - LR * DECAY
         torch.testing.assert_close(p.detach(), factor * start, msg=name)
-
-
-@pytest.mark.parametrize("name, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("RTX 4090", 165e12),
-                                        ("NVIDIA A100-SXM4-40GB", 312e12), ("Tesla T4", None)])
-def test_share_of_the_peak_of_all_gpus(monkeypatch, name, peak):
-    monkeypatch.setattr("optim.device_name", lambda device: name)
-    two = SimpleNamespace(world=2, bfloat16=True, device=None)
-    assert optim.share_of_peak(1e12, two) == (peak and 1e12 / (2 * peak))
-    two.bfloat16 = False
-    assert optim.share_of_peak(1e12, two) is None

@@ -2,6 +2,7 @@
 import os
 import signal
 from dataclasses import dataclass
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +14,7 @@ from checkpoint import read_checkpoint
 from flags import option, UserError
 from optim import make_optimizers
 from processes import Processes
-from run import read_metrics, Run, RunEnded, RunFlags
+from run import read_metrics, Run, RunEnded, RunFlags, share_of_peak
 
 
 @dataclass(kw_only=True)
@@ -32,7 +33,7 @@ def start(out, total=10, eval_every=100, version=None, **more):
     model = make("vit")
     optimizers = make_optimizers(model, "adamw", 1e-3, 0.1, (0.9, 0.99))
     run = run_in(out, **more)
-    run.resume(model, optimizers, dict(name="abc", version=version))
+    run.attach(model, optimizers, dict(name="abc", version=version))
     steps = run.steps(total, "a model", eval_every)
 
     def work(loss=1.0):
@@ -195,3 +196,13 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
             found[dtype] = (Z @ Z).dtype
     auto = torch.bfloat16 if instructions else torch.float32
     assert found == dict(auto=auto, float32=torch.float32, bfloat16=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("RTX 4090", 165e12),
+                                        ("NVIDIA A100-SXM4-40GB", 312e12), ("Tesla T4", None)])
+def test_share_of_the_peak_of_all_gpus(monkeypatch, name, peak):
+    monkeypatch.setattr("run.device_name", lambda device: name)
+    two = SimpleNamespace(world=2, bfloat16=True, device=None)
+    assert share_of_peak(1e12, two) == (peak and 1e12 / (2 * peak))
+    two.bfloat16 = False
+    assert share_of_peak(1e12, two) is None

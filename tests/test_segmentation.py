@@ -5,10 +5,10 @@ import torch
 from helpers import scrambled, write_model
 from torch.nn import functional as F
 
-from analyze import saliency
+from analyze import stretched
 from data import augment, images
 from experiments import segmentation
-from figures import stretched
+from measure import saliency
 from model import ImageClassifier, ImageConfig
 
 TINY = dict(width=16, heads=2, layers=2, image_size=32, patch_size=4, classes=10)

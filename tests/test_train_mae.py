@@ -3,7 +3,7 @@ import pytest
 import torch
 from helpers import FLAGS
 
-import figures
+import analyze
 import train_mae
 from data import augment, images
 from evaluate import reconstruction_loss, validation_noise
@@ -25,7 +25,7 @@ def test_validation_and_the_sheet(cache):
     found = reconstruction_loss(model, val, data, Processes("cpu"), batch_size=30)
     assert found["n"] == 100 and found["loss"] == pytest.approx(total / 100, abs=1e-5)
 
-    sheet, _ = figures.reconstructions(model, x[:3], noise[:3], data.mean, data.std)
+    sheet, _ = analyze.reconstructions(model, x[:3], noise[:3], data.mean, data.std)
     given, masked, guess, pasted = sheet.permute(1, 0, 3, 4, 2)         # each (3, 32, 32, RGB)
     torch.testing.assert_close(255 * given, torch.tensor(data.val.images[:3]).float())
     hidden = model.mask_from(noise[:3]).view(3, 4, 4)

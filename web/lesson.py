@@ -2,9 +2,9 @@
 
 In lesson.html formulas ($...$) become MathML. {code crate.ISTA.forward} stands for these lines of
 crate.py, {slider NAME LOW HIGH STEP VALUE WORDS} for an input, {crate.js} for this file, and
-{numbers miss} or {cells miss}, in a table, for what experiments/derivation.py measures in each
-layer of shapes-crate. The page gets this model, trained and untrained, and numbers of PyTorch's,
-with which it compares its own."""
+{numbers miss} or {cells miss}, in a table, for what `in_layers` measures in each layer of
+shapes-crate. The page gets this model, trained and untrained, and numbers of PyTorch's, with which
+it compares its own."""
 import html
 import inspect
 import pkgutil
@@ -18,8 +18,10 @@ from checkpoint import load_model
 from data import augment
 from data.images import ImageData, Split
 from data.shapes import draw_shapes
-from experiments.derivation import by_layer
+from experiments import compression, derivation
 from flags import ROOT
+from measure import layer_numbers
+from model import lasso
 from web import page
 
 
@@ -62,6 +64,26 @@ def points():
         two=torch.sub(*crate.neumann_terms(head[None], plane, 2)).norm())
 
 
+def costs(layer, trace):
+    """The LASSO (41) of A = X, of the layer's code, and of ReLU(X), in % of that of no code."""
+    X, D, lambd = layer.norm2(trace.half), layer.sparsification.D, layer.sparsification.lambd
+    no_code = X.square().sum((1, 2)) / 2
+    return {name: 100 * sum(lasso(A, X, D, lambd)) / no_code
+            for name, A in dict(start=X, lasso=trace.code, relu=X.relu()).items()}
+
+
+def in_layers(backbone, x):
+    """{name: its mean over x in each layer} of `costs`, of `python analyze.py layers` at lambda 0,
+    and of the experiments derivation and, of R^c after a LayerNorm, compression."""
+    rows = derivation.by_layer(backbone, x)
+    for row, layer, trace in zip(rows, backbone.layers, backbone.trace(x)):
+        added = compression.changes(layer, trace.tokens, torch.Generator().manual_seed(0), eps=0.1)
+        normed = {name: value for (table, name), value in added.items() if table == "normed"}
+        numbers = layer_numbers(layer, trace, lambd=0) | costs(layer, trace) | normed
+        row |= {name: value.mean().item() for name, value in numbers.items()}
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
 # ---- The page -----------------------------------------------------------------------------------
 @torch.no_grad()
 def measured():
@@ -75,7 +97,7 @@ def measured():
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
     first, (plane, known) = x[labels == 0][:1], points()
-    numbers, chances = by_layer(trained.encoder, first), trained(first).softmax(1)
+    numbers, chances = in_layers(trained.encoder, first), trained(first).softmax(1)
     shown = "attention_Rc_normed", "attention_Rc", "objective_added", "lasso", "miss"
     known |= {name: numbers[name][-1] for name in shown}
     data |= dict(points=plane,
@@ -83,7 +105,7 @@ def measured():
                  many=page.base64_of(torch.from_numpy(images[:40])))
     words = {}
     for prefix, net in (("", trained), ("random_", drawn)):
-        for name, values in by_layer(net.encoder, x).items():
+        for name, values in in_layers(net.encoder, x).items():
             words[prefix + name] = rounded(values)
     return data, words
 
