@@ -43,36 +43,42 @@ def scores(folder, key):
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
 
 
+def by_model(rows, xlabel, values, markers):
+    """A panel for each model of MODELS, pictures on one scale and text on another: a row for each
+    of `rows` with a dot for each of values(model, row), in the looks of `markers`. Controls are
+    grey."""
+    figure, (axes,) = new_figure(1, len(MODELS), 9.6 / len(MODELS), 0.9 + 0.27 * len(rows))
+    for ax, model in zip(axes, MODELS):
+        ax.sharex(axes[3 if "pydoc" in model else 0])
+        dot_rows(ax, rows, "")
+        for place, row in enumerate(rows):
+            for value, marker in zip(values(model, row), markers):
+                ax.plot(value, place, "o", ms=5, **marker, zorder=4,
+                        color=COLORS["crate"] if "attention" in row or not place else "0.3")
+        ax.set_title(model, fontsize="small")
+        ax.tick_params(labelleft=ax is axes[0])
+    axes[len(axes) // 2].set_xlabel(xlabel)
+    return figure
+
+
 def compression(short=False):
-    """What attention and controls add to R^c, in % of R^c before, from compression.csv. A circle is
-    a model, its layers summed, hollow for pictures and filled for text; short: README's rows."""
-    lines = {"tokens as they are: attention": ("raw", "attention"),
-             "after LayerNorm: attention": ("normed", "attention"),
-             "after LayerNorm: one map for all": ("normed", "one_map"),
-             "after LayerNorm: each token alone": ("normed", "alone")}
+    """What attention and controls add to R^c, in % of R^c before, all layers together, from
+    compression.csv; short: README's rows."""
+    rows = {"attention, tokens as they are": ("raw", "attention"),
+            "attention, after LayerNorm": ("normed", "attention"),
+            "each token alone": ("normed", "alone"), "one map for all": ("normed", "one_map")}
     if not short:
-        lines |= {"after LayerNorm: the term left out": ("normed", "shrink"),
-                  "after LayerNorm: turned": ("normed", "turned"),
-                  "after LayerNorm: random subspaces": ("elsewhere", "attention")}
+        rows |= {"one map, at its own length": ("own_length", "one_map"),
+                 "shuffled": ("normed", "shuffled"), "turned": ("normed", "turned"),
+                 "reversed": ("normed", "reversed"), "the term left out": ("normed", "shrink"),
+                 "random subspaces": ("elsewhere", "attention")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
-    figure, ((ax,),) = new_figure(1, 1, 7, 0.9 + 0.5 * len(lines))
-    dot_rows(ax, lines, "change of $R^c$, % (left: it compresses)")
-    for place, model in enumerate(MODELS):
-        text, height = "pydoc" in model, 0.19 * (place - 2)
-        for line, (table, step) in enumerate(lines.values()):
-            share = 100 * float(whole[model, table][step]) / float(whole[model, table]["before"])
-            ax.plot(share, line + height, "o", ms=5, mfc=None if text else "white", zorder=4,
-                    color="C0" if step == "attention" and table != "elsewhere" else "0.3",
-                    label="models of text" if text else "models of pictures")
-            if line == 0:
-                ax.annotate(model, (max(share, 0), height), (6, 0),
-                            textcoords="offset points", va="center", fontsize=6.5,
-                            bbox=dict(fc="white", ec="none", pad=0))
-    handles, labels = ax.get_legend_handles_labels()
-    last = dict(zip(labels, handles))               # of each label
-    figure.legend(last.values(), last, loc="outside lower center", frameon=False, ncols=2)
-    return figure
+
+    def change(model, row):
+        table, step = rows[row]
+        return [100 * float(whole[model, table][step]) / float(whole[model, table]["before"])]
+    return by_model(rows, "change of $R^c$, % (left: it compresses)", change, [{}])
 
 
 def ista():
@@ -98,26 +104,22 @@ def ista():
 
 
 def objective():
-    """What the layers after the first of five models add to R - R^c of 64 samples together, and to
-    R^c, from objective.csv."""
+    """What the layers after the first of five models add to R - R^c of 64 samples together, and
+    what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
+    less their mean."""
     rows = {"the layers": ("trained", "later"), "their step, turned": ("trained", "later_turned"),
             "random heads": ("trained", "later_heads"),
             "random subspaces": ("trained", "later_elsewhere"),
-            "random weights": ("random", "later"),
-            "$R^c$ alone": ("trained", "later_Rc")}
-    found = [row for row in rows_of("objective")
-             if (row["together"], row["centred"]) == ("64", "False")]
-    figure, (axes,) = new_figure(1, len(MODELS), 9.6 / len(MODELS), 2.2)
-    for ax, model in zip(axes, MODELS):
-        dot_rows(ax, rows, "added, nats")
-        for place, (weights, column) in enumerate(rows.values()):
-            added = [float(row[column]) for row in found
-                     if (row["model"], row["weights"]) == (model, weights)]
-            ax.plot(added, [place] * len(added), "o", mfc="none",
-                    color=COLORS["crate"] if (weights, column) == ("trained", "later") else "0.3")
-        ax.set_title(model, fontsize="small")
-        ax.tick_params(labelleft=ax is axes[0])
-    return figure
+            "random weights": ("random", "later")}
+    found = {(row["model"], row["weights"], row["centred"]): row for row in rows_of("objective")
+             if row["together"] == "64"}
+
+    def shares(model, row):
+        weights, column = rows[row]
+        return [100 * float(found[model, weights, centred][column])
+                / float(found[model, "trained", centred]["later"]) for centred in ("False", "True")]
+    return by_model(rows, "added to $R-R^c$, % of what the layers add", shares,
+                    [{}, dict(mfc="white")])
 
 
 def images():
