@@ -39,7 +39,7 @@ def of_attention(layer, trace):
     near = (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1)
     return dict(
         # beta ||U_k^*X||^2, spectral norm: below 1 the series (32) converges
-        s=p / (n * EPS ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,
+        strength=p / (n * EPS ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,
         length=X.norm(dim=-1),                                          # of a token: 1
         near=100 * near,                # of a token's square length, in its best subspace: 100
         u_least=singular.min(), u_largest=singular.max(),               # singular values: 1

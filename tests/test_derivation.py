@@ -26,7 +26,7 @@ def test_a_layer_as_presumed():
     presumed = dict(u_least=1, u_largest=1, frame=0, cos=1, gram=0)
     assert {name: found[name].item() for name in presumed} == pytest.approx(presumed, abs=1e-10)
     torch.testing.assert_close(found["coded"], found["kept"])
-    # one token in one subspace, twice as long: s is four times as large
+    # one token in one subspace, twice as long: the strength is four times as large
     X = layer.norm1(trace.tokens)
     inside = X.square().unflatten(-1, (4, 4)).sum(-1).amax(-1) / X.square().sum(-1)
     layer.attention.U.weight.data = torch.eye(16).double()
@@ -34,7 +34,7 @@ def test_a_layer_as_presumed():
     torch.testing.assert_close(again["near"], 100 * inside)
     layer.attention.U.weight.data *= 2
     twice = derivation.of_attention(layer, trace)
-    torch.testing.assert_close(twice["s"], 4 * again["s"])
+    torch.testing.assert_close(twice["strength"], 4 * again["strength"])
     layer.sparsification.D.data *= 0
     nothing = derivation.of_code(layer, trace)
     torch.testing.assert_close(nothing["miss"], torch.full((3,), 100.0).double())

@@ -169,7 +169,7 @@ function withoutInverse(box) {
   fill(box, "svg", rowsIn(head).map((z, i) =>
     arrow(z, stepOf(exact, i), "dark") + arrow(z, stepOf(two, i), "hot") + dot(z, .05)));
   const row = (name, s) => [name, show(s), show(1 / (1 + s)), `<b class="hot">${show(1 - s)}</b>`];
-  fill(box, ".read", table([["direction", "s", "exact: 1/(1 + s)", "two terms: 1 − s"],
+  fill(box, ".read", table([["direction", "γ", "exact: 1/(1 + γ)", "two terms: 1 − γ"],
     row("strong", beta * axesOf(Z).large), row("weak", beta * axesOf(Z).small)]));
   return {exact: sizeOf(exact), two: sizeOf(two)};
 }
