@@ -47,7 +47,7 @@ def by_model(rows, xlabel, values, markers):
     """A panel for each model of MODELS, pictures on one scale and text on another: a row for each
     of `rows` with a dot for each of values(model, row), in the looks of `markers`. Controls are
     grey."""
-    figure, (axes,) = new_figure(1, len(MODELS), 9.6 / len(MODELS), 0.9 + 0.27 * len(rows))
+    figure, (axes,) = new_figure(1, len(MODELS), 7.6 / len(MODELS), 1 + 0.26 * len(rows))
     for ax, model in zip(axes, MODELS):
         ax.sharex(axes[3 if "pydoc" in model else 0])
         dot_rows(ax, rows, "")
@@ -55,7 +55,7 @@ def by_model(rows, xlabel, values, markers):
             for value, marker in zip(values(model, row), markers):
                 ax.plot(value, place, "o", ms=5, **marker, zorder=4,
                         color=COLORS["crate"] if "attention" in row or not place else "0.3")
-        ax.set_title(model, fontsize="small")
+        ax.set_title(model.replace("-", "-\n", 1), fontsize="small")
         ax.tick_params(labelleft=ax is axes[0])
     axes[len(axes) // 2].set_xlabel(xlabel)
     return figure
