@@ -54,9 +54,10 @@ def by_model(rows, xlabel, values, markers):
         for place, row in enumerate(rows):
             for value, marker in zip(values(model, row), markers):
                 ax.plot(value, place, "o", ms=5, **marker, zorder=4,
-                        color=COLORS["crate"] if "attention" in row or not place else "0.3")
+                        color=COLORS["crate"] if "attention" in row else "0.3")
         ax.set_title(model.replace("-", "-\n", 1), fontsize="small")
         ax.tick_params(labelleft=ax is axes[0])
+        ax.xaxis.get_major_locator().set_params(nbins=3, integer=True)
     axes[len(axes) // 2].set_xlabel(xlabel)
     return figure
 
@@ -66,12 +67,13 @@ def compression(short=False):
     compression.csv; short: README's rows."""
     rows = {"attention, tokens as they are": ("raw", "attention"),
             "attention, after LayerNorm": ("normed", "attention"),
-            "each token alone": ("normed", "alone"), "one map for all": ("normed", "one_map")}
+            "each token alone": ("normed", "alone")}
     if not short:
-        rows |= {"one map, at its own length": ("own_length", "one_map"),
+        rows |= {"one map for all": ("normed", "one_map"),
+                 "one map, at its own length": ("own_length", "one_map"),
                  "shuffled": ("normed", "shuffled"), "turned": ("normed", "turned"),
-                 "reversed": ("normed", "reversed"), "the term left out": ("normed", "shrink"),
-                 "random subspaces": ("elsewhere", "attention")}
+                 "random subspaces": ("elsewhere", "attention"),
+                 "the term left out": ("normed", "shrink")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
 
@@ -107,7 +109,7 @@ def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
     less their mean."""
-    rows = {"the layers": ("trained", "later"), "their step, turned": ("trained", "later_turned"),
+    rows = {"their step, turned": ("trained", "later_turned"),
             "random heads": ("trained", "later_heads"),
             "random subspaces": ("trained", "later_elsewhere"),
             "random weights": ("random", "later")}
@@ -118,8 +120,11 @@ def objective():
         weights, column = rows[row]
         return [100 * float(found[model, weights, centred][column])
                 / float(found[model, "trained", centred]["later"]) for centred in ("False", "True")]
-    return by_model(rows, "added to $R-R^c$, % of what the layers add", shares,
-                    [{}, dict(mfc="white")])
+    figure = by_model(rows, "added to $R-R^c$, % of what the layers add (blue)", shares,
+                      [{}, dict(mfc="white")])
+    for ax in figure.axes:
+        ax.axvline(100, color=COLORS["crate"])
+    return figure
 
 
 def images():
