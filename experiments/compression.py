@@ -18,14 +18,17 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
                     --shift its value has a part of the token before)
     others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
+    gradient        minus the exact gradient (31) of R^c at LN(Z): no step goes down more steeply,
+                    if it is short
 
-Five tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
+Six tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
 printed are sums over layers, in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm; a step,
                     less its mean, is as long as attention's
-    own_length      the same, each step at its own length
+    own_length      the same, each step at its own length (the gradient's has no meaning)
+    short           the same, each step 1 % as long as the tokens less their mean
     elsewhere       normed, but R^c of random subspaces in place of U
     lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before
 
@@ -40,7 +43,7 @@ from checkpoint import each_model
 from experiments import shared
 from flags import option, parse, UserError
 from measure import centred_normed, traces, unit_size
-from model import SoftmaxAttention, subspace_coding_rate
+from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
 from processes import cli, print_table
 
 
@@ -66,7 +69,7 @@ def shuffled(A, causal, generator):
     return torch.zeros_like(A).scatter(-1, order, A.gather(-1, dealt))
 
 
-def steps(layer, Z, generator):
+def steps(layer, Z, generator, eps):
     """{name: the step of the docstring from tokens Z (B, n, d)}."""
     attention, X, U = layer.attention, layer.norm1(Z), layer.attention.bases()
     values, A = attention.queries_keys_values(X)[2], attention.map(X)
@@ -80,24 +83,29 @@ def steps(layer, Z, generator):
     return found | dict(
         turned=turned.pop("attention_turned"), **turned, reversed=-found["attention"],
         one_map=attention.join(A.mean(0, keepdim=True) @ values),
-        shuffled=attention.join(dealt @ values), shrink=-(X[:, None] @ U @ U.mT).sum(1))
+        shuffled=attention.join(dealt @ values), shrink=-(X[:, None] @ U @ U.mT).sum(1),
+        gradient=-subspace_coding_rate_grad(X, unit_size(U), eps))
+
+
+def length(T):
+    """Of each sample's tokens (B, n, d) less their mean: (B, 1, 1)."""
+    return (T - T.mean(1, keepdim=True)).norm(dim=(1, 2), keepdim=True)
 
 
 def changes(layer, Z, generator, eps, together=1):
     """{(table, column): a number for each sample of Z (B, n, d), or each set of samples}."""
     U = unit_size(layer.attention.bases())
     V = shared.random_subspaces(U.shape[1], U.shape[0], generator).to(U)
-    every = steps(layer, Z, generator)
-    length = {name: (step - step.mean(1, keepdim=True)).norm(dim=(1, 2))
-              for name, step in every.items()}
-    scaled = {name: step * (length["attention"] / length[name])[:, None, None]
-              for name, step in every.items()}
+    own = steps(layer, Z, generator, eps)
+    scaled, short = ({name: step * of / length(step) for name, step in own.items()}
+                     for of in (length(own["attention"]), length(Z) / 100))
 
     def as_they_are(T):
         return T
 
-    tables = dict(raw=(every, as_they_are, U), normed=(scaled, centred_normed, U),
-                  own_length=(every, centred_normed, U), elsewhere=(scaled, centred_normed, V))
+    tables = dict(raw=(own, as_they_are, U), normed=(scaled, centred_normed, U),
+                  own_length=(own, centred_normed, U), short=(short, centred_normed, U),
+                  elsewhere=(scaled, centred_normed, V))
     found = {}
     for table, (added, seen, subspaces) in tables.items():
         def rate(T):
@@ -105,9 +113,9 @@ def changes(layer, Z, generator, eps, together=1):
         before = found[table, "before"] = rate(Z)
         for name, step in added.items():
             found[table, name] = rate(Z + step) - before
-    found["lengths", "tokens"] = ((Z + every["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
-    for name in every:
-        found["lengths", name] = length[name] / length["attention"]
+    found["lengths", "tokens"] = ((Z + own["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
+    for name, step in own.items():
+        found["lengths", name] = (length(step) / length(own["attention"])).flatten()
     return found
 
 
@@ -145,7 +153,7 @@ def rows_of(numbers):
 def shares(rows):
     """What steps add, summed over layers, in % of R^c before: {column: %} of each table."""
     return [dict(table=row["table"]) | {
-        name: round(100 * value / row["before"], 2) for name, value in row.items()
+        name: round(100 * value / row["before"], 3) for name, value in row.items()
         if name not in ("table", "layer", "before") and not name.endswith("_error")}
         for row in rows if row["layer"] == "all" and row["table"] != "lengths"]
 
@@ -159,12 +167,12 @@ def main(argv):
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
               "R^c, %, all layers; --help has the columns")
-        raw, normed, own_length, _ = tables = shares(rows)
+        raw, normed, _, short, _ = tables = shares(rows)
         print_table(tables)
         print(f"attention adds {raw['attention']} % to R^c of tokens as they are; after LayerNorm "
               f"{normed['attention']} %, each token alone {normed['alone']}, one map for all "
-              f"{normed['one_map']}, at its own length {own_length['one_map']}. Below 0 a step "
-              "compresses")
+              f"{normed['one_map']}; in short steps {short['attention']} %, the gradient's "
+              f"{short['gradient']}. Below 0 a step compresses")
     if c.csv:
         shared.write_csv(found, c.csv)
     return found

@@ -80,7 +80,7 @@ def test_shuffled(causal):
 @pytest.mark.parametrize("text", [True, False])
 @torch.no_grad()
 def test_controls(text):
-    """A token alone has its own value; turning keeps lengths and angles."""
+    """A token alone has its own value; turning keeps lengths and angles; the gradient is (31)."""
     if text:
         model = models.LanguageModel(models.TextConfig(
             width=16, heads=2, layers=1, context=9, vocab_size=8, rotary=True, shift=True))
@@ -89,7 +89,7 @@ def test_controls(text):
             width=16, heads=2, layers=1, image_size=32, patch_size=8))
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 9, 16).double()
     attention, X = layer.attention, layer.norm1(Z)
-    found = compression.steps(layer, Z, torch.Generator())
+    found = compression.steps(layer, Z, torch.Generator(), 0.3)
     assert_near(found["attention"], attention(X))
     values = attention.queries_keys_values(X)[2]
     eye = torch.eye(9).double()
@@ -100,8 +100,10 @@ def test_controls(text):
     first, _ = crate.neumann_terms(X, attention.bases())
     assert_near(found["shrink"], -first / (8 / (9 * 0.5 ** 2)))         # less beta
     assert_near(found["reversed"], -attention(X))
-    assert_near(compression.steps(layer, Z[:1].expand(3, -1, -1), torch.Generator())["one_map"],
-                attention(X)[:1].expand(3, -1, -1))         # equal samples have one map
+    assert_near(found["gradient"],
+                -crate.subspace_coding_rate_grad(X, unit_size(attention.bases()), 0.3))
+    equal = compression.steps(layer, Z[:1].expand(3, -1, -1), torch.Generator(), 0.3)
+    assert_near(equal["one_map"], attention(X)[:1].expand(3, -1, -1))   # equal samples have one map
     assert not torch.allclose(found["one_map"], attention(X))
     for name in ("attention", "others", "alone"):
         own = found[name].flatten(0, 1)
@@ -121,7 +123,7 @@ def test_changes(arch, eps=0.3):
     layer, Z = scrambled(model).double().layers[0], torch.randn(3, 17, 16).double()
     U, generator = unit_size(layer.attention.bases()), torch.Generator()
     V = random_subspaces(16, 2, generator)
-    added = compression.steps(layer, Z, generator)
+    added = compression.steps(layer, Z, generator, eps)
     found = compression.changes(layer, Z, torch.Generator(), eps)
 
     def rate(T, U=U):
@@ -140,8 +142,10 @@ def test_changes(arch, eps=0.3):
         assert_near(found["lengths", name], length)
         assert_near(found["raw", name], rate(Z + step) - rate(Z))
         scaled = step / length[:, None, None]
-        for table, (step, bases) in dict(normed=(scaled, U), own_length=(step, U),
-                                         elsewhere=(scaled, V)).items():
+        tokens = (Z - Z.mean(1, keepdim=True)).norm(dim=(1, 2)) / own
+        for table, (step, bases) in dict(
+                normed=(scaled, U), own_length=(step, U), elsewhere=(scaled, V),
+                short=(0.01 * tokens[:, None, None] * scaled, U)).items():
             assert_near(found[table, name],
                         rate(after_norm(Z + step), bases) - rate(after_norm(Z), bases))
     of_all = compression.changes(layer, Z, torch.Generator(), eps, together=3)
@@ -159,7 +163,7 @@ def test_tables(tmp_path, cache):
     flags = [f"--ckpt={path}", f"--data_dir={cache}", "--device=cpu", "--samples=6",
              "--batch_size=4"]
     rows = compression.main([*flags, f"--csv={table}"])
-    assert [row["layer"] for row in rows] == [1, 2, "all"] * 5
+    assert [row["layer"] for row in rows] == [1, 2, "all"] * 6
     for row, kept in zip(rows, csv.DictReader(table.open()), strict=True):
         assert float(kept["alone"]) == pytest.approx(row["alone"], rel=1e-3)
     c = compression.parse(compression.Compression, flags, "")
@@ -169,7 +173,7 @@ def test_tables(tmp_path, cache):
     assert rows[3]["alone"] == pytest.approx(own[0].mean().item())
     assert rows[3]["alone_error"] == pytest.approx((own[0].std() / 6 ** 0.5).item())
     assert rows[5]["alone"] == pytest.approx(own[:2].mean(1).sum().item())
-    assert rows[14]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
+    assert rows[17]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
     share = compression.shares(compression.rows_of(numbers))[1]
     assert share["table"] == "normed"
     assert share["alone"] == pytest.approx(100 * rows[5]["alone"] / rows[5]["before"], abs=0.01)
