@@ -1,5 +1,6 @@
 """What is measured of a model: rates and sparsity of its layers, on samples of its data; what its
-attention covers; its parameters, and the operations of a training step."""
+attention covers; its parameters, the operations of a training step, and how fast steps are."""
+import time
 from functools import partial
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from data import images, text
 from model import coding_rate, SoftmaxAttention, sparse_rate_reduction, subspace_coding_rate
-from processes import with_bar
+from processes import device_name, with_bar
 
 
 # ---- Samples of a checkpoint's data, and what its layers do with them ---------------------------
@@ -116,3 +117,59 @@ def train_flops(model):
         if isinstance(layer.attention, SoftmaxAttention):           # scores and averages
             multiply_adds += 2 * n * n * layer.attention.heads * layer.attention.p
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
+
+
+# ---- How fast steps are -------------------------------------------------------------------------
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def share_of_peak(flops, processes):
+    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+    that peak is not known or the run is in float32."""
+    words = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
+    return flops / (processes.world * peaks[0]) if peaks else None
+
+
+def in_words(speed):
+    """A Meter's speed, for a line that begins with something else."""
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
+    return "".join(words[name].format(value) for name, value in speed.items())
+
+
+class Meter:
+    """The losses of the last steps, which stay on the device until they are read, and the seconds
+    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
+    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.losses, self.seconds, self.started = [], [], None
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self, loss, read):
+        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
+        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
+        self.losses.append(loss.detach())
+        losses = []
+        if read:
+            losses, self.losses = torch.stack(self.losses), []
+            losses = (self.processes.sum(losses) / self.processes.world).tolist()
+        self.seconds.append(time.perf_counter() - self.started)
+        return losses
+
+    def speed(self, steps):
+        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
+        as it may compile; if there is no other, the dict is empty."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.samples * len(seconds) / sum(seconds)
+        mfu = share_of_peak(samples * self.flops, self.processes)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        return speed | dict(mfu=mfu) if mfu else speed

@@ -25,7 +25,7 @@ class Config(RunFlags, ModelFlags):
     """--layers are those of the encoder."""
     data: str = option("imagenet", "which images: a prepared set", fixed=True)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
-    patch_size: int | None = option(None, "P, pixels", low=1)
+    patch_size: int | None = option(None, "P, pixels; auto is 16", low=1)
     decoder_layers: int | None = option(None, "auto is as many as encode", low=1, high=10_000)
     mask_ratio: float = option(0.75, "share of the patches that is masked", above=0, high=0.99)
     # optimization

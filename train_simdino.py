@@ -34,7 +34,7 @@ class Config(RunFlags, ModelFlags):
     """--width, --heads and --layers are those of the student and of the teacher."""
     data: str = option("imagenet", "which images: a prepared set", fixed=True)
     image_size: int = option(32, "pixels per side of a global view", low=1)
-    patch_size: int | None = option(None, "P, pixels", low=1)
+    patch_size: int | None = option(None, "P, pixels; auto is 16", low=1)
     drop_path: float = option(0.1, "the last layer's, of the student", low=0, high=0.99)
     # the method
     method: str = option("simdino", "dino is the original", choices=("simdino", "dino"))

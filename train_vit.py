@@ -35,7 +35,7 @@ class Config(RunFlags, ModelFlags):
     val: int = option(0, "validate on the last N training images, to choose flags; 0: off", low=0,
                       fixed=True)
     image_size: int = option(32, "pixels per side that the model sees", low=1)
-    patch_size: int | None = option(None, "P, pixels", low=1)
+    patch_size: int | None = option(None, "P, pixels; auto is 16, or as pretrained", low=1)
     pool: str | None = option(None, "auto is class, or as pretrained", choices=("class", "mean"))
     dropout: float = option(0.0, "zeroed share of the activations", low=0, high=0.99)
     init_from: str | None = option(
