@@ -71,9 +71,8 @@ def compression(short=False):
     if not short:
         rows |= {"one map for all": ("normed", "one_map"),
                  "one map, at its own length": ("own_length", "one_map"),
-                 "shuffled": ("normed", "shuffled"), "turned": ("normed", "turned"),
-                 "random subspaces": ("elsewhere", "attention"),
-                 "the term left out": ("normed", "shrink")}
+                 "turned": ("normed", "turned"), "random subspaces": ("elsewhere", "attention"),
+                 "the term left out": ("normed", "shrink"), "the gradient": ("normed", "gradient")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
 
