@@ -18,8 +18,7 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
                     --shift its value has a part of the token before)
     others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
-    gradient        minus the exact gradient (31) of R^c at LN(Z): no step goes down more steeply,
-                    if it is short
+    gradient        minus the exact gradient (31) of R^c at LN(Z), which MSSA was derived from
 
 Six tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
 printed are sums over layers, in % of R^c before the step:
