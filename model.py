@@ -50,7 +50,7 @@ def attend(q, k, v, scale, causal=False, dropout=0.0):
     m, n = q.shape[2], k.shape[2]
     causal = causal and m > 1           # a single token, the newest, sees all
     other_mask = causal and m < n       # the kernel's causal mask is that of m = n
-    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # on Zen 5
+    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # Zen 5
     if other_mask or slow:
         return F.dropout(attention_map(q, k, scale, causal), dropout) @ v
     return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
@@ -520,6 +520,7 @@ class TSSA(Attention):
         self.U = nn.Linear(config.width, self.heads * self.p, bias=config.surroundings.qkv_bias)
         self.eta = nn.Parameter(torch.ones(self.heads))
         if self.causal:
+            # no matrix, so that it is not decayed: `make_optimizers`
             self.b = nn.Parameter(torch.zeros(self.heads, config.context, 1))
         self.W = nn.Linear(self.heads * self.p, config.width, bias=config.surroundings.out_bias)
 
@@ -660,11 +661,7 @@ class Surroundings:
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
     mlp_bias: bool = True
-
-
-@dataclass(frozen=True)
-class ImageSurroundings(Surroundings):
-    """The same, and more of image models; `LanguageModel` has its own initialization."""
+    # of image models; `LanguageModel` has its own initialization
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
     init_std: float | None = 0.02       # of Linears; None: PyTorch's
@@ -673,11 +670,10 @@ class ImageSurroundings(Surroundings):
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = ImageSurroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False,
-                             init_std=None, class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = ImageSurroundings(out_bias=False, final_norm=False, class_token_std=1e-6,
-                             embed_kaiming=True)
-AS_VIT = ImageSurroundings()
+AS_CRATE = Surroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False,
+                        init_std=None, class_token_std=1.0, positions_std=1.0)
+AS_ALPHA = Surroundings(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
+AS_VIT = Surroundings()
 AS_GPT = Surroundings(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False,
                       mlp_bias=False)
 AS_CRATE_LM = Surroundings(norm_eps=1e-5)
@@ -688,12 +684,12 @@ class Arch(NamedTuple):
     """The operators of a layer, and their surroundings."""
     attention: type
     sparsification: type | None         # None: attention only
-    in_images: ImageSurroundings
+    in_images: Surroundings
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    in_text: Surroundings = AS_GPT        # nanoGPT's, and ToST's too
+    in_text: Surroundings = AS_GPT      # nanoGPT's, and ToST's too
 
 
 ARCHS = {
