@@ -1,6 +1,6 @@
 """CRATE in one file: a transformer whose layers are derived from optimization steps.
 
-    python crate.py         trains on drawn shapes, three minutes, then looks inside every layer
+    python crate.py         trains on drawn shapes, minutes, then looks inside every layer
 
 Tokens Z should be spread out (high R), compressed in subspaces U_1 .. U_K (low R^c) and sparse:
 max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:

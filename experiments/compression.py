@@ -99,10 +99,7 @@ def changes(layer, Z, generator, eps, together=1):
     scaled, short = ({name: step * of / length(step) for name, step in own.items()}
                      for of in (length(own["attention"]), length(Z) / 100))
 
-    def as_they_are(T):
-        return T
-
-    tables = dict(raw=(own, as_they_are, U), normed=(scaled, centred_normed, U),
+    tables = dict(raw=(own, torch.nn.Identity(), U), normed=(scaled, centred_normed, U),
                   own_length=(own, centred_normed, U), short=(short, centred_normed, U),
                   elsewhere=(scaled, centred_normed, V))
     found = {}
@@ -157,6 +154,10 @@ def shares(rows):
         for row in rows if row["layer"] == "all" and row["table"] != "lengths"]
 
 
+def moves(share):
+    return f"{'lowers' if share < 0 else 'raises'} it by {abs(share):.2g} %"
+
+
 def main(argv):
     """The rows of --csv."""
     c = parse(Compression, argv, __doc__)
@@ -166,12 +167,11 @@ def main(argv):
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
               "R^c, %, all layers; --help has the columns")
-        raw, normed, _, short, _ = tables = shares(rows)
+        _, normed, _, short, _ = tables = shares(rows)
         print_table(tables)
-        print(f"attention adds {raw['attention']} % to R^c of tokens as they are; after LayerNorm "
-              f"{normed['attention']} %, each token alone {normed['alone']}, one map for all "
-              f"{normed['one_map']}; in short steps {short['attention']} %, the gradient's "
-              f"{short['gradient']}. Below 0 a step compresses")
+        print(f"R^c after LayerNorm: attention {moves(normed['attention'])}, each token alone "
+              f"{moves(normed['alone'])}; by short steps attention {moves(short['attention'])}, "
+              f"the gradient {moves(short['gradient'])}")
     if c.csv:
         shared.write_csv(found, c.csv)
     return found
