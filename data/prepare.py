@@ -241,11 +241,12 @@ SETS = {**IMAGES, **TEXTS}
 
 # ---- Preparing and opening ----------------------------------------------------------------------
 @contextlib.contextmanager
-def one_line(name, advice):
-    """What goes wrong inside is one line for the user, whatever a reader or the Hub raises."""
+def one_line(name, advice, expected=Exception):
+    """What goes wrong inside is one line for the user: anything that a reader or the Hub raises, or
+    what is `expected`."""
     try:
         yield
-    except Exception as error:
+    except expected as error:
         cause = error.__cause__ or error        # behind "an error while generating the dataset"
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
@@ -306,7 +307,8 @@ def opened(name, kind, cache):
         if name not in sets or sets[name].disk:
             raise unknown(name, kind, sets, cache)
         prepare(name, sets[name], cache=cache)
-    with one_line(name, f"; delete {folder} and prepare it again"):
+    again = f"; delete {folder} and prepare it again"
+    with one_line(name, again, (UserError, OSError, ValueError, KeyError)):
         meta = json.loads((folder / "meta.json").read_bytes())
         if meta["kind"] != kind:
             raise UserError(f"this is a set of {meta['kind']}, not of {kind}")

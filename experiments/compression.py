@@ -3,7 +3,7 @@
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
 Eq. (31)-(34). Longer tokens alone raise R^c, and the LayerNorm before the next step discards their
 lengths; after it a vector added to all tokens lowers R^c. So it is measured of the tokens as they
-are, and of the tokens less their mean, after a LayerNorm without gain and bias. U is at unit size.
+are, and of those less their mean, after a LayerNorm without gain and bias; with U at unit size.
 
     attention       MSSA(LN(Z))
     reversed        attention's step times -1
@@ -17,16 +17,16 @@ are, and of the tokens less their mean, after a LayerNorm without gain and bias.
     alone           attention of each token to itself alone, with weight 1: no averages (with
                     --shift its value has a part of the token before)
     others_turned, alone_turned     these two, turned by that rotation
-    shrink          -sum_k U_k U_k^* LN(Z), the term of Eq. (33) that Eq. (45) leaves out
+    shrink          -sum_k U_k U_k^* LN(Z), the term of (33) that (45) leaves out, U as learned
     gradient        minus the exact gradient (31) of R^c at LN(Z), which MSSA was derived from
 
 Six tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
-printed are sums over layers, in % of R^c before the step:
+printed are sums over layers of all but the last, in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens less their mean, after a LayerNorm; a step,
                     less its mean, is as long as attention's
-    own_length      the same, each step at its own length (the gradient's has no meaning)
+    own_length      the same, each step at its own length (of shrink and gradient it has no meaning)
     short           the same, each step 1 % as long as the tokens less their mean
     elsewhere       normed, but R^c of random subspaces in place of U
     lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before

@@ -64,8 +64,8 @@ def optimum(X, D, lambd, tolerance=0.01):
     t, i = 1.0, 0
     while True:
         if i % 20 == 0:
-            enough = (1 - tolerance) * sum(lasso(A, X, D, lambd)) <= lower_bound(A, X, D, lambd)
-            if enough.all():
+            above = (1 - tolerance) * sum(lasso(A, X, D, lambd)) > lower_bound(A, X, D, lambd)
+            if not above.any():         # nor where it is NaN
                 return A
         new = F.relu(ahead - step * (ahead @ gram - correlation + lambd))
         if ((ahead - new) * (new - A)).sum() > 0:

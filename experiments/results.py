@@ -70,9 +70,9 @@ def compression(short=False):
             "each token alone": ("normed", "alone")}
     if not short:
         rows |= {"one map for all": ("normed", "one_map"),
-                 "one map, at its own length": ("own_length", "one_map"),
-                 "turned": ("normed", "turned"), "random subspaces": ("elsewhere", "attention"),
-                 "the term left out": ("normed", "shrink"), "the gradient": ("normed", "gradient")}
+                 "weights to other tokens": ("normed", "shuffled"), "turned": ("normed", "turned"),
+                 "random subspaces": ("elsewhere", "attention"),
+                 "the gradient": ("normed", "gradient")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
 
