@@ -49,7 +49,7 @@ def wants_compile(wanted, device):
     return wanted
 
 
-# ---- Seeds, and what is printed ---------------------------------------------------------------
+# ---- Seeds, and what is printed -----------------------------------------------------------------
 def derive_seed(*purpose):
     """A 63-bit seed, a function of the arguments: no state has to be saved."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()

@@ -242,8 +242,8 @@ SETS = {**IMAGES, **TEXTS}
 # ---- Preparing and opening ----------------------------------------------------------------------
 @contextlib.contextmanager
 def one_line(name, advice, expected=Exception):
-    """What goes wrong inside is one line for the user: anything that a reader or the Hub raises, or
-    what is `expected`."""
+    """What goes wrong inside, of the `expected` kinds, is one line for the user. A reader or the
+    Hub may raise any."""
     try:
         yield
     except expected as error:
