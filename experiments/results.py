@@ -66,13 +66,12 @@ def compression(short=False):
     """What attention and controls add to R^c, in % of R^c before, all layers together, from
     compression.csv; short: README's rows."""
     rows = {"attention, tokens as they are": ("raw", "attention"),
-            "attention, after LayerNorm": ("normed", "attention"),
+            "attention, centred": ("normed", "attention"),
             "each token alone": ("normed", "alone")}
     if not short:
         rows |= {"one map for all": ("normed", "one_map"),
                  "weights to other tokens": ("normed", "shuffled"), "turned": ("normed", "turned"),
-                 "random subspaces": ("elsewhere", "attention"),
-                 "the gradient": ("normed", "gradient")}
+                 "down the gradient": ("normed", "gradient")}
     whole = {(row["model"], row["table"]): row for row in rows_of("compression")
              if row["layer"] == "all" and row["weights"] == "trained"}
 
@@ -109,7 +108,6 @@ def objective():
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
     less their mean."""
     rows = {"their step, turned": ("trained", "later_turned"),
-            "random heads": ("trained", "later_heads"),
             "random subspaces": ("trained", "later_elsewhere"),
             "random weights": ("random", "later")}
     found = {(row["model"], row["weights"], row["centred"]): row for row in rows_of("objective")
