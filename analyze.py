@@ -16,10 +16,19 @@ from torch.nn import functional as F
 from checkpoint import each_model, load_model, open_model
 from data import augment, images, text
 from evaluate import check_classes, validation_noise
-from flags import CheckpointFlags, DataFlags, option, parse_command, ROOT, SplitFlags, UserError
-from measure import layer_table, saliency, spread
+from flags import (
+    CheckpointFlags,
+    DataFlags,
+    option,
+    parse_command,
+    ROOT,
+    SampleFlags,
+    SplitFlags,
+    UserError,
+)
+from measure import layer_table, print_table, saliency, spread
 from model import patchify, unpatchify
-from processes import cli, print_table, Processes
+from processes import cli, Processes
 from run import read_metrics
 from web import page
 
@@ -53,7 +62,7 @@ def legend_below(figure, ax):
 
 
 @dataclass(kw_only=True)
-class Layers(SplitFlags, OutFlags):
+class Layers(SampleFlags, OutFlags):
     """Rates, nonzeros and the objective by layer, means over samples. Rates are in nats, with U at
     unit size; of a transformer U is its value maps. A layer takes Z to Z^{l+1/2} and Z^{l+1}.
 
@@ -71,7 +80,6 @@ class Layers(SplitFlags, OutFlags):
     samples: int = option(200, "images or sequences, spread over the split; [N] has 1000", low=1)
     eps: float = option(0.1, "distortion; 0.1 is [N]'s figure", low=1e-6)
     lambd: float = option(0.1, "weight of ||Z||_0 in the sparse rate reduction", low=0)
-    batch_size: int = option(10, "samples at once; all their attention maps are kept", low=1)
 
 
 def layers(c):

@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 
 from flags import DeviceFlags, option, parse_command, TypeFlags
-from measure import train_flops
+from measure import print_table, train_flops
 from model import ARCHS, attention_map, ImageClassifier, ISTA, ista, LanguageModel, MSSA
-from processes import cli, device_name, print_table, Processes, wants_compile
+from processes import cli, device_name, Processes, wants_compile
 
 
 @dataclass(kw_only=True)
@@ -91,12 +91,9 @@ MODELS = {"vit": [("CRATE-Tiny, 224 px", 16, dict(width=384, heads=6)), ("cifar1
 def build(table, variant, fields):
     """A model of a table; the transformer's width and heads are half as large."""
     model_class = dict(vit=ImageClassifier, gpt=LanguageModel)[table]
-    arch = "transformer" if variant == "transformer" else "crate"
-    if arch == "transformer":
+    if variant == "transformer":
         fields = fields | dict(width=fields["width"] // 2, heads=fields["heads"] // 2)
-    config = model_class.config_class(arch=arch, **fields)
-    config.row = VARIANTS[variant]
-    return model_class(config)
+    return model_class(model_class.config_class(arch=VARIANTS[variant], **fields))
 
 
 def bench_steps(table, c, processes):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from flags import not_one_of, ROOT, UserError
+from flags import not_one_of, OpenFlags, ROOT, UserError
 from model import CRATE_SIZES, ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
 from processes import note, Processes
 
@@ -146,14 +146,14 @@ def load_model(path, heads=None, tasks=(), untrained_seed=None):
     return Loaded(task, model, encoder, meta, content, name, weights)
 
 
-def open_model(c, device, *tasks):
+def open_model(c: OpenFlags, device, *tasks):
     """c.ckpt as `Loaded`, on the device; with c.untrained its weights are random."""
     loaded = load_model(c.ckpt, c.heads, tasks, c.seed if c.untrained else None)
     loaded.model.to(device)
     return loaded
 
 
-def each_model(c, *tasks):
+def each_model(c: OpenFlags, *tasks):
     """Yields a `Loaded` for each checkpoint of c.ckpt, which commas separate; with c.untrained each
     of them a second time, with random weights of its own."""
     device = Processes(c.device).device

@@ -151,9 +151,9 @@ def masked_batches(batches, n_vocab, mask_rate, rank, world):
 @torch.no_grad()
 def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rate=None,
                     context=None):
-    """Loss in nats over a text: dict(loss, ppl, n). A causal model predicts each token but the
-    first, once. A masked model predicts the masked tokens of whole windows, with top-1 accuracy
-    "acc"; a window has the same mask in every evaluation, on any number of processes."""
+    """Loss in nats, perplexity and top-1 accuracy over a text: dict(loss, ppl, acc, n). A causal
+    model predicts each token but the first, once; a masked one the masked tokens of whole windows.
+    A window has the same mask in every evaluation, on any number of processes."""
     model.eval()
     masked, rank, world = not model.config.causal, processes.rank, processes.world
     batches = text.eval_batches(tokens, context or model.config.context, batch_size, rank, world,
@@ -163,18 +163,13 @@ def language_scores(model, tokens, processes, batch_size, n_vocab=None, mask_rat
     total = torch.zeros(3, dtype=torch.float64, device=processes.device)
     for x, y in with_bar(batches, "batches"):
         x, y = x.to(processes.device), y.to(processes.device)
-        count, right = (y >= 0).sum(), torch.zeros((), device=y.device)
         with processes.autocast():
-            if masked:
-                logits = model(x).flatten(0, 1).float()
-                loss = F.cross_entropy(logits, y.flatten(), ignore_index=-1, reduction="sum")
-                right = (logits.argmax(-1) == y.flatten()).sum()
-            else:
-                loss = model(x, y)
-        total += torch.stack([loss, right, count])
+            logits = model(x)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten(), ignore_index=-1,
+                               reduction="sum")
+        total += torch.stack([loss, (logits.argmax(-1) == y).sum(), (y >= 0).sum()])
     loss, right, n = processes.sum(total).tolist()
-    scores = dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), n=int(n))
-    return scores | dict(acc=right / n) if masked else scores
+    return dict(loss=loss / n, ppl=math.exp(min(loss / n, 700)), acc=right / n, n=int(n))
 
 
 # ---- Commands -----------------------------------------------------------------------------------
@@ -219,7 +214,7 @@ def probe(c, score):
 
 @dataclass(kw_only=True)
 class LM(OpenFlags, TypeFlags):
-    """Loss per token of a text; of a masked model, loss and accuracy of its masked tokens."""
+    """Loss and accuracy per token of a text; of a masked model, of its masked tokens."""
     split: str | None = option(None, "which part; auto is test if it exists, else val",
                                choices=("train", "val", "test"))
     batch_size: int = option(16, "windows at once", low=1)
@@ -227,7 +222,7 @@ class LM(OpenFlags, TypeFlags):
 
 
 def lm(c):
-    """{"loss" per token, "ppl", "n", ...}; of a masked model also "acc"."""
+    """{"loss" per token, "ppl", "acc", "n", ...}."""
     processes = Processes(c.device, c.dtype)
     loaded = open_model(c, processes.device, "gpt")
     mask_rate = loaded.content["run_config"].get("mask_rate")

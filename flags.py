@@ -66,6 +66,12 @@ class SplitFlags(OpenFlags):
 
 
 @dataclass(kw_only=True)
+class SampleFlags(SplitFlags):
+    samples: int = option(100, "images or windows of text, spread over the split", low=1)
+    batch_size: int = option(20, "samples at once; all their attention maps are kept", low=1)
+
+
+@dataclass(kw_only=True)
 class ModelFlags:
     """The layers: a named size, or width, heads and layers, or both."""
     arch: str | None = option(None, "crate, transformer or another row of model.py's ARCHS; flags "
@@ -81,6 +87,7 @@ class ModelFlags:
     expansion: int | None = option(None, "C, width of MLP and ODL in units of d; auto: 4", low=1)
     ista_steps: int | None = option(None, "of ODL's code; auto: 2", low=1)
     step_size: float | None = option(None, "of crate-c, -n, -t: s of MSSA; auto: 1", low=0)
+    mm_eps: float | None = option(None, "of crate-mm: its distortion; auto: 0.5", above=0)
 
 
 def model_fields(cls, config, **given):

@@ -1,6 +1,5 @@
 """What is measured of a model: rates and sparsity of its layers, on samples of its data; what its
-attention covers; its parameters, the operations of a training step, and how fast steps are."""
-import time
+attention covers; its parameters, and the operations of a training step."""
 from functools import partial
 
 import numpy as np
@@ -8,8 +7,9 @@ import torch
 from torch.nn import functional as F
 
 from data import images, text
+from flags import SampleFlags
 from model import coding_rate, SoftmaxAttention, sparse_rate_reduction, subspace_coding_rate
-from processes import device_name, with_bar
+from processes import with_bar
 
 
 # ---- Samples of a checkpoint's data, and what its layers do with them ---------------------------
@@ -18,7 +18,7 @@ def spread(total, n):
     return torch.linspace(0, total - 1, min(n, total), dtype=torch.float64).round().long()
 
 
-def inputs(loaded, c):
+def inputs(loaded, c: SampleFlags):
     """Yields (index (B,), x) of c.samples images or windows of text, spread over the split: which
     they are, and what the backbone takes, images in the type of its weights or ids (B, n)."""
     config, weight = loaded.model.config, next(loaded.model.parameters())
@@ -38,7 +38,7 @@ def inputs(loaded, c):
         yield index, x
 
 
-def traces(loaded, c):
+def traces(loaded, c: SampleFlags):
     """Yields [(layer, its LayerTrace) ...] for each batch of `inputs`."""
     for _, x in inputs(loaded, c):
         yield [*zip(loaded.backbone.layers, loaded.backbone.trace(x))]
@@ -119,57 +119,18 @@ def train_flops(model):
     return 6 * multiply_adds            # each is 2 operations, in 3 passes
 
 
-# ---- How fast steps are -------------------------------------------------------------------------
-# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+# ---- Numbers, printed ---------------------------------------------------------------------------
+def print_table(rows):
+    """Dicts with the same keys, one a line; a standard error KEY_error follows KEY."""
+    def cell(row, key):
+        value, extra = row[key], row.get(key + "_error")
+        shown = "-" if value is None else str(value)
+        if isinstance(value, float):
+            shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+        return f"{shown} +- {extra:.2g}" if extra and extra > 1e-12 else shown      # of rounding
 
-
-def share_of_peak(flops, processes):
-    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
-    that peak is not known or the run is in float32."""
-    words = device_name(processes.device).replace("-", " ").split()
-    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
-    return flops / (processes.world * peaks[0]) if peaks else None
-
-
-def in_words(speed):
-    """A Meter's speed, for a line that begins with something else."""
-    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
-                 mfu=", mfu {:.1%}")
-    return "".join(words[name].format(value) for name, value in speed.items())
-
-
-class Meter:
-    """The losses of the last steps, which stay on the device until they are read, and the seconds
-    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
-    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
-
-    def __init__(self, processes, samples, flops=0, tokens=None):
-        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
-        self.losses, self.seconds, self.started = [], [], None
-
-    def start(self):
-        self.started = time.perf_counter()
-
-    def stop(self, loss, read):
-        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
-        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
-        self.losses.append(loss.detach())
-        losses = []
-        if read:
-            losses, self.losses = torch.stack(self.losses), []
-            losses = (self.processes.sum(losses) / self.processes.world).tolist()
-        self.seconds.append(time.perf_counter() - self.started)
-        return losses
-
-    def speed(self, steps):
-        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
-        as it may compile; if there is no other, the dict is empty."""
-        seconds = self.seconds[max(1, len(self.seconds) - steps):]
-        if not seconds:
-            return {}
-        samples = self.samples * len(seconds) / sum(seconds)
-        mfu = share_of_peak(samples * self.flops, self.processes)
-        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
-            examples_per_s=samples)
-        return speed | dict(mfu=mfu) if mfu else speed
+    keys = [key for key in rows[0] if not key.endswith("_error")]
+    lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    for line in lines:
+        print("  ".join(value.rjust(width) for value, width in zip(line, widths)))

@@ -24,7 +24,7 @@ of (U_k^*Z)^*(U_k^*Z), transposed, as rows need it. K heads (subspaces) have dim
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -45,12 +45,13 @@ def attention_map(q, k, scale, causal=False):
     return gram.softmax(-1)
 
 
-def attend(q, k, v, scale, causal=False, dropout=0.0):
+def attention_output(q, k, v, scale, causal=False, dropout=0.0):
     """attention_map(q, k, scale, causal) v (B, K, m, p), by the fused kernel where it is faster."""
     m, n = q.shape[2], k.shape[2]
     causal = causal and m > 1           # a single token, the newest, sees all
     other_mask = causal and m < n       # the kernel's causal mask is that of m = n
-    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512    # Zen 5
+    # up to 512 tokens a CPU (Zen 5) takes longer with its kernel for bfloat16
+    slow = q.device.type == "cpu" and q.dtype == torch.bfloat16 and m <= 512
     if other_mask or slow:
         return F.dropout(attention_map(q, k, scale, causal), dropout) @ v
     return F.scaled_dot_product_attention(q, k, v, None, dropout, causal, scale=scale)
@@ -132,7 +133,8 @@ class SoftmaxAttention(Attention):
 
     def attend(self, q, k, v):
         """The heads' averages of v (B, K, m, p)."""
-        return attend(q, k, v, self.scale, self.causal, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        return attention_output(q, k, v, self.scale, self.causal, dropout)
 
     @abstractmethod
     def join(self, heads):
@@ -242,7 +244,7 @@ class LayerTrace(NamedTuple):
 
 def layer_norm(config):
     own = config.surroundings
-    return nn.LayerNorm(config.width, own.norm_eps, bias=own.norm_bias)
+    return nn.LayerNorm(config.width, own.norm_eps, bias=own.bias)
 
 
 class Layer(nn.Module):
@@ -631,7 +633,7 @@ class MLP(Sparsification):
     def __init__(self, config):
         super().__init__()
         self.dropout = config.dropout
-        d, m, bias = config.width, config.expansion * config.width, config.surroundings.mlp_bias
+        d, m, bias = config.width, config.expansion * config.width, config.surroundings.bias
         self.up = nn.Linear(d, m, bias=bias)
         self.down = nn.Linear(m, d, bias=bias)
 
@@ -657,10 +659,9 @@ def check_word(name, word, words):
 class Surroundings:
     """What the authors of an arch put around its operators."""
     norm_eps: float = 1e-6              # of all LayerNorms but an image model's last
-    norm_bias: bool = True
+    bias: bool = True                   # of LayerNorms and MLPs
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
-    mlp_bias: bool = True
     # of image models; `LanguageModel` has its own initialization
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
@@ -674,8 +675,7 @@ AS_CRATE = Surroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=F
                         init_std=None, class_token_std=1.0, positions_std=1.0)
 AS_ALPHA = Surroundings(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
 AS_VIT = Surroundings()
-AS_GPT = Surroundings(norm_eps=1e-5, norm_bias=False, qkv_bias=False, out_bias=False,
-                      mlp_bias=False)
+AS_GPT = Surroundings(norm_eps=1e-5, bias=False, qkv_bias=False, out_bias=False)
 AS_CRATE_LM = Surroundings(norm_eps=1e-5)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
 
@@ -689,7 +689,7 @@ class Arch(NamedTuple):
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
     sizes: str = "crate"                # the arch whose sizes it has if it has none in SIZES
-    in_text: Surroundings = AS_GPT      # nanoGPT's, and ToST's too
+    in_text: Surroundings | None = AS_GPT   # nanoGPT's, and ToST's too; None: for images only
 
 
 ARCHS = {
@@ -750,9 +750,9 @@ SIZES = {
 
 @dataclass(kw_only=True)
 class BackboneConfig:
-    """What the layers of every model share. Every config also has `kind`, `causal`, and `context`,
-    how many tokens."""
-    arch: str = "crate"
+    """What the layers of every model share. A subclass adds the class variable `kind` of SIZES,
+    `causal` and `context`, how many tokens."""
+    arch: str | Arch = "crate"          # a row of ARCHS by its name, or one of your own
     width: int = 384                    # d
     heads: int = 6                      # K
     layers: int = 12                    # L
@@ -770,17 +770,20 @@ class BackboneConfig:
     rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
     shift: bool = False                 # keys and values that see the previous token: `shift`
 
-    @cached_property
+    @property
     def row(self):
-        """Its arch's row of ARCHS; an experiment puts another in its place."""
-        return ARCHS[self.arch]
+        """Its Arch: the layers' operators, and what is around them."""
+        return self.arch if isinstance(self.arch, Arch) else ARCHS[self.arch]
 
     @property
     def surroundings(self):
         return self.row.in_text if self.kind == "text" else self.row.in_images
 
     def __post_init__(self):
-        check_word("arch", self.arch, ARCHS)
+        if not isinstance(self.arch, Arch):
+            check_word("arch", self.arch, ARCHS)
+        if self.surroundings is None:
+            raise ConfigError(f"arch={self.arch} is for images only")
         if self.rotary or self.shift:
             if self.kind != "text" or not issubclass(self.row.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
@@ -846,7 +849,8 @@ class MAEConfig(ImageConfig):
 
     def masked_patches(self):
         """How many are masked. As released, the visible ones are rounded down."""
-        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)  # 100 (1 - 0.9) < 10
+        # 1e-9, as in floating point 100 (1 - 0.9) is a little below 10
+        return self.patches - int(self.patches * (1 - self.mask_ratio) + 1e-9)
 
 
 @dataclass(kw_only=True)

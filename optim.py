@@ -50,8 +50,7 @@ class Lion(torch.optim.Optimizer):
             (b1, b2), lr = group["betas"], group["lr"]
             update = torch._foreach_lerp(m, grads, 1 - b1)
             torch._foreach_sign_(update)
-            if group["weight_decay"]:
-                torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
             torch._foreach_add_(params, update, alpha=-lr)
             torch._foreach_lerp_(m, grads, 1 - b2)
 

@@ -72,22 +72,6 @@ def with_bar(items, what, total=None):
     return tqdm(items, what, total, leave=False, disable=None if is_main() else True)
 
 
-def print_table(rows):
-    """Dicts with the same keys, one a line; a standard error KEY_error follows KEY."""
-    def cell(row, key):
-        value, extra = row[key], row.get(key + "_error")
-        shown = "-" if value is None else str(value)
-        if isinstance(value, float):
-            shown = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
-        return f"{shown} +- {extra:.2g}" if extra and extra > 1e-12 else shown      # of rounding
-
-    keys = [key for key in rows[0] if not key.endswith("_error")]
-    lines = [keys] + [[cell(row, key) for key in keys] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    for line in lines:
-        print("  ".join(value.rjust(width) for value, width in zip(line, widths)))
-
-
 # ---- Processes ----------------------------------------------------------------------------------
 class SharedError(UserError):
     """One that every process raises, so that rank 0 alone reports it."""
@@ -122,21 +106,12 @@ class Processes:
         share = batch_size // self.world
         return slice(self.rank * share, (self.rank + 1) * share)
 
-    def name(self):
-        """How many of which device, and the precision."""
-        precision = "bfloat16" if self.bfloat16 else "float32"
-        return f"{self.world} x {device_name(self.device)}, {precision}"
-
     def sum(self, tensor):
         """The tensor summed over all processes."""
         if self.world > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)
         return tensor
-
-    def any(self, number):
-        """Whether the number of one of the processes is not 0."""
-        return bool(self.sum(torch.tensor(number)) if self.world > 1 else number)
 
     def main_only(self, function, *args):
         """function(*args) on rank 0; its result, or its error as a UserError, on every process."""

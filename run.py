@@ -1,4 +1,4 @@
-"""A run and its folder: metrics, saving and resuming."""
+"""A run and its folder: metrics, speed, saving and resuming."""
 import contextlib
 import fcntl
 import json
@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
-from measure import in_words, Meter
-from processes import is_main, note, SharedError, signals_kept
+from processes import device_name, is_main, note, SharedError, signals_kept
 
 
 @dataclass(kw_only=True)
@@ -42,6 +41,7 @@ class RunEnded(SharedError):
         self.exit_status = exit_status
 
 
+# ---- Files: metrics.jsonl, checkpoints ----------------------------------------------------------
 def read_metrics(folder):
     """The lines of a run's metrics.jsonl, without those that a kill or a power cut has damaged."""
     lines = []
@@ -83,6 +83,63 @@ def refuse_another(content, flags, model_config, data_meta, folder):
                         f"{before}, it has {now}")
 
 
+# ---- How fast steps are -------------------------------------------------------------------------
+# Dense bf16 FLOP/s of the data sheets, of the SXM version if there are two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}
+
+
+def share_of_peak(flops, processes):
+    """MFU: what share of the GPUs' peak in bfloat16 `flops` operations a second are; None where
+    that peak is not known or the run is in float32."""
+    words = device_name(processes.device).replace("-", " ").split()
+    peaks = [PEAK[word] for word in words if word in PEAK and processes.bfloat16]
+    return flops / (processes.world * peaks[0]) if peaks else None
+
+
+def in_words(speed):
+    """A Meter's speed, for a line that begins with something else."""
+    words = dict(tokens_per_s=", {:,.0f} tokens/s", examples_per_s=", {:,.0f} images/s",
+                 mfu=", mfu {:.1%}")
+    return "".join(words[name].format(value) for name, value in speed.items())
+
+
+class Meter:
+    """The losses of the last steps, which stay on the device until they are read, and the seconds
+    of each step, without evaluations and checkpoints. A step trains on `samples` images, or texts
+    of `tokens` tokens each. A sample takes `flops` operations; with 0 the MFU is not counted."""
+
+    def __init__(self, processes, samples, flops=0, tokens=None):
+        self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
+        self.losses, self.seconds, self.started = [], [], None
+
+    def start(self):
+        self.started = time.perf_counter()
+
+    def stop(self, loss, read):
+        """Ends a step. If `read`, it returns the losses since they were read last, each the mean
+        over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
+        self.losses.append(loss.detach())
+        losses = []
+        if read:
+            losses, self.losses = torch.stack(self.losses), []
+            losses = (self.processes.sum(losses) / self.processes.world).tolist()
+        self.seconds.append(time.perf_counter() - self.started)
+        return losses
+
+    def speed(self, steps):
+        """{name in metrics.jsonl: value} over the last steps. The first step of all does not count,
+        as it may compile; if there is no other, the dict is empty."""
+        seconds = self.seconds[max(1, len(self.seconds) - steps):]
+        if not seconds:
+            return {}
+        samples = self.samples * len(seconds) / sum(seconds)
+        mfu = share_of_peak(samples * self.flops, self.processes)
+        speed = dict(tokens_per_s=samples * self.tokens) if self.tokens else dict(
+            examples_per_s=samples)
+        return speed | dict(mfu=mfu) if mfu else speed
+
+
+# ---- A run --------------------------------------------------------------------------------------
 class Run:
     """One training run in one folder, out/TASK-NAME.
 
@@ -142,14 +199,17 @@ class Run:
     def steps(self, total, what, eval_every, flops=0):
         """Yields the number, from 0, of each step that is left of `total`. After a signal it saves
         ckpt.pt and raises RunEnded. `what` says what is trained; a Meter explains `flops`."""
-        self.total, eval_every = total, self.config.eval_every or eval_every
+        self.total = total
+        eval_every = self.config.eval_every or eval_every       # the flag, or the script's
         tokens = self.model.config.context if self.model.config.kind == "text" else None
         self.meter = Meter(self.processes, self.config.batch_size, flops, tokens)
         self.began = time.perf_counter()
         if self.step < total:           # else the files stay as they are
             self.processes.main_only(self._begin_files)
         resuming = f"resuming after step {self.step}: " if 0 < self.step < total else ""
-        self.say(f"{resuming}{what}, {total} steps on {self.processes.name()}")
+        precision = "bfloat16" if self.processes.bfloat16 else "float32"
+        self.say(f"{resuming}{what}, {total} steps on {self.processes.world} x "
+                 f"{device_name(self.processes.device)}, {precision}")
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
         with self.bar, signals_kept(self.say, self.processes.world == 1) as received:
@@ -160,8 +220,11 @@ class Run:
                 self.bar.update()
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
-                if self.step < total and self.processes.any(len(received)):
-                    number = (received or [signal.SIGTERM])[0]          # another process's
+                signalled = received
+                if self.processes.world > 1:            # it may have come to another one only
+                    signalled = self.processes.sum(torch.tensor(len(received)))
+                if self.step < total and signalled:
+                    number = (received or [signal.SIGTERM])[0]
                     self.save("ckpt.pt")
                     self.close()
                     raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "

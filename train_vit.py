@@ -59,7 +59,7 @@ class Config(RunFlags, ModelFlags):
     srr_layer: int | None = option(None, "the layer, from 1, that has it; auto: all", low=1)
     # augmentation
     crop: str = option("pad", "pad: pad and crop at the image's own scale; resized: random area "
-                       "and aspect; none", choices=("pad", "resized", "none"))
+                       "and aspect", choices=("pad", "resized"))
     padding: int = option(4, "pixels of zeros around the image before crop=pad", low=0)
     flip: bool = option(True, "mirror half of the images")
     randaugment: int = option(0, "operations of RandAugment an image", low=0)
@@ -117,11 +117,9 @@ def augmented(pixels, rng, c, data):
     x = augment.to_float(pixels)
     if c.crop == "resized":
         x = augment.random_resized_crop(x, c.image_size, rng, scale=(0.08, 1.0))
-    elif c.crop == "pad":
+    else:
         x = augment.resize(x, c.image_size) if data.image_size < c.image_size else x
         x = augment.pad_crop(x, c.image_size, c.padding, rng)
-    else:
-        x = augment.at_size(x, c.image_size)
     if c.flip:
         x = augment.flip(x, rng)
     if c.randaugment:

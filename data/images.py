@@ -9,7 +9,7 @@ import torch
 
 from data import augment, prepare
 from data.folders import read_picture
-from flags import CACHE, UserError
+from flags import CACHE, SplitFlags, UserError
 from processes import to_device
 
 
@@ -72,7 +72,7 @@ def load_for(name, meta, cache):
     return replace(data, mean=mean, std=std)
 
 
-def split_for(loaded, c):
+def split_for(loaded, c: SplitFlags):
     """(image set, its split on the model's device), to be normalized as in the model's training."""
     data = load_for(c.data, loaded.meta, c.data_dir)
     return data, Images(getattr(data, c.split), next(loaded.model.parameters()).device)

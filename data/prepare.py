@@ -288,15 +288,14 @@ def mapped(path, dtype, shape):
     return numbers.reshape(shape)
 
 
-def unknown(name, kind, sets, cache):
-    """The UserError for a set that is not prepared, and that is not made unasked."""
+def how_to_get(name, sets, cache):
+    """What to do about a set that is not prepared, and that is not made unasked."""
     if name in sets:
-        return UserError(f"--data={name}: data/prepare.py {name} makes it, {sets[name].disk}")
+        return f"--data={name}: data/prepare.py {name} makes it, {sets[name].disk}"
     own = {path.parent.name for path in Path(cache).glob("[!.]*/meta.json")} - SETS.keys()
     names = sorted(own | {small for small, row in sets.items() if not row.disk})
-    how = "for your pictures" if kind == "images" else "--tokenizer=char for your texts"
-    return UserError(f"--data={not_one_of(name, names)}; python data/prepare.py NAME --source DIR "
-                     f"{how}")
+    return (f"--data={not_one_of(name, names)}; your own: python data/prepare.py NAME --source "
+            "DIR, for texts with --tokenizer=char")
 
 
 @contextlib.contextmanager
@@ -305,7 +304,7 @@ def opened(name, kind, cache):
     folder, sets = Path(cache) / name, IMAGES if kind == "images" else TEXTS
     if folder.name != name or not folder.exists():          # "../set" is no name
         if name not in sets or sets[name].disk:
-            raise unknown(name, kind, sets, cache)
+            raise UserError(how_to_get(name, sets, cache))
         prepare(name, sets[name], cache=cache)
     again = f"; delete {folder} and prepare it again"
     with one_line(name, again, (UserError, OSError, ValueError, KeyError)):

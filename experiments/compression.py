@@ -41,14 +41,14 @@ import torch
 from checkpoint import each_model
 from experiments import shared
 from flags import option, parse, UserError
-from measure import centred_normed, traces, unit_size
+from measure import centred_normed, print_table, traces, unit_size
 from model import SoftmaxAttention, subspace_coding_rate, subspace_coding_rate_grad
-from processes import cli, print_table
+from processes import cli
 
 
 @dataclass(kw_only=True)
 class Compression(shared.Flags):
-    ckpt: str = option(shared.SEVEN, "checkpoints, separated by commas")
+    ckpt: str = option(shared.WITH_TRANSFORMERS, "checkpoints, separated by commas")
     samples: int = option(40, "images or windows of text, spread over the split", low=1)
     together: int = option(1, "samples coded as one set, less its mean", low=1)
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
@@ -167,8 +167,9 @@ def main(argv):
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
               "R^c, %, all layers; --help has the columns")
-        _, normed, _, short, _ = tables = shares(rows)
-        print_table(tables)
+        tables = {table.pop("table"): table for table in shares(rows)}
+        print_table([dict(table=name) | table for name, table in tables.items()])
+        normed, short = tables["normed"], tables["short"]
         print(f"R^c after LayerNorm: attention {moves(normed['attention'])}, each token alone "
               f"{moves(normed['alone'])}; by short steps attention {moves(short['attention'])}, "
               f"the gradient {moves(short['gradient'])}")

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from checkpoint import each_model
 from experiments.shared import described, Flags, write_csv
 from flags import parse, UserError
-from measure import at_norm, inputs
+from measure import at_norm, inputs, print_table
 from model import by_head, coding_rate, ISTA, MSSA
-from processes import cli, print_table
+from processes import cli
 
 EPS = 0.5
 

@@ -28,9 +28,9 @@ from checkpoint import each_model
 from data.images import split_for
 from experiments.shared import averages, described, each_sample, Flags, write_csv
 from flags import option, parse, UserError
-from measure import inputs, traces
+from measure import inputs, print_table, traces
 from model import ISTA, ista, lasso, ODL
-from processes import cli, print_table
+from processes import cli
 
 
 @dataclass(kw_only=True)

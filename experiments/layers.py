@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from checkpoint import each_model
 from experiments.shared import described, Flags, write_csv
 from flags import option, parse
-from measure import layer_table
-from processes import cli, print_table
+from measure import layer_table, print_table
+from processes import cli
 
 FALLING = "Rc_tokens", "Rc", "nonzeros"
 

@@ -25,8 +25,8 @@ from data.tokenizer import tokenizer_from_meta
 from evaluate import logistic_regression
 from experiments.shared import averages, Flags, random_rotation, write_csv
 from flags import option, parse, UserError
-from measure import inputs
-from processes import cli, print_table
+from measure import inputs, print_table
+from processes import cli
 
 
 @dataclass(kw_only=True)

@@ -20,9 +20,9 @@ import torch
 from checkpoint import each_model
 from experiments import shared
 from flags import option, parse, UserError
-from measure import at_norm, traces, unit_size
+from measure import at_norm, print_table, traces, unit_size
 from model import coding_rate, subspace_coding_rate
-from processes import cli, print_table
+from processes import cli
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
 

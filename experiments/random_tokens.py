@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from experiments.shared import random_subspaces
 from flags import option, parse
-from measure import at_norm
+from measure import at_norm, print_table
 from model import mssa, subspace_coding_rate, subspace_coding_rate_grad
-from processes import cli, print_table
+from processes import cli
 
 
 @dataclass(kw_only=True)

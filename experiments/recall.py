@@ -20,10 +20,10 @@ import torch
 
 from experiments.shared import averages, write_csv
 from flags import option, parse, UserError
-from measure import count
-from model import LanguageModel, MHSA, MSSA, text_config
+from measure import count, print_table
+from model import ARCHS, check_word, LanguageModel, MHSA, MSSA, TextConfig
 from optim import make_optimizers, take_step
-from processes import cli, derive_seed, print_table, with_bar
+from processes import cli, derive_seed, with_bar
 
 
 class Negated(MSSA):
@@ -89,14 +89,14 @@ class Recall:
 
 def build(c, arch):
     """A model of an arch, with the attention of --change."""
-    config = text_config(arch=arch, width=c.width, heads=c.heads, layers=c.layers, shift=c.shift,
-                         context=4 * c.pairs - 1, vocab_size=2 * c.symbols)
-    own, changed = config.row.attention, CHANGES.get(c.change)
-    if changed and not issubclass(changed, own):
+    check_word("arch", arch, ARCHS)
+    row, changed = ARCHS[arch], CHANGES.get(c.change)
+    if changed and not issubclass(changed, row.attention):
         raise UserError(f"--change={c.change} is of {changed.__base__.__name__}, and {arch} has "
-                        f"{own.__name__}")
-    config.row = config.row._replace(attention=changed or own)
-    model = LanguageModel(config)
+                        f"{row.attention.__name__}")
+    model = LanguageModel(TextConfig(
+        arch=row._replace(attention=changed or row.attention), width=c.width, heads=c.heads,
+        layers=c.layers, shift=c.shift, context=4 * c.pairs - 1, vocab_size=2 * c.symbols))
     for name, p in model.named_parameters():
         if name.endswith(("attention.U.weight", "attention.QKV.weight")):
             p.data *= c.init

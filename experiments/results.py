@@ -14,14 +14,14 @@ from analyze import legend_below, new_figure, over_layers
 from checkpoint import load_model
 from data import augment
 from data.shapes import draw_shapes
-from experiments.shared import dot_rows, FIVE
+from experiments.shared import CRATES, dot_rows
 from flags import not_one_of, option, parse, ROOT, UserError
 from model import by_head
 from processes import cli
 from run import read_metrics
 
 EPOCH = 50_000 // 128       # steps of the runs on CIFAR-10, in batches of 128
-MODELS = FIVE.replace("pretrained:", "").split(",")
+MODELS = CRATES.replace("pretrained:", "").split(",")
 NAMES = {"crate": "CRATE", "mssa-mlp": "mssa-mlp", "transformer": "transformer"}
 COLORS = {"crate": "C0", "mssa-mlp": "C2", "transformer": "C3"}
 

@@ -6,20 +6,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from flags import option, SplitFlags, UserError
+from flags import option, SampleFlags, UserError
 
-FIVE = ",".join(f"pretrained:{name}" for name in (
+CRATES = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
-SEVEN = f"{FIVE},pretrained:cifar10-transformer,pretrained:pydoc-transformer"
+WITH_TRANSFORMERS = f"{CRATES},pretrained:cifar10-transformer,pretrained:pydoc-transformer"
 
 
 @dataclass(kw_only=True)
-class Flags(SplitFlags):
+class Flags(SampleFlags):
     """What an experiment measures, and where it writes."""
-    ckpt: str = option(FIVE, "checkpoints, separated by commas")
+    ckpt: str = option(CRATES, "checkpoints, separated by commas")
     untrained: bool = option(False, "each a second time, with random weights")
-    samples: int = option(100, "images or windows of text, spread over the split", low=1)
-    batch_size: int = option(20, "samples at once", low=1)
     csv: str | None = option(None, "a file for the rows; none: no file")
 
 

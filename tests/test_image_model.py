@@ -76,3 +76,15 @@ def test_position_interpolation():
     assert error.view(*new, 2)[4:-4, 4:-4].abs().max() < 0.05
     assert torch.equal(table[:, 0], encoder.positions[:, 0])
     pytest.raises(ConfigError, encoder, torch.randn(1, 3, 30, 32))
+
+
+def test_an_arch_of_ones_own():
+    """It equals the row it was made from; with in_text=None it is for images alone."""
+    torch.manual_seed(0)
+    named = ImageClassifier(config("tost"))
+    torch.manual_seed(0)
+    own = ImageClassifier(config(ARCHS["tost"]._replace(in_text=None)))
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(own(x), named(x))
+    with pytest.raises(ConfigError, match="for images only"):
+        model.TextConfig(arch=own.config.arch, width=16, heads=4)

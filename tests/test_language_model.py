@@ -20,7 +20,7 @@ def build(arch="crate", **fields):
     return randomize(models.LanguageModel(config), 0.3).eval()
 
 
-TEXT_ARCHS = [*models.ARCHS]
+TEXT_ARCHS = [arch for arch, row in models.ARCHS.items() if row.in_text]
 BOTH = ["crate rotary shift", "transformer rotary shift"]
 
 

@@ -359,7 +359,7 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
                  "imagenet", tmp_path)
     assert_fails("pets: .*it comes by network, or .*prepare.py pets .*--source DIR", images.load,
                  "pets", tmp_path)
-    assert_fails("for your texts", text.load, "books", tmp_path)
+    assert_fails("for texts with --tokenizer", text.load, "books", tmp_path)
     prepare.prepare("pydoc", prepare.SETS["pydoc"], cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
     with pytest.raises(UserError) as raised:

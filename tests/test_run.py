@@ -12,10 +12,9 @@ from test_checkpoint import make
 
 from checkpoint import read_checkpoint
 from flags import option, UserError
-from measure import share_of_peak
 from optim import make_optimizers
 from processes import Processes
-from run import read_metrics, Run, RunEnded, RunFlags
+from run import read_metrics, Run, RunEnded, RunFlags, share_of_peak
 
 
 @dataclass(kw_only=True)
@@ -202,7 +201,7 @@ def test_autocast_is_bfloat16_where_there_are_instructions(monkeypatch, instruct
 @pytest.mark.parametrize("name, peak", [("NVIDIA H100 80GB HBM3", 989e12), ("RTX 4090", 165e12),
                                         ("NVIDIA A100-SXM4-40GB", 312e12), ("Tesla T4", None)])
 def test_share_of_the_peak_of_all_gpus(monkeypatch, name, peak):
-    monkeypatch.setattr("measure.device_name", lambda device: name)
+    monkeypatch.setattr("run.device_name", lambda device: name)
     two = SimpleNamespace(world=2, bfloat16=True, device=None)
     assert share_of_peak(1e12, two) == (peak and 1e12 / (2 * peak))
     two.bfloat16 = False

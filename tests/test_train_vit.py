@@ -80,7 +80,7 @@ def test_masked_autoencoding_then_fine_tuning(train, tmp_path, cache, preset, ar
     first, *_, last = losses(tmp_path / "mae")
     assert last < 0.95 * first
     train_vit.main([preset, f"--init_from={tmp_path}/mae/ckpt.pt", "--train_images=50",
-                    "--crop=none", "--epochs=30", "--flip=false", "--eval_every=30", "--device=cpu",
+                    "--padding=0", "--epochs=30", "--flip=false", "--eval_every=30", "--device=cpu",
                     "--log_every=5", f"--data_dir={cache}", f"--out_dir={tmp_path}/a"])
     assert checkpoint.read_checkpoint(tmp_path / "a" / "ckpt.pt")["model_config"]["pool"] == "mean"
     assert losses(tmp_path / "a")[-1] < 1.6

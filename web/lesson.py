@@ -1,10 +1,10 @@
 """The lesson, "From R(Z) to a layer": python -m web.lesson writes docs/index.html.
 
-In lesson.html formulas ($...$) become MathML. {code crate.ISTA.forward} stands for these lines of
-crate.py, {slider NAME LOW HIGH STEP VALUE WORDS} for an input, {crate.js} for this file, and
-{numbers miss} or {cells miss}, in a table, for what `in_layers` measures in each layer of
-shapes-crate. The page gets this model, trained and untrained, and numbers of PyTorch's, with which
-it compares its own."""
+In lesson.html formulas ($...$) become MathML, before the scripts, whose ${...} look alike, come in.
+{code crate.ISTA.forward} stands for these lines of crate.py, {slider NAME LOW HIGH STEP VALUE
+WORDS} for an input, {crate.js} for this file, and {numbers miss} or {cells miss}, in a table, for
+what `in_layers` measures in each layer of shapes-crate. The page gets this model, trained and
+untrained, and numbers of PyTorch's, with which it compares its own."""
 import html
 import inspect
 import pkgutil
