@@ -32,6 +32,86 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import sdpa_kernel, SDPBackend
 
+# ---- The objective ------------------------------------------------------------------------------
+# Rates are in nats a token; ||Z||_0 counts the entries of all. eps is the distortion up to which
+# tokens are coded. The papers give none: 0.5 is our choice, for tokens of norm sqrt(d), as LN's. A
+# direction along which tokens have mean square eps^2 / d adds (log 2) / 2 to R. Compare rates at
+# equal eps only: the released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
+
+def at_least_float32(t):
+    """t in float64 if it is already, else in float32: bfloat16 is too coarse for a logdet."""
+    return t if t.dtype == torch.float64 else t.float()
+
+
+def gram_coding_rate(G, a):
+    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
+
+    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L),
+    NaN where the factorization fails: to raise an error, the CPU would have to wait for the GPU."""
+    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
+    L, failed = torch.linalg.cholesky_ex(eye + a * G)
+    rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return torch.where((failed == 0) & rate.isfinite(), rate, math.nan)
+
+
+def coding_rate(Z, eps=0.5):
+    """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
+
+    The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
+    Z = at_least_float32(Z)
+    n, d = Z.shape[-2:]
+    with torch.autocast(Z.device.type, enabled=False):
+        # I + a Z Z^* and I + a Z^* Z have the same determinant
+        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, d / (n * eps ** 2))
+
+
+def subspace_coding_rate(Z, U, eps=0.5):
+    """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
+
+    [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
+    Z, U = at_least_float32(Z), at_least_float32(U)
+    with torch.autocast(Z.device.type, enabled=False):
+        return coding_rate(Z.unsqueeze(-3) @ U, eps).sum(-1)    # the sum of R(U_k^* Z)
+
+
+def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.  [J] Eq. (15)-(17), [N] Eq. (1).
+
+    Z (..., n, d) -> (...). [S]'s measure of a network is minus its mean over layers."""
+    rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
+    return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
+
+
+def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
+    """grad_Z R^c, exact or by two terms of its Neumann series. [J] Eq. (31)-(33), [N] Eq. (66)-(69)
+
+    exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
+    neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
+
+    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For rows w = Z @ U_k,
+    (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
+    Z, U = at_least_float32(Z), at_least_float32(U)
+    with torch.autocast(Z.device.type, enabled=False):
+        w = Z.unsqueeze(-3) @ U                                 # (U_k^* Z)^*, (..., K, n, p)
+        n, p = w.shape[-2:]
+        beta = p / (n * eps ** 2)
+        if neumann:
+            direction = w - beta * w @ (w.mT @ w)
+        else:
+            identity = torch.eye(p, dtype=w.dtype, device=w.device)
+            direction = torch.linalg.solve(identity + beta * w.mT @ w, w, left=False)
+        return beta * (direction @ U.mT).sum(-3)
+
+
+def gaussian_mixture_denoise(z, U, sigma):
+    """E[z_clean | z] is about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
+
+    [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
+    (K, d, p), plus noise of small deviation sigma. As sigma -> 0 it projects on the nearest."""
+    w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
+    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
+    return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
+
 
 # ---- The CRATE layer: MSSA compresses, ISTA sparsifies ------------------------------------------
 def attention_map(q, k, scale, causal=False):
@@ -330,87 +410,6 @@ class Backbone(nn.Module):
             traces.append(layer.trace(Z))
             Z = traces[-1].out
         return traces
-
-
-# ---- The objective ------------------------------------------------------------------------------
-# Rates are in nats a token; ||Z||_0 counts the entries of all. eps is the distortion up to which
-# tokens are coded. The papers give none: 0.5 is our choice, for tokens of norm sqrt(d), as LN's. A
-# direction along which tokens have mean square eps^2 / d adds (log 2) / 2 to R. Compare rates at
-# equal eps only: the released code of [N] Fig. 3 has 0.1, SimDINO sqrt(0.05)
-
-def at_least_float32(t):
-    """t in float64 if it is already, else in float32: bfloat16 is too coarse for a logdet."""
-    return t if t.dtype == torch.float64 else t.float()
-
-
-def gram_coding_rate(G, a):
-    """1/2 logdet(I + a G) of Gram matrices G (..., m, m): [J] Eq. (8). Returns (...).
-
-    G is float32 or float64, outside autocast. With I + a G = L L^* it is the sum of log diag(L),
-    NaN where the factorization fails: to raise an error, the CPU would have to wait for the GPU."""
-    eye = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)
-    L, failed = torch.linalg.cholesky_ex(eye + a * G)
-    rate = L.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    return torch.where((failed == 0) & rate.isfinite(), rate, math.nan)
-
-
-def coding_rate(Z, eps=0.5):
-    """R(Z) = 1/2 logdet(I + alpha Z Z^*), alpha = d / (n eps^2).  [J] Eq. (8), [N] Eq. (7).
-
-    The rate of coding the tokens Z (..., n, d) up to a distortion eps. Returns (...)."""
-    Z = at_least_float32(Z)
-    n, d = Z.shape[-2:]
-    with torch.autocast(Z.device.type, enabled=False):
-        # I + a Z Z^* and I + a Z^* Z have the same determinant
-        return gram_coding_rate(Z @ Z.mT if n < d else Z.mT @ Z, d / (n * eps ** 2))
-
-
-def subspace_coding_rate(Z, U, eps=0.5):
-    """R^c(Z | U) = 1/2 sum_k logdet(I + beta (U_k^*Z)^*(U_k^*Z)), beta = p / (n eps^2).
-
-    [J] Eq. (13), [N] Eq. (8): each token is coded in K subspaces. Z (..., n, d), U (K, d, p)."""
-    Z, U = at_least_float32(Z), at_least_float32(U)
-    with torch.autocast(Z.device.type, enabled=False):
-        return coding_rate(Z.unsqueeze(-3) @ U, eps).sum(-1)    # the sum of R(U_k^* Z)
-
-
-def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
-    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.  [J] Eq. (15)-(17), [N] Eq. (1).
-
-    Z (..., n, d) -> (...). [S]'s measure of a network is minus its mean over layers."""
-    rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)
-    return rates - lambd * (Z != 0).sum((-2, -1), dtype=rates.dtype)
-
-
-def subspace_coding_rate_grad(Z, U, eps=0.5, neumann=False):
-    """grad_Z R^c, exact or by two terms of its Neumann series. [J] Eq. (31)-(33), [N] Eq. (66)-(69)
-
-    exact:    beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^*(U_k^*Z))^{-1}
-    neumann:  beta sum_k U_k U_k^*Z - beta^2 sum_k U_k (U_k^*Z)(U_k^*Z)^*(U_k^*Z)
-
-    The series converges only where beta ||U_k^*Z||^2 < 1 (spectral norm). For rows w = Z @ U_k,
-    (I_n + beta w w^*)^{-1} w = w (I_p + beta w^* w)^{-1}: the inverse of a p x p matrix."""
-    Z, U = at_least_float32(Z), at_least_float32(U)
-    with torch.autocast(Z.device.type, enabled=False):
-        w = Z.unsqueeze(-3) @ U                                 # (U_k^* Z)^*, (..., K, n, p)
-        n, p = w.shape[-2:]
-        beta = p / (n * eps ** 2)
-        if neumann:
-            direction = w - beta * w @ (w.mT @ w)
-        else:
-            identity = torch.eye(p, dtype=w.dtype, device=w.device)
-            direction = torch.linalg.solve(identity + beta * w.mT @ w, w, left=False)
-        return beta * (direction @ U.mT).sum(-3)
-
-
-def gaussian_mixture_denoise(z, U, sigma):
-    """E[z_clean | z] is about sum_k softmax_k(||U_k^*z||^2 / 2 sigma^2) U_k U_k^*z.
-
-    [J] Eq. (47), [N] Eq. (6). z (..., d) is drawn from Gaussians on subspaces with orthonormal U
-    (K, d, p), plus noise of small deviation sigma. As sigma -> 0 it projects on the nearest."""
-    w = torch.einsum("kdp,...d->...kp", U, z)                           # U_k^* z
-    weight = torch.softmax(w.square().sum(-1) / (2 * sigma ** 2), -1)   # (..., K)
-    return torch.einsum("...k,...kp,kdp->...d", weight, w, U)
 
 
 # ---- What language models add to attention: the token before, positions, a cache ---------------

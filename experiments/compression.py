@@ -3,7 +3,7 @@
 [J] derives the step Z + MSSA(Z), Eq. (45), here of LN(Z), from a gradient step on R^c(Z | U),
 Eq. (31)-(34). Longer tokens alone raise R^c, and the LayerNorm before the next step discards their
 lengths; after it a vector added to all tokens lowers R^c. So it is measured of the tokens as they
-are, and of those less their mean, after a LayerNorm without gain and bias; with U at unit size.
+are, and of those minus their mean, after a LayerNorm without gain and bias; with U at unit size.
 
     attention       MSSA(LN(Z))
     reversed        attention's step times -1
@@ -24,10 +24,10 @@ Six tables, of each layer and of `all`, are kept by --csv, with standard errors 
 printed are sums over layers of all but the last, in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
-    normed          what it adds to R^c of the tokens less their mean, after a LayerNorm; a step,
+    normed          what it adds to R^c of the tokens minus their mean, after a LayerNorm; a step,
                     less its mean, is as long as attention's
     own_length      the same, each step at its own length (of shrink and gradient it has no meaning)
-    short           the same, each step 1 % as long as the tokens less their mean
+    short           the same, each step 1 % as long as the tokens minus their mean
     elsewhere       normed, but R^c of random subspaces in place of U
     lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before
 
@@ -87,7 +87,7 @@ def steps(layer, Z, generator, eps):
 
 
 def length(T):
-    """Of each sample's tokens (B, n, d) less their mean: (B, 1, 1)."""
+    """Of each sample's tokens (B, n, d) minus their mean: (B, 1, 1)."""
     return (T - T.mean(1, keepdim=True)).norm(dim=(1, 2), keepdim=True)
 
 

@@ -2,7 +2,7 @@
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
-Centred: of the set's tokens less their mean, which ISTA moves, since its output has no entries
+Centred: of the set's tokens minus their mean, which ISTA moves, since its output has no entries
 below 0. Later layers have controls:
 
     turned        the layer's step turned by a random rotation, at the same angle to the tokens of
@@ -51,7 +51,7 @@ def random_heads(U, rotation):
 
 def added(traced, together, centred, seed, eps=0.1):
     """{name: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
-    `together` samples' tokens as one set, or of these less their mean (centred)."""
+    `together` samples' tokens as one set, or of these minus their mean (centred)."""
     rows = []
     for layer, trace in traced:
         generator = torch.Generator().manual_seed(seed)
@@ -92,7 +92,8 @@ def main(argv):
         for (together, centred), parts in batches.items():
             changes = {name: torch.stack([part[name] for part in parts]).mean(0)
                        for name in parts[0]}
-            first = dict(together=together, centred=centred, first=changes[""][0].item())
+            first = dict(together=together, centred=centred, seed=c.seed,
+                         first=changes[""][0].item())
             rows.append(shared.described(loaded) | first | {
                 f"later{name}": change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")

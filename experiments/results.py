@@ -45,7 +45,7 @@ def scores(folder, key):
 
 def by_model(rows, xlabel, values, markers):
     """A panel for each model of MODELS, pictures on one scale and text on another: a row for each
-    of `rows` with a dot for each of values(model, row), in the looks of `markers`. Controls are
+    of `rows` with dots at values(model, row), a list for each of the looks `markers`. Controls are
     grey."""
     figure, (axes,) = new_figure(1, len(MODELS), 7.6 / len(MODELS), 1 + 0.26 * len(rows))
     for ax, model in zip(axes, MODELS):
@@ -53,7 +53,7 @@ def by_model(rows, xlabel, values, markers):
         dot_rows(ax, rows, "")
         for place, row in enumerate(rows):
             for value, marker in zip(values(model, row), markers):
-                ax.plot(value, place, "o", ms=5, **marker, zorder=4,
+                ax.plot(value, [place] * len(value), "o", ms=5, **marker, zorder=4,
                         color=COLORS["crate"] if "attention" in row else "0.3")
         ax.set_title(model.replace("-", "-\n", 1), fontsize="small")
         ax.tick_params(labelleft=ax is axes[0])
@@ -65,19 +65,22 @@ def by_model(rows, xlabel, values, markers):
 def compression(short=False):
     """What attention and controls add to R^c, in % of R^c before, all layers together, from
     compression.csv; short: README's rows."""
-    rows = {"attention, tokens as they are": ("raw", "attention"),
-            "attention, centred": ("normed", "attention"),
-            "each token alone": ("normed", "alone")}
+    rows = {"attention, tokens as they are": ("trained", "raw", "attention"),
+            "attention, centred": ("trained", "normed", "attention"),
+            "each token alone": ("trained", "normed", "alone")}
     if not short:
-        rows |= {"one map for all": ("normed", "one_map"),
-                 "weights to other tokens": ("normed", "shuffled"), "turned": ("normed", "turned"),
-                 "down the gradient": ("normed", "gradient")}
-    whole = {(row["model"], row["table"]): row for row in rows_of("compression")
-             if row["layer"] == "all" and row["weights"] == "trained"}
+        rows |= {"other tokens only": ("trained", "normed", "others"),
+                 "one map for all": ("trained", "normed", "one_map"),
+                 "turned": ("trained", "normed", "turned"),
+                 "the term left out": ("trained", "normed", "shrink"),
+                 "random weights": ("random", "normed", "attention")}
+    whole = {(row["model"], row["weights"], row["table"]): row for row in rows_of("compression")
+             if row["layer"] == "all"}
 
     def change(model, row):
-        table, step = rows[row]
-        return [100 * float(whole[model, table][step]) / float(whole[model, table]["before"])]
+        weights, table, step = rows[row]
+        of = whole[model, weights, table]
+        return [[100 * float(of[step]) / float(of["before"])]]
     return by_model(rows, "change of $R^c$, % (left: it compresses)", change, [{}])
 
 
@@ -106,17 +109,19 @@ def ista():
 def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
-    less their mean."""
+    minus their mean."""
     rows = {"their step, turned": ("trained", "later_turned"),
             "random subspaces": ("trained", "later_elsewhere"),
             "random weights": ("random", "later")}
-    found = {(row["model"], row["weights"], row["centred"]): row for row in rows_of("objective")
-             if row["together"] == "64"}
+    found = {}
+    for row in rows_of("objective"):
+        if row["together"] == "64":
+            found.setdefault((row["model"], row["weights"], row["centred"]), []).append(row)
 
     def shares(model, row):
         weights, column = rows[row]
-        return [100 * float(found[model, weights, centred][column])
-                / float(found[model, "trained", centred]["later"]) for centred in ("False", "True")]
+        return [[100 * float(draw[column]) / float(found[model, "trained", centred][0]["later"])
+                 for draw in found[model, weights, centred]] for centred in ("False", "True")]
     figure = by_model(rows, "added to $R-R^c$, % of what the layers add (blue)", shares,
                       [{}, dict(mfc="white")])
     for ax in figure.axes:
