@@ -1,9 +1,7 @@
 """This process: rank, device, precision, seeds, what it prints, and how it ends."""
-import contextlib
 import hashlib
 import os
 import shutil
-import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -137,28 +135,6 @@ class Processes:
 
 
 # ---- How a command ends -------------------------------------------------------------------------
-@contextlib.contextmanager
-def signals_kept(say, alone):
-    """A list of the SIGINTs and SIGTERMs that come, for a run that ends after its step. A Ctrl-C
-    after the first ends it at once, but not with several processes: torchrun may send them every
-    signal again."""
-    received = []
-
-    def receive(number, frame):
-        if not received:
-            say("ending after this step, with a checkpoint")
-        elif number == signal.SIGINT and alone:
-            raise KeyboardInterrupt
-        received.append(number)
-    handlers = {number: signal.signal(number, receive)
-                for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
     if hasattr(error, "exit_status"):

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from checkpoint import read_checkpoint, reading, write_checkpoint
 from flags import DataFlags, DeviceFlags, option, ROOT, TypeFlags, UserError
-from processes import device_name, is_main, note, SharedError, signals_kept
+from processes import device_name, is_main, note, SharedError
 
 
 @dataclass(kw_only=True)
@@ -140,6 +140,28 @@ class Meter:
 
 
 # ---- A run --------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def signals_kept(say, alone):
+    """A list of the SIGINTs and SIGTERMs that come, for a run that ends after its step. A Ctrl-C
+    after the first ends it at once, but not with several processes: torchrun may send them every
+    signal again."""
+    received = []
+
+    def receive(number, frame):
+        if not received:
+            say("ending after this step, with a checkpoint")
+        elif number == signal.SIGINT and alone:
+            raise KeyboardInterrupt
+        received.append(number)
+    handlers = {number: signal.signal(number, receive)
+                for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 class Run:
     """One training run in one folder, out/TASK-NAME.
 

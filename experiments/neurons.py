@@ -1,20 +1,21 @@
 """Can single neurons be read?
 
-A neuron is one entry of a layer's code, by default the last's: ISTA's or ODL's code, or that of an
-MLP after its GELU. Rows are means over an arch's checkpoints.
+A neuron is one entry of the tokens after the last layer, in CRATE of its code. The control are the
+same tokens, turned by random rotations: then no neuron is left, but all that is linear in them.
 
-A k-sparse probe (Gurnee et al., Finding Neurons in a Haystack, 2023) is a logistic regression on
-the k neurons whose standardized means differ most with a property. It is fitted on half of the
-windows, with as many rows that have the property as not, and scored on the other half
-(chance is 50 %). "k=5" is its mean accuracy over the properties. Purity is the share of one token
-among a neuron's 20 highest activations, mean over at most 100 neurons that fire 20 times.
-Of every model as many neurons are drawn as the narrowest model has dimensions. The control of
---turned is the same code, turned at random: then no neuron is left, but all that is linear in them.
+The F1 score of a property, such as being a digit, of a token or of the next one: one neuron says
+that a token has it, if its activation is at least a threshold, or at most one. Of all neurons, and
+of each rotation, the best is taken. Neuron, side and threshold are chosen on half of the windows,
+and scored on the other. Purity is the share of the commonest token among a neuron's 20 highest
+activations, a mean over neurons. The columns:
 
-    python -m experiments.neurons --ckpt=a.pt,b.pt --untrained
-    python -m experiments.neurons --ckpt=a.pt --stream                  the tokens themselves
+    neuron      the score of the neurons        turned, spread      mean and standard deviation of
+    highest     the best of all rotations                           the score over rotations
+    reached     the share of rotations with at least the neurons' score
+
+    python -m experiments.neurons --untrained --csv=records/neurons.csv
 """
-from dataclasses import dataclass, MISSING
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -22,20 +23,18 @@ import torch
 
 from checkpoint import each_model
 from data.tokenizer import tokenizer_from_meta
-from evaluate import logistic_regression
-from experiments.shared import averages, Flags, random_rotation, write_csv
-from flags import option, parse, UserError
+from experiments.shared import described, Flags, random_rotation, write_csv
+from flags import option, parse
 from measure import inputs, print_table
-from processes import cli
+from processes import cli, with_bar
 
 
 @dataclass(kw_only=True)
 class Neurons(Flags):
-    ckpt: str = option(MISSING, "checkpoints of text, separated by commas")
-    layer: int | None = option(None, "which layer, from 1; auto: the last", low=1)
-    turned: bool = option(False, "also of each code turned by a random rotation")
-    stream: bool = option(False, "read the tokens after the layer, which CRATE's code is, instead")
-    samples: int = option(2000, "windows of text, spread over the split", low=1)
+    ckpt: str = option("pretrained:pydoc-crate-plain,pretrained:pydoc-crate,"
+                       "pretrained:pydoc-transformer", "checkpoints of text, separated by commas")
+    samples: int = option(2000, "windows of text, at most as many as there are", low=1)
+    rotations: int = option(30, "how many", low=2)
 
 
 def text_properties(pieces):
@@ -55,100 +54,100 @@ def text_properties(pieces):
 
 
 class Codes(NamedTuple):
-    """What neurons are read from, a row a token."""
+    """Tokens after the last layer; the last of a window, which has no next one, has no row."""
     values: torch.Tensor                # (N, m)
-    properties: dict                    # name -> bool (N,)
+    properties: dict                    # name -> bool tensor (N,)
     ids: np.ndarray                     # (N,): which token
-    window: np.ndarray                  # (N,): in which window
+    fit: torch.Tensor                   # bool (N,): of the half on which neurons are chosen
 
 
 @torch.no_grad()
 def read_codes(loaded, c):
-    """The Codes of a layer."""
-    layers, decode = loaded.model.layers, tokenizer_from_meta(loaded.meta).decode
-    if c.layer and c.layer > len(layers):
-        raise UserError(f"--layer={c.layer}: {loaded.name} has {len(layers)} layers")
-    if layers[-1].sparsification is None and not c.stream:
-        raise UserError(f"the layers of {loaded.model.config.arch} have no code")
-    windows, values = [], []
+    """The Codes of a model."""
+    decode, windows, values = tokenizer_from_meta(loaded.meta).decode, [], []
     for _, ids in inputs(loaded, c):
-        trace = loaded.model.trace(ids)[(c.layer or 0) - 1]
         windows.append(ids.cpu())
-        values.append((trace.out if c.stream else trace.code).float().cpu())
+        values.append(loaded.model.trace(ids)[-1].out[:, :-1].float().cpu())
     ids = torch.cat(windows).numpy()                                    # (windows, n)
     rows = [text_properties([decode([i]) for i in window]) for window in ids]
-    properties = {name: np.concatenate([row[name] for row in rows]) for name in rows[0]}
-    return Codes(torch.cat(values).flatten(0, 1), properties, ids.flatten(),
-                 np.arange(len(ids)).repeat(ids.shape[1]))
+    properties = {}
+    for name in rows[0]:
+        has = torch.from_numpy(np.stack([row[name] for row in rows]))
+        properties |= {name: has[:, :-1].flatten(), f"next: {name}": has[:, 1:].flatten()}
+    fit = torch.from_numpy(np.random.default_rng(c.seed).permutation(len(ids)) % 2 == 0)
+    return Codes(torch.cat(values).flatten(0, 1), properties, ids[:, :-1].flatten(),
+                 fit.repeat_interleave(ids.shape[1] - 1))
 
 
-def sparse_probe(codes, has, window, k, seed):
-    """Accuracy of a k-sparse probe for the property has (N,), or None where it is too rare. Whole
-    windows (N,) are for fitting or for testing."""
-    rng, halves = np.random.default_rng(seed), []
-    side = rng.permutation(window.max() + 1)[window] % 2
-    for half in (0, 1):
-        rows = [rng.permutation(np.flatnonzero((side == half) & (has == value)))
-                for value in (False, True)]
-        n = min(1000, *map(len, rows))
-        if n < 10:
-            return None
-        halves.append((codes[np.concatenate([row[:n] for row in rows])], torch.arange(2 * n) // n))
-    (x, y), (x_test, y_test) = halves
-    mean, std = x.mean(0), x.std(0).clamp_min(1e-6)
-    x, x_test = (x - mean) / std, (x_test - mean) / std
-    best = (x[y == 1].mean(0) - x[y == 0].mean(0)).abs().topk(min(k, x.shape[1])).indices
-    W, b = logistic_regression(x[:, best], y, 2, 1e-4)
-    return ((x_test[:, best] @ W + b).argmax(1) == y_test).float().mean().item()
+def f1(says, has):
+    return (2 * (says & has).sum() / (says.sum() + has.sum())).item()
 
 
-def purity(codes, columns):
-    """How much of the 20 highest activations of each neuron in `columns` is one token."""
-    top = codes.values[:, columns].topk(min(20, len(codes.values)), 0).indices.numpy()
-    return np.array([np.unique(ids, return_counts=True)[1].max() / len(ids)
-                     for ids in codes.ids[top].T])
+def best_scores(codes):
+    """{property: F1 score of the best neuron}; without those that 20 tokens or fewer have."""
+    values, order = codes.values[codes.fit].sort(0)                     # (n, m)
+    n, test, scores = len(values), codes.values[~codes.fit], {}
+    up_to = torch.arange(1, n + 1)[:, None]             # how many lie at or below each value
+    ends = torch.ones_like(values, dtype=torch.bool)    # of equal values the last counts
+    ends[:-1] = values[1:] > values[:-1]
+    starts = ends.roll(1, 0)
+    for name, has in codes.properties.items():
+        total = has[codes.fit].sum()
+        if total <= 20 or has[~codes.fit].sum() <= 20:
+            continue
+        hits = has[codes.fit][order].float()
+        below = hits.cumsum(0)
+        above = total - below + hits
+        low = (2 * below / (up_to + total) * ends).flatten().max(0)
+        high = (2 * above / (n + 1 - up_to + total) * starts).flatten().max(0)
+        best = torch.maximum(low.values, high.values)
+        i, j = divmod((high if high.values == best else low).indices.item(), values.shape[1])
+        says = test[:, j] >= values[i, j] if high.values == best else test[:, j] <= values[i, j]
+        scores[name] = f1(says, has[~codes.fit])
+    return scores
 
 
-def probed(codes, width, seed):
-    """The numbers of one row of the table, of `width` of the code's neurons."""
-    generator = torch.Generator().manual_seed(seed)
-    chosen = torch.randperm(codes.values.shape[1], generator=generator)[:width]
-    values = codes.values[:, chosen]
-    numbers = dict(neurons=codes.values.shape[1],
-                   nonzeros=(codes.values != 0).float().mean().item())
-    for k in (1, 5, 20):
-        scores = [score for has in codes.properties.values()
-                  if (score := sparse_probe(values, has, codes.window, k, seed)) is not None]
-        numbers[f"k={k}"] = float(np.mean(scores)) if scores else None
-    alive = chosen[(values != 0).sum(0) >= 20][:100]
-    numbers["purity"] = float(purity(codes, alive).mean()) if len(alive) else None
-    return numbers
+def purity(codes):
+    """The mean share of one token among the 20 highest activations of neurons with so many."""
+    alive = codes.values[:, (codes.values != 0).sum(0) >= 20]
+    top = alive.topk(min(20, len(alive)), 0).indices.numpy()
+    return float(np.mean([np.unique(ids, return_counts=True)[1].max() / len(ids)
+                          for ids in codes.ids[top].T]))
 
 
-def turned(codes, seed):
-    """The Codes, with values turned by one random rotation."""
-    generator = torch.Generator().manual_seed(seed)
-    rotation = random_rotation(codes.values.shape[1], generator).to(codes.values)
-    return codes._replace(values=codes.values @ rotation)
+def scored(codes):
+    """best_scores, their mean, and the purity."""
+    scores = best_scores(codes)
+    return scores | {"mean": float(np.mean([*scores.values()])), "purity": purity(codes)}
+
+
+def compared(codes, rotations, seed):
+    """A row for each score of the codes, beside those of the rotations."""
+    own, generator, turned = scored(codes), torch.Generator().manual_seed(seed), []
+    for _ in with_bar(range(rotations), "rotations"):
+        rotation = random_rotation(codes.values.shape[1], generator).to(codes.values)
+        turned.append(scored(codes._replace(values=codes.values @ rotation)))
+    rows = []
+    for name, value in own.items():
+        others = np.array([scores[name] for scores in turned])
+        rows.append(dict(score=name, neuron=value, turned=others.mean(), spread=others.std(ddof=1),
+                         highest=others.max(), reached=(others >= value).mean()))
+    return rows
 
 
 def main(argv):
-    """[{"code", "runs", "neurons", "nonzeros", "k=1", "k=5", "k=20", "purity"}, ...]."""
+    """The rows of --csv."""
     c = parse(Neurons, argv, __doc__)
-    models, runs = [*each_model(c, "gpt")], {}
-    width = min(loaded.model.config.width for loaded in models)
-    for loaded in models:
-        name = f"{loaded.model.config.arch}, {loaded.weights}"
-        seed, codes = c.seed + len(runs.setdefault(name, [])), read_codes(loaded, c)
-        runs[name].append(probed(codes, width, seed))
-        if c.turned:
-            others = runs.setdefault(name + ", turned", [])
-            others.append(probed(turned(codes, seed), width, seed))
-    rows = [dict(code=name, runs=len(each)) | averages(each) for name, each in runs.items()]
-    print_table(rows)
+    found = []
+    for loaded in each_model(c, "gpt"):
+        codes = read_codes(loaded, c)
+        rows = compared(codes, c.rotations, c.seed)
+        found += [described(loaded) | row for row in rows]
+        print(f"{loaded.label}: {codes.values.shape[1]} neurons, {c.rotations} rotations")
+        print_table(rows)
     if c.csv:
-        write_csv(rows, c.csv)
-    return rows
+        write_csv(found, c.csv)
+    return found
 
 
 if __name__ == "__main__":
