@@ -100,7 +100,7 @@ class Loaded(NamedTuple):
     model: nn.Module
     encoder: nn.Module | None       # of image models
     meta: dict                      # data_meta: classes, mean ..., or the tokenizer
-    content: dict                   # the whole file; published ones have no run_config, no step
+    content: dict                   # the whole file; published ones have an empty run_config
     name: str = ""                  # of its folder and file, or of a pretrained model
     weights: str = "trained"        # or random
 

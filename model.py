@@ -863,8 +863,8 @@ class TextConfig(BackboneConfig):
 
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
-    check_word("arch", arch, ARCHS)
     if size is not None:
+        check_word("arch", arch, ARCHS)
         table = SIZES[cls.kind]
         sizes = table.get(arch, table[ARCHS[arch].sizes])
         check_word(f"{arch}: size", size, sizes)
