@@ -191,7 +191,8 @@ class Attention(nn.Module, ABC):
 
 
 class SoftmaxAttention(Attention):
-    """What MSSA and MHSA share: heads that average values by the softmax of queries with keys."""
+    """What MSSA and MHSA share: heads that average values by the softmax of queries with keys. A
+    subclass adds `project`, from tokens to heads, and `join`, back to tokens."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -199,30 +200,30 @@ class SoftmaxAttention(Attention):
         self.rotary = config.rotary
         self.mix = first_mix(self.heads) if config.shift else None
 
+    def forward(self, Z, cache=None):
+        q, k, v = self.queries_keys_values(Z, cache)
+        return self.join(self.attend(q, k, v))
+
     @abstractmethod
     def project(self, Z):
         """Queries, keys and values of the tokens Z, (B, K, n, p) each."""
 
-    def queries_keys_values(self, Z, cache=None):
-        """Queries of the tokens Z; keys and values of the cache's tokens and of Z's after them. In
-        language models with --shift or --rotary they differ from the projections."""
-        q, k, v = self.project(Z)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return shift_and_rotate(q, k, v, self.mix, self.rotary)
+    @abstractmethod
+    def join(self, heads):
+        """From the heads' averages (B, K, n, p) to tokens (B, n, d)."""
 
     def attend(self, q, k, v):
         """The heads' averages of v (B, K, m, p)."""
         dropout = self.dropout if self.training else 0.0
         return attention_output(q, k, v, self.scale, self.causal, dropout)
 
-    @abstractmethod
-    def join(self, heads):
-        """From these averages back to tokens (B, n, d)."""
-
-    def forward(self, Z, cache=None):
-        q, k, v = self.queries_keys_values(Z, cache)
-        return self.join(self.attend(q, k, v))
+    def queries_keys_values(self, Z, cache=None):
+        """The projections of Z; in language models keys and values of the cache's tokens and of Z's
+        after them, with --shift and --rotary as in `shift_and_rotate`."""
+        q, k, v = self.project(Z)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return shift_and_rotate(q, k, v, self.mix, self.rotary)
 
     def map(self, Z):
         """The attention map (B, K, n, n): row i holds the weights of token i's average."""

@@ -35,7 +35,7 @@ from processes import cli
 
 @dataclass(kw_only=True)
 class Sparsify(Flags):
-    scored: int = option(10_000, "the same, to score the model with D = 0 on; 0: no score", low=0)
+    scored: int = option(10_000, "samples to score the model on, with D = 0; 0: no score", low=0)
 
 
 def best_length(A, X, D, lambd):
@@ -124,7 +124,7 @@ def scores(loaded, c):
 
 
 def without_dictionary(loaded, c):
-    """{"score", "score_without_D", "difference", their standard errors}, or None."""
+    """{"score", "score_without_D", "difference", their errors}, or None. It sets every D to 0."""
     layers = loaded.backbone.layers
     if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
         return None
