@@ -198,6 +198,8 @@ def image_meta(classes, size, draft):
         note(f"{len(lone)} of the classes have no pictures to train on, or none to validate on, "
              f"such as {classes[lone[0]]}")
     pictures = mapped(draft / "train_images.bin", np.uint8, (len(train), size, size, 3))
+    if len(val) < 100:
+        note(f"only {len(val)} pictures validate: an accuracy of theirs is rough")
     checksum = zlib.crc32(labels)
     sums = np.zeros((2, 3), np.int64)
     for picture in pictures:

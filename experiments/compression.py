@@ -32,8 +32,7 @@ printed are sums over layers of all but the last, in % of R^c before the step:
     lengths         of steps, attention's being 1; "tokens": of tokens after it, divided by before
 
     python -m experiments.compression --untrained --csv=records/compression.csv
-    python -m experiments.results compression           # the figure
-"""
+    python -m experiments.results compression           # the figure"""
 from dataclasses import dataclass
 
 import torch
@@ -147,11 +146,11 @@ def rows_of(numbers):
 
 
 def shares(rows):
-    """What steps add, summed over layers, in % of R^c before: {column: %} of each table."""
-    return [dict(table=row["table"]) | {
+    """What steps add, summed over layers, in % of R^c before: {table: {column: %}}."""
+    return {row["table"]: {
         name: round(100 * value / row["before"], 3) for name, value in row.items()
         if name not in ("table", "layer", "before") and not name.endswith("_error")}
-        for row in rows if row["layer"] == "all" and row["table"] != "lengths"]
+        for row in rows if row["layer"] == "all" and row["table"] != "lengths"}
 
 
 def moves(share):
@@ -166,11 +165,12 @@ def main(argv):
         rows = rows_of(measured(loaded, c))
         found += [shared.described(loaded) | row for row in rows]
         print(f"{loaded.label}, {c.samples} samples of {c.split}, eps {c.eps:g}: what steps add to "
-              "R^c, %, all layers; --help has the columns")
-        tables = {table.pop("table"): table for table in shares(rows)}
-        print_table([dict(table=name) | table for name, table in tables.items()])
+              "R^c, %, all layers; --help explains; normed: of centred tokens")
+        tables = shares(rows)
+        print_table([dict(step=step) | {name: table[step] for name, table in tables.items()}
+                     for step in tables["raw"]])
         normed, short = tables["normed"], tables["short"]
-        print(f"R^c after LayerNorm: attention {moves(normed['attention'])}, each token alone "
+        print(f"R^c of centred tokens: attention {moves(normed['attention'])}, each token alone "
               f"{moves(normed['alone'])}; by short steps attention {moves(short['attention'])}, "
               f"the gradient {moves(short['gradient'])}")
     if c.csv:
