@@ -75,7 +75,7 @@ def subspace_coding_rate(Z, U, eps=0.5):
 
 
 def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
-    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.  [J] Eq. (15)-(17), [N] Eq. (1).
+    """R(Z) - R^c(Z | U) - lambda ||Z||_0, to be maximized.  [J] Eq. (15)-(16), [N] Eq. (1).
 
     Z (..., n, d) -> (...). [S]'s measure of a network is minus its mean over layers."""
     rates = coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps)

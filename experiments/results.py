@@ -112,6 +112,7 @@ def objective():
     minus their mean."""
     rows = {"their step, turned": ("trained", "later_turned"),
             "random subspaces": ("trained", "later_elsewhere"),
+            "random heads": ("trained", "later_heads"),
             "random weights": ("random", "later")}
     found = {}
     for row in rows_of("objective"):
@@ -145,8 +146,9 @@ def images():
 def text():
     """How far the loss of each run on text is above the mean of the transformer's three."""
     sets = {"Python's manual": "pydoc-{}-neither", "the same, --rotary --shift": "pydoc-{}-shift",
-            "books, --rotary --shift": "bookchars-short-{}"}
-    figure, ((ax,),) = new_figure(1, 1, 7, 2.2)
+            "books, --rotary --shift": "bookchars-short-{}",
+            "masked characters": "pydoc-masked-{}"}
+    figure, ((ax,),) = new_figure(1, 1, 7, 2.5)
     dot_rows(ax, sets, "loss above the transformer's, nats a character")
     for place, folder in enumerate(sets.values()):
         losses = {arch: [scores(f"{folder.format(arch)}-{seed}", "loss")[-1][1]
