@@ -8,24 +8,20 @@ are, and of those minus their mean, after a LayerNorm without gain and bias; wit
     attention       MSSA(LN(Z))
     reversed        attention's step times -1
     turned          attention's step, turned by a random rotation, one a layer and a batch
-    one_map         attention with the mean map of the batch for every sample: which tokens are
-                    averaged no longer depends on the sample
+    one_map         attention with the mean map of the batch for every sample
     shuffled        attention with the weights of each token dealt at random to the others that it
                     sees; its own weight it keeps
-    others          attention with each token's own weight taken out and the rest divided by their
-                    sum (the first token of a text then has none)
-    alone           attention of each token to itself alone, with weight 1: no averages (with
-                    --shift its value has a part of the token before)
+    others          attention with each token's own weight taken out, the rest divided by their sum
+    alone           attention of each token to itself alone, with weight 1: no averages
     others_turned, alone_turned     these two, turned by that rotation
     shrink          -sum_k U_k U_k^* LN(Z), the term of (33) that (45) leaves out, U as learned
     gradient        minus the exact gradient (31) of R^c at LN(Z), which MSSA was derived from
 
-Six tables, of each layer and of `all`, are kept by --csv, with standard errors over samples;
-printed are sums over layers of all but the last, in % of R^c before the step:
+Tables, by layer and for `all` in --csv; printed are sums over layers in % of R^c before the step:
 
     raw             what a step adds to R^c of the tokens
     normed          what it adds to R^c of the tokens minus their mean, after a LayerNorm; a step,
-                    less its mean, is as long as attention's
+                    minus its mean, is as long as attention's
     own_length      the same, each step at its own length (of shrink and gradient it has no meaning)
     short           the same, each step 1 % as long as the tokens minus their mean
     elsewhere       normed, but R^c of random subspaces in place of U

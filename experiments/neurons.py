@@ -1,7 +1,8 @@
 """Can single neurons be read?
 
-A neuron is one entry of the tokens after the last layer, in CRATE of its code. The control are the
-same tokens, turned by random rotations: then no neuron is left, but all that is linear in them.
+A neuron is one entry of the tokens after the last layer, in CRATE of its code. The controls are the
+same tokens, turned by random rotations or to their principal axes: then no neuron is left, but all
+that is linear in them.
 
 The F1 score of a property, such as being a digit, of a token or of the next one: one neuron says
 that a token has it, if its activation is at least a threshold, or at most one. Of all neurons, and
@@ -10,8 +11,8 @@ and scored on the other. Purity is the share of the commonest token among a neur
 activations, a mean over neurons. The columns:
 
     neuron      the score of the neurons        turned, spread      mean and standard deviation of
-    highest     the best of all rotations                           the score over rotations
-    reached     the share of rotations with at least the neurons' score
+    axes        of the principal axes                               the score over rotations
+    highest     of the best rotation            reached             the share with the neurons'
 
     python -m experiments.neurons --untrained --csv=records/neurons.csv
 """
@@ -122,16 +123,17 @@ def scored(codes):
 
 
 def compared(codes, rotations, seed):
-    """A row for each score of the codes, beside those of the rotations."""
-    own, generator, turned = scored(codes), torch.Generator().manual_seed(seed), []
-    for _ in with_bar(range(rotations), "rotations"):
-        rotation = random_rotation(codes.values.shape[1], generator).to(codes.values)
-        turned.append(scored(codes._replace(values=codes.values @ rotation)))
-    rows = []
+    """A row for each score of the codes, beside those of the controls."""
+    def turned(rotation):
+        return scored(codes._replace(values=codes.values @ rotation.to(codes.values)))
+    own, axes = scored(codes), turned(torch.linalg.eigh(codes.values.T.double().cov())[1])
+    generator, m, rows = torch.Generator().manual_seed(seed), codes.values.shape[1], []
+    others = [turned(random_rotation(m, generator)) for _ in with_bar(range(rotations), "turned")]
     for name, value in own.items():
-        others = np.array([scores[name] for scores in turned])
-        rows.append(dict(score=name, neuron=value, turned=others.mean(), spread=others.std(ddof=1),
-                         highest=others.max(), reached=(others >= value).mean()))
+        each = np.array([scores[name] for scores in others])
+        rows.append(dict(score=name, neuron=value, axes=axes[name], turned=each.mean(),
+                         spread=each.std(ddof=1), highest=each.max(),
+                         reached=(each >= value).mean()))
     return rows
 
 
