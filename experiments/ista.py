@@ -15,8 +15,7 @@ The table: each layer's codes A. Sums over a sample's tokens, mean +- standard e
     optimum   of (42), within 1 %             lasso      l1 + fit, the two terms of (41)
     at_best_length      lasso of A with each token times the best number >= 0
     error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
-(A of CRATE-alpha starts at 0 and has more entries than X.) Then the score of a trained CRATE, and
-with D = 0.
+Then the score of a trained CRATE, and with D = 0.
 """
 import copy
 from dataclasses import dataclass, replace
@@ -61,18 +60,19 @@ def optimum(X, D, lambd, tolerance=0.01):
     step = 1 / torch.linalg.matrix_norm(D, 2) ** 2
     gram, correlation = D.mT @ D, X @ D
     A = ahead = torch.zeros_like(correlation)
-    t, i = 1.0, 0
-    while True:
+    t = 1.0
+    for i in range(100_000):            # at lambda = 0 the bound tells nothing
         if i % 20 == 0:
             above = (1 - tolerance) * sum(lasso(A, X, D, lambd)) > lower_bound(A, X, D, lambd)
             if not above.any():         # nor where it is NaN
-                return A
+                break
         new = F.relu(ahead - step * (ahead @ gram - correlation + lambd))
         if ((ahead - new) * (new - A)).sum() > 0:
             t = 1.0
         following = (1 + (1 + 4 * t ** 2) ** 0.5) / 2
         ahead = new + (t - 1) / following * (new - A)
-        A, t, i = new, following, i + 1
+        A, t = new, following
+    return A
 
 
 def codes(X, operator):
