@@ -68,14 +68,14 @@ def steps(layer, Z, generator, eps):
     attention, X, U = layer.attention, layer.norm1(Z), layer.attention.bases()
     values, A = attention.queries_keys_values(X)[2], attention.map(X)
     dealt = shuffled(A, attention.causal, generator)
-    others = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
-    others = others / others.sum(-1, keepdim=True).clamp_min(1e-12)
+    rest = A - torch.diag_embed(A.diagonal(dim1=-2, dim2=-1))
+    rest = rest / rest.sum(-1, keepdim=True).clamp_min(1e-12)
     rotation = shared.random_rotation(Z.shape[2], generator).to(Z)
-    found = dict(attention=attention(X), others=attention.join(others @ values),
-                 alone=attention.join(values))
-    turned = {f"{name}_turned": step @ rotation for name, step in found.items()}
-    return found | dict(
-        turned=turned.pop("attention_turned"), **turned, reversed=-found["attention"],
+    step, alone = attention(X), attention.join(values)
+    others = attention.join(rest @ values)
+    return dict(
+        attention=step, others=others, alone=alone, turned=step @ rotation,
+        others_turned=others @ rotation, alone_turned=alone @ rotation, reversed=-step,
         one_map=attention.join(A.mean(0, keepdim=True) @ values),
         shuffled=attention.join(dealt @ values), shrink=-(X[:, None] @ U @ U.mT).sum(1),
         gradient=-subspace_coding_rate_grad(X, unit_size(U), eps))
@@ -87,32 +87,32 @@ def length(T):
 
 
 def changes(layer, Z, generator, eps, together=1):
-    """{(table, column): a number for each sample of Z (B, n, d), or each set of samples}."""
+    """{table: {column: a number for each sample of Z (B, n, d), or each set of samples}}."""
     U = unit_size(layer.attention.bases())
     V = shared.random_subspaces(U.shape[1], U.shape[0], generator).to(U)
     own = steps(layer, Z, generator, eps)
-    scaled, short = ({name: step * of / length(step) for name, step in own.items()}
-                     for of in (length(own["attention"]), length(Z) / 100))
 
-    tables = dict(raw=(own, torch.nn.Identity(), U), normed=(scaled, centred_normed, U),
-                  own_length=(own, centred_normed, U), short=(short, centred_normed, U),
-                  elsewhere=(scaled, centred_normed, V))
-    found = {}
-    for table, (added, seen, subspaces) in tables.items():
+    def as_long(norm):
+        return {name: step * norm / length(step) for name, step in own.items()}
+
+    def added(steps, seen=centred_normed, subspaces=U):
         def rate(T):
             return subspace_coding_rate(seen(shared.one_set(T, together)), subspaces, eps)
-        before = found[table, "before"] = rate(Z)
-        for name, step in added.items():
-            found[table, name] = rate(Z + step) - before
-    found["lengths", "tokens"] = ((Z + own["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
-    for name, step in own.items():
-        found["lengths", name] = (length(step) / length(own["attention"])).flatten()
-    return found
+        before = rate(Z)
+        return dict(before=before) | {name: rate(Z + step) - before for name, step in steps.items()}
+
+    attentions = length(own["attention"])
+    lengths = {name: (length(step) / attentions).flatten() for name, step in own.items()}
+    longer = ((Z + own["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
+    return dict(
+        raw=added(own, seen=torch.nn.Identity()), normed=added(as_long(attentions)),
+        own_length=added(own), short=added(as_long(length(Z) / 100)),
+        elsewhere=added(as_long(attentions), subspaces=V), lengths=dict(tokens=longer) | lengths)
 
 
 @torch.no_grad()
 def measured(loaded, c):
-    """{(table, column): numbers (L + 1, N) of each layer and of all, and of each sample} of one
+    """{table: {column: numbers (L + 1, N) of each layer and of all, and of each sample}} of one
     model, in float64."""
     loaded.model.cpu().double()
     config, generator = loaded.model.config, torch.Generator().manual_seed(c.seed)
@@ -120,22 +120,22 @@ def measured(loaded, c):
         raise UserError(f"{config.arch} has no attention map, which a control replaces")
     batches = [[changes(layer, trace.tokens, generator, c.eps, c.together)
                 for layer, trace in traced] for traced in traces(loaded, c)]
-    numbers = {}
-    for table, column in batches[0][0]:
-        each = torch.cat([torch.stack([layer[table, column] for layer in batch])
+
+    def of_layers(table, column):
+        each = torch.cat([torch.stack([layer[table][column] for layer in batch])
                           for batch in batches], 1)                                     # (L, N)
         every = each.mean(0) if table == "lengths" else each.sum(0)
-        numbers[table, column] = torch.cat([each, every[None]])
-    return numbers
+        return torch.cat([each, every[None]])
+    return {table: {column: of_layers(table, column) for column in columns}
+            for table, columns in batches[0][0].items()}
 
 
 def rows_of(numbers):
     """A row for each table and layer, and for all layers: means and standard errors."""
     rows = []
-    for table in dict.fromkeys(table for table, _ in numbers):
-        columns = {column: each for (of, column), each in numbers.items() if of == table}
+    for table, columns in numbers.items():
         for l, values in enumerate(zip(*columns.values()), 1):
-            last = l == len(numbers["raw", "before"])
+            last = l == len(numbers["raw"]["before"])
             row = dict(table=table, layer="all" if last else l)
             rows.append(row | shared.averages(shared.each_sample(**dict(zip(columns, values)))))
     return rows

@@ -134,23 +134,23 @@ def test_changes(arch, eps=0.3):
         T = T - T.mean(2, keepdim=True)
         return T / (T.square().mean(2, keepdim=True) + 1e-5).sqrt()
     grown = (Z + added["attention"]).norm(dim=2) / Z.norm(dim=2)
-    assert_near(found["lengths", "tokens"], grown.mean(1))
+    assert_near(found["lengths"]["tokens"], grown.mean(1))
     for name, step in added.items():
         length, own = ((T - T.mean(1, keepdim=True)).norm(dim=(1, 2))
                        for T in (step, added["attention"]))
         length = length / own
-        assert_near(found["lengths", name], length)
-        assert_near(found["raw", name], rate(Z + step) - rate(Z))
+        assert_near(found["lengths"][name], length)
+        assert_near(found["raw"][name], rate(Z + step) - rate(Z))
         scaled = step / length[:, None, None]
         tokens = (Z - Z.mean(1, keepdim=True)).norm(dim=(1, 2)) / own
         for table, (step, bases) in dict(
                 normed=(scaled, U), own_length=(step, U), elsewhere=(scaled, V),
                 short=(0.01 * tokens[:, None, None] * scaled, U)).items():
-            assert_near(found[table, name],
+            assert_near(found[table][name],
                         rate(after_norm(Z + step), bases) - rate(after_norm(Z), bases))
     of_all = compression.changes(layer, Z, torch.Generator(), eps, together=3)
     whole, one = (T.flatten(0, 1)[None] for T in (Z, Z + added["attention"]))
-    assert_near(of_all["normed", "attention"], rate(after_norm(one)) - rate(after_norm(whole)))
+    assert_near(of_all["normed"]["attention"], rate(after_norm(one)) - rate(after_norm(whole)))
 
 
 @torch.no_grad()
@@ -168,11 +168,11 @@ def test_tables(tmp_path, cache):
         assert float(kept["alone"]) == pytest.approx(row["alone"], rel=1e-3)
     c = compression.parse(compression.Compression, flags, "")
     numbers = compression.measured(load_model(path), c)
-    own = numbers["normed", "alone"]
+    own = numbers["normed"]["alone"]
     assert own.shape == (3, 6)                                          # layers and all, samples
     assert rows[3]["alone"] == pytest.approx(own[0].mean().item())
     assert rows[3]["alone_error"] == pytest.approx((own[0].std() / 6 ** 0.5).item())
     assert rows[5]["alone"] == pytest.approx(own[:2].mean(1).sum().item())
-    assert rows[17]["alone"] == pytest.approx(numbers["lengths", "alone"][:2].mean().item())
+    assert rows[17]["alone"] == pytest.approx(numbers["lengths"]["alone"][:2].mean().item())
     share = compression.shares(compression.rows_of(numbers))["normed"]
     assert share["alone"] == pytest.approx(100 * rows[5]["alone"] / rows[5]["before"], abs=0.01)

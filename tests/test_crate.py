@@ -33,7 +33,7 @@ def test_same_weights_same_logits():
         for value, wanted in zip(row.values(), (
                 100 * numbers["attention_Rc"].mean() / before.mean(),
                 100 * numbers["attention_Rc_normed"].mean() / start.mean(),
-                100 * control["normed", "alone"].mean() / start.mean(),
+                100 * control["normed"]["alone"].mean() / start.mean(),
                 numbers["objective"], 100 * numbers["nonzeros"]), strict=True):
             assert_near(value.double(), wanted.double().mean(), 1e-5)
 

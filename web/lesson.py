@@ -78,8 +78,7 @@ def in_layers(backbone, x):
     rows = derivation.by_layer(backbone, x)
     for row, layer, trace in zip(rows, backbone.layers, backbone.trace(x)):
         added = compression.changes(layer, trace.tokens, torch.Generator().manual_seed(0), eps=0.1)
-        normed = {name: value for (table, name), value in added.items() if table == "normed"}
-        numbers = layer_numbers(layer, trace, lambd=0) | costs(layer, trace) | normed
+        numbers = layer_numbers(layer, trace, lambd=0) | costs(layer, trace) | added["normed"]
         row |= {name: value.mean().item() for name, value in numbers.items()}
     return {name: [row[name] for row in rows] for name in rows[0]}
 
