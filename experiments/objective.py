@@ -50,7 +50,7 @@ def random_heads(U, rotation):
 
 
 def added(traced, together, centred, seed, eps=0.1):
-    """{name: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
+    """{column: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
     `together` samples' tokens as one set, or of these minus their mean (centred)."""
     rows = []
     for layer, trace in traced:
@@ -71,9 +71,9 @@ def added(traced, together, centred, seed, eps=0.1):
             before = subspace_coding_rate(Z, subspaces, eps)
             return (subspace_coding_rate(T, subspaces, eps) - before).mean()
         R_out, Rc_out = R(out), Rc(out)
-        rows.append({"": R_out - Rc_out, "_R": R_out, "_Rc": Rc_out,
-                     "_turned": R(other) - Rc(other),
-                     "_heads": R_out - Rc(out, mixed), "_elsewhere": R_out - Rc(out, V)})
+        rows.append(dict(later=R_out - Rc_out, later_R=R_out, later_Rc=Rc_out,
+                         later_turned=R(other) - Rc(other), later_heads=R_out - Rc(out, mixed),
+                         later_elsewhere=R_out - Rc(out, V)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -93,9 +93,9 @@ def main(argv):
             changes = {name: torch.stack([part[name] for part in parts]).mean(0)
                        for name in parts[0]}
             first = dict(together=together, centred=centred, seed=c.seed,
-                         first=changes[""][0].item())
+                         first=changes["later"][0].item())
             rows.append(shared.described(loaded) | first | {
-                f"later{name}": change[1:].sum().item() for name, change in changes.items()})
+                name: change[1:].sum().item() for name, change in changes.items()})
     print("what layers add, nats")
     print_table(rows)
     if c.csv:
