@@ -4,7 +4,6 @@ One schema for all tasks: {format, task, model, model_config, data_meta, run_con
 optimizer, extra}. `model` holds the weights to evaluate, SimDINO's teacher's; its student's are in
 extra["student"]. An image encoder is always `encoder.*`."""
 import argparse
-import contextlib
 import math
 import os
 import re
@@ -18,7 +17,7 @@ from torch import nn
 
 from flags import not_one_of, OpenFlags, ROOT, UserError
 from model import CRATE_SIZES, ImageClassifier, ImageEncoder, LanguageModel, MaskedAutoencoder
-from processes import note, Processes
+from processes import note, one_line, Processes
 
 FORMAT = "crate-3"
 PRETRAINED = ROOT / "data" / "pretrained"
@@ -46,16 +45,10 @@ def write_checkpoint(path, content, keep_previous=True):
         raise UserError(f"cannot write {path}: {cause}") from None
 
 
-@contextlib.contextmanager
 def reading(path):
     """Around reading a file and what takes its content: whatever is wrong with it is a UserError.
     Models are built outside, so that a mistake in an operator keeps its traceback."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: "
-        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
-        raise UserError(f"{path} cannot be read as a checkpoint: {kind}{reason}") from None
+    return one_line(f"{path} cannot be read as a checkpoint")
 
 
 def read_file(path):
@@ -70,7 +63,7 @@ def read_file(path):
     except OSError:                             # such as: there is no file
         raise
     except Exception:                           # any kind, and a page of text
-        raise ValueError("it is damaged, not of torch, or holds more than tensors and plain "
+        raise UserError("it is damaged, not of torch, or holds more than tensors and plain "
                          "values, which could run code") from None
 
 
@@ -86,7 +79,7 @@ def read_checkpoint(path, *tasks, heads=None):
         if "format" not in content:
             content = dict(format=FORMAT) | translated(content, heads)
         if content["format"] != FORMAT:
-            raise ValueError(f"it is not of format {FORMAT}")
+            raise UserError(f"it is not of format {FORMAT}")
         task = content["task"]
     if tasks and task not in tasks:
         raise UserError(f"{path} is of task {task}, not {' or '.join(tasks)}")
@@ -196,7 +189,7 @@ HEADS = {size["width"]: size["heads"] for size in CRATE_SIZES.values()}
 def translated(content, heads=None):
     """What `load_model` needs of a published file, which is a state dict or holds one. Sizes are
     read off the tensors. `heads` leave no trace in them: those of the published widths are known,
-    crate-lm has one for each 64 dimensions, other widths need them. Raises ValueError."""
+    crate-lm has one for each 64 dimensions, other widths need them. Raises UserError."""
     for key in ("state_dict", "model"):         # one of them, or none, is around it
         content = content.get(key, content)
     state = {}
@@ -208,12 +201,12 @@ def translated(content, heads=None):
     dictionaries = [name for name in state if name.endswith(".D")]
     layers = sum("sparsification" in name for name in dictionaries)
     if not layers:
-        raise ValueError("it has no dictionary, neither as ours nor as an official checkpoint")
+        raise UserError("it has no dictionary, neither as ours nor as an official checkpoint")
 
     if "embed.weight" in state:
         task, arch, meta = "gpt", "crate-lm", dict(tokenizer=dict(kind="gpt2"))
         if not state.pop("lm_head.weight", state["embed.weight"]).equal(state["embed.weight"]):
-            raise ValueError("its lm_head.weight is not its embedding")
+            raise UserError("its lm_head.weight is not its embedding")
         state |= {name: state[name].mT for name in dictionaries}        # theirs are (4 d, d)
         config = dict(vocab_size=len(state["embed.weight"]), context=len(state["positions"]))
     else:
@@ -234,7 +227,7 @@ def translated(content, heads=None):
     if heads is None:
         heads = d // 64 if task == "gpt" else HEADS.get(d)
         if heads is None:
-            raise ValueError(f"no published {arch} has width {d}: say how many --heads it has")
+            raise UserError(f"no published {arch} has width {d}: say how many --heads it has")
         note(f"read as {arch} of width {d}, {layers} layers and K = {heads} heads, which the file "
              "does not hold; another K (the authors' emergence demo has 6) is --heads=K")
     config |= dict(arch=arch, width=d, heads=heads, layers=layers)

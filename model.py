@@ -324,8 +324,8 @@ class LayerTrace(NamedTuple):
 
 
 def layer_norm(config):
-    own = config.surroundings
-    return nn.LayerNorm(config.width, own.norm_eps, bias=own.bias)
+    around = config.surroundings
+    return nn.LayerNorm(config.width, around.norm_eps, bias=around.bias)
 
 
 class Layer(nn.Module):
@@ -483,9 +483,9 @@ class MHSA(SoftmaxAttention):
 
     def __init__(self, config):
         super().__init__(config)
-        own, inner = config.surroundings, self.heads * self.p
-        self.QKV = nn.Linear(config.width, 3 * inner, bias=own.qkv_bias)
-        self.W = nn.Linear(inner, config.width, bias=own.out_bias)
+        around, inner = config.surroundings, self.heads * self.p
+        self.QKV = nn.Linear(config.width, 3 * inner, bias=around.qkv_bias)
+        self.W = nn.Linear(inner, config.width, bias=around.out_bias)
 
     def bases(self):
         return self.QKV.weight.view(3, self.heads, self.p, -1)[2].mT    # the values', without bias
@@ -662,7 +662,11 @@ class Surroundings:
     bias: bool = True                   # of LayerNorms and MLPs
     qkv_bias: bool = True               # only MHSA and TSSA can have it
     out_bias: bool = True               # on the attention's output map
-    # of image models; `LanguageModel` has its own initialization
+
+
+@dataclass(frozen=True)
+class ImageSurroundings(Surroundings):
+    """The same in image models, and their initialization; `LanguageModel` has its own."""
     stem: str = "plain"                 # norm: LN, Linear, LN on each patch; plain: one Linear
     final_norm: bool = True             # an LN after the last layer
     init_std: float | None = 0.02       # of Linears; None: PyTorch's
@@ -671,10 +675,11 @@ class Surroundings:
     embed_kaiming: bool = False         # patch embedding, as in CRATE-alpha's released JAX code
 
 
-AS_CRATE = Surroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False,
-                        init_std=None, class_token_std=1.0, positions_std=1.0)
-AS_ALPHA = Surroundings(out_bias=False, final_norm=False, class_token_std=1e-6, embed_kaiming=True)
-AS_VIT = Surroundings()
+AS_CRATE = ImageSurroundings(norm_eps=1e-5, qkv_bias=False, stem="norm", final_norm=False,
+                             init_std=None, class_token_std=1.0, positions_std=1.0)
+AS_ALPHA = ImageSurroundings(out_bias=False, final_norm=False, class_token_std=1e-6,
+                             embed_kaiming=True)
+AS_VIT = ImageSurroundings()
 AS_GPT = Surroundings(norm_eps=1e-5, bias=False, qkv_bias=False, out_bias=False)
 AS_CRATE_LM = Surroundings(norm_eps=1e-5)
 FINAL_EPS = 1e-6        # of the LN after an image model's last layer: ViT's, and CRATE-MAE's too
@@ -684,7 +689,7 @@ class Arch(NamedTuple):
     """The operators of a layer, and their surroundings."""
     attention: type
     sparsification: type | None         # None: attention only
-    in_images: Surroundings
+    in_images: ImageSurroundings
     residual: bool = False              # around step 2; a proximal step has one inside
     output: str = "learned"             # of MSSA
     layer_scale: float = 0.0            # at initialization; 0: none
@@ -783,7 +788,7 @@ class BackboneConfig:
         if not isinstance(self.arch, Arch):
             check_word("arch", self.arch, ARCHS)
         if self.surroundings is None:
-            raise ConfigError(f"arch={self.arch} is for images only")
+            raise ConfigError("this arch is for images only")
         if self.rotary or self.shift:
             if self.kind != "text" or not issubclass(self.row.attention, SoftmaxAttention):
                 raise ConfigError("rotary and shift are for text, with MSSA or MHSA")
@@ -796,7 +801,7 @@ class BackboneConfig:
                 raise ConfigError(f"heads={K} does not divide width={d}; use one of {fits}")
             self.head_dim = d // K
         if self.row.output == "transpose" and K * self.head_dim != d:
-            raise ConfigError(f"{self.arch}: heads x head_dim, {K} x {self.head_dim}, is not {d}")
+            raise ConfigError(f"heads x head_dim, {K} x {self.head_dim}, is not {d}, as U^* needs")
         if self.rotary and self.head_dim % 2:
             raise ConfigError(f"rotary turns pairs of entries: head_dim={self.head_dim} is odd")
 
@@ -861,14 +866,14 @@ class TextConfig(BackboneConfig):
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
 
-
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
     if size is not None:
-        check_word("arch", arch, ARCHS)
-        table = SIZES[cls.kind]
-        sizes = table.get(arch, table[ARCHS[arch].sizes])
-        check_word(f"{arch}: size", size, sizes)
+        if not isinstance(arch, Arch):
+            check_word("arch", arch, ARCHS)
+        table, row = SIZES[cls.kind], ARCHS.get(arch, arch)
+        sizes = table.get(arch, table[row.sizes])
+        check_word("size", size, sizes)
         given = sizes[size] | given
     return cls(arch=arch, **given)
 
@@ -1023,9 +1028,8 @@ class MaskedAutoencoder(nn.Module):
         self.config = c = config
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
-        # DecoderLayer reverses a proximal step; a residual branch has no such reverse
-        proximal = c.row.sparsification is not None and not c.row.residual
-        layer = DecoderLayer if proximal else Layer
+        # DecoderLayer reverses the ISTA step; a residual branch has no such reverse
+        layer = DecoderLayer if c.row.sparsification is ISTA and not c.row.residual else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
         self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)

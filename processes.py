@@ -1,4 +1,5 @@
 """This process: rank, device, precision, seeds, what it prints, and how it ends."""
+import contextlib
 import hashlib
 import os
 import shutil
@@ -49,9 +50,10 @@ def wants_compile(wanted, device):
 
 # ---- Seeds, and what is printed -----------------------------------------------------------------
 def derive_seed(*purpose):
-    """A 63-bit seed, a function of the arguments: no state has to be saved."""
+    """A 32-bit seed, as much as torch's CPU generator reads: a function of the arguments, so that
+    no state has to be saved."""
     digest = hashlib.blake2b(repr(purpose).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    return int.from_bytes(digest, "big") >> 1 & 0xFFFFFFFF
 
 
 def is_main():
@@ -134,7 +136,21 @@ class Processes:
         return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-# ---- How a command ends -------------------------------------------------------------------------
+# ---- Errors, and how a command ends -------------------------------------------------------------
+@contextlib.contextmanager
+def one_line(what, advice=""):
+    """Around what reads a person's files or the network, which may raise anything. It becomes a
+    UserError, "WHAT: why"; if it was none before, with `advice`."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ or error        # behind "an error while generating the dataset"
+        if hasattr(cause, "exit_status"):
+            raise UserError(f"{what}: {cause}") from None
+        reason = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
+        raise UserError(f"{what}: {' '.join(reason.split())[:300]}{advice}") from error
+
+
 def ending(error):
     """(exit status, line for stderr) of an error, or None for a mistake of the program."""
     if hasattr(error, "exit_status"):

@@ -16,7 +16,7 @@ from processes import to_device
 class BatchRandom:
     """Random numbers for a global batch, of which this process keeps its own rows; on the CPU. Each
     draw is made for all `batch` samples and then cut to the b of `rows`, so that N processes with
-    the same seed see the images that one would. Only the low 32 bits of `seed` count."""
+    the same seed see the images that one would."""
 
     def __init__(self, seed, batch, rows=slice(None)):
         self.batch, self.rows = batch, rows

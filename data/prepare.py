@@ -34,7 +34,7 @@ from tqdm import tqdm
 from data import folders, shapes
 from data.tokenizer import CharTokenizer, GPT2Tokenizer
 from flags import CACHE, not_one_of, option, parse, UserError
-from processes import cli, note
+from processes import cli, note, one_line
 
 SEED = 2357         # of every order and part that is drawn
 
@@ -242,22 +242,6 @@ SETS = {**IMAGES, **TEXTS}
 
 
 # ---- Preparing and opening ----------------------------------------------------------------------
-@contextlib.contextmanager
-def one_line(name, advice, expected=Exception):
-    """What goes wrong inside, of the `expected` kinds, is one line for the user. A reader or the
-    Hub may raise any."""
-    try:
-        yield
-    except expected as error:
-        cause = error.__cause__ or error        # behind "an error while generating the dataset"
-        if isinstance(cause, UserError):
-            raise UserError(f"{name}: {cause}") from None
-        if isinstance(cause, (NameError, AttributeError)):      # a mistake of ours
-            raise
-        reason = f"{type(cause).__name__}: {' '.join(str(cause).split())[:200]}"
-        raise UserError(f"{name}: {reason}{advice}") from error
-
-
 def prepare(name, row, source=None, cache=CACHE):
     """Writes cache/NAME as its row says, if it is not there."""
     folder, draft = Path(cache) / name, Path(cache) / f".{name}.draft"
@@ -309,7 +293,7 @@ def opened(name, kind, cache):
             raise UserError(how_to_get(name, sets, cache))
         prepare(name, sets[name], cache=cache)
     again = f"; delete {folder} and prepare it again"
-    with one_line(name, again, (UserError, OSError, ValueError, KeyError)):
+    with one_line(name, again):
         meta = json.loads((folder / "meta.json").read_bytes())
         if meta["kind"] != kind:
             raise UserError(f"this is a set of {meta['kind']}, not of {kind}")

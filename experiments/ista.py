@@ -28,7 +28,7 @@ from data.images import split_for
 from experiments.shared import averages, described, each_sample, Flags, write_csv
 from flags import option, parse, UserError
 from measure import inputs, print_table, traces
-from model import ISTA, ista, lasso, ODL
+from model import ISTA, ista, lasso, ODL, TiedODL
 from processes import cli
 
 
@@ -79,7 +79,7 @@ def codes(X, operator):
     """{name: A (B, n, m)}, the codes of the table."""
     A = operator.code(X)
     found = dict(step=A, zero=torch.zeros_like(A), optimum=optimum(X, operator.D, operator.lambd))
-    if A.shape == X.shape:
+    if type(operator) is ISTA:
         steps = [ista(X, operator.D, tenths / 10, operator.lambd) for tenths in range(1, 11)]
         found |= dict(start=X, relu=F.relu(X), threshold=F.relu(X - operator.eta * operator.lambd),
                       best_step=min(steps, key=lambda A: sum(
@@ -92,7 +92,7 @@ def table(loaded, c):
     """The rows of the table."""
     loaded = copy.deepcopy(loaded)
     loaded.model.cpu().double()
-    if not isinstance(loaded.backbone.layers[0].sparsification, (ISTA, ODL)):
+    if type(loaded.backbone.layers[0].sparsification) not in (ISTA, ODL, TiedODL):
         raise UserError(f"{loaded.model.config.arch} has no sparse code in a dictionary D")
     samples = {}
     for traced in traces(loaded, c):
@@ -126,7 +126,7 @@ def scores(loaded, c):
 def without_dictionary(loaded, c):
     """{"score", "score_without_D", "difference", their errors}, or None. It sets every D to 0."""
     layers = loaded.backbone.layers
-    if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
+    if loaded.task not in ("vit", "gpt") or type(layers[0].sparsification) is not ISTA:
         return None
     before = scores(loaded, c)
     for layer in layers:
