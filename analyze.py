@@ -92,6 +92,9 @@ def layers(c):
         print(f"{loaded.label}, {c.split}: rates in nats, eps {c.eps:g}; --help has the columns")
         print_table(table)
         print(f"sparse rate reduction, mean over layers (higher is better): {mean:.3f}")
+        falls = [f"{name} {sum(b[name] < a[name] for a, b in zip(table, table[1:]))}"
+                 for name in ("Rc_tokens", "Rc", "nonzeros")]        # as both do in [N] Fig. 3, 4
+        print(f"falls from a layer to the next, in {len(table) - 1} places: {', '.join(falls)}")
     draw_layers(runs, c)
     return runs
 

@@ -10,11 +10,10 @@ computed; shares are in %. X is LN(Z) for attention, LN(Z^{l+1/2}) for the code;
 import torch
 from torch.nn import functional as F
 
-from checkpoint import each_model
-from experiments.shared import described, Flags, write_csv
+from experiments.shared import Flags, report
 from flags import parse, UserError
-from measure import at_norm, inputs, print_table
-from model import by_head, coding_rate, ISTA, MSSA
+from measure import at_norm, inputs
+from model import ARCHS, by_head, coding_rate
 from processes import cli
 
 EPS = 0.5
@@ -71,22 +70,18 @@ def by_layer(backbone, x):
     return [{name: value.mean().item() for name, value in row.items()} for row in rows]
 
 
+def rows_of(loaded, c):
+    """A row for each layer of a CRATE, in float64."""
+    config = loaded.model.cpu().double().config
+    if config.row != ARCHS["crate"]:
+        raise UserError(f"{config.arch} has another layer than CRATE's")
+    x = torch.cat([x for _, x in inputs(loaded, c)])
+    return [dict(layer=l) | row for l, row in enumerate(by_layer(loaded.backbone, x), 1)]
+
+
 def main(argv):
     """The rows of --csv, one a layer."""
-    c = parse(Flags, argv, __doc__)
-    found = []
-    for loaded in each_model(c):
-        config = loaded.model.cpu().double().config
-        if config.row[:2] != (MSSA, ISTA) or config.row.output != "learned":
-            raise UserError(f"{config.arch} has another layer than CRATE's")
-        x = torch.cat([x for _, x in inputs(loaded, c)])
-        rows = [dict(layer=l) | row for l, row in enumerate(by_layer(loaded.backbone, x), 1)]
-        print(loaded.label)
-        print_table(rows)
-        found += [described(loaded) | row for row in rows]
-    if c.csv:
-        write_csv(found, c.csv)
-    return found
+    return report(parse(Flags, argv, __doc__), rows_of)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ The table: each layer's codes A. Sums over a sample's tokens, mean +- standard e
     error     ||X - D A||_F / ||X||_F         nonzeros   of A, %
 Then the score of a trained CRATE, and with D = 0.
 """
-import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +24,7 @@ from torch.nn import functional as F
 
 from checkpoint import each_model
 from data.images import split_for
-from experiments.shared import averages, described, each_sample, Flags, write_csv
+from experiments.shared import averages, each_sample, Flags, report
 from flags import option, parse, UserError
 from measure import inputs, print_table, traces
 from model import ISTA, ista, lasso, ODL, TiedODL
@@ -90,7 +89,6 @@ def codes(X, operator):
 @torch.no_grad()
 def table(loaded, c):
     """The rows of the table."""
-    loaded = copy.deepcopy(loaded)
     loaded.model.cpu().double()
     if type(loaded.backbone.layers[0].sparsification) not in (ISTA, ODL, TiedODL):
         raise UserError(f"{loaded.model.config.arch} has no sparse code in a dictionary D")
@@ -138,17 +136,10 @@ def without_dictionary(loaded, c):
 def main(argv):
     """The rows of --csv."""
     c = parse(Sparsify, argv, __doc__)
-    found = []
-    for loaded in each_model(c):
-        rows = table(loaded, c)
-        found += [described(loaded) | row for row in rows]
-        print(f"{loaded.label}, {c.samples} samples of {c.split}")
-        print_table(rows)
-        trained = loaded.weights == "trained"
-        if c.scored and trained and (without := without_dictionary(loaded, c)):
-            print_table([without])
-    if c.csv:
-        write_csv(found, c.csv)
+    found = report(c, table)
+    for loaded in each_model(replace(c, untrained=False)) if c.scored else ():
+        if without := without_dictionary(loaded, c):
+            print_table([dict(model=loaded.name) | without])
     return found
 
 

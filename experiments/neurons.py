@@ -7,8 +7,7 @@ that is linear in them.
 The F1 score of a property, such as being a digit, of a token or of the next one: one neuron says
 that a token has it, if its activation is at least a threshold, or at most one. Of all neurons, and
 of each rotation, the best is taken. Neuron, side and threshold are chosen on half of the windows,
-and scored on the other. Purity is the share of the commonest token among a neuron's 20 highest
-activations, a mean over neurons. The columns:
+and scored on the other. The columns:
 
     neuron      the score of the neurons        turned, spread      mean and standard deviation of
     axes        of the principal axes                               the score over rotations
@@ -22,11 +21,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from checkpoint import each_model
 from data.tokenizer import tokenizer_from_meta
-from experiments.shared import described, Flags, random_rotation, write_csv
+from experiments.shared import Flags, random_rotation, report
 from flags import option, parse
-from measure import inputs, print_table
+from measure import inputs
 from processes import cli, with_bar
 
 
@@ -58,7 +56,6 @@ class Codes(NamedTuple):
     """Tokens after the last layer; the last of a window, which has no next one, has no row."""
     values: torch.Tensor                # (N, m)
     properties: dict                    # name -> bool tensor (N,)
-    ids: np.ndarray                     # (N,): which token
     fit: torch.Tensor                   # bool (N,): of the half on which neurons are chosen
 
 
@@ -76,7 +73,7 @@ def read_codes(loaded, c):
         has = torch.from_numpy(np.stack([row[name] for row in rows]))
         properties |= {name: has[:, :-1].flatten(), f"next: {name}": has[:, 1:].flatten()}
     fit = torch.from_numpy(np.random.default_rng(c.seed).permutation(len(ids)) % 2 == 0)
-    return Codes(torch.cat(values).flatten(0, 1), properties, ids[:, :-1].flatten(),
+    return Codes(torch.cat(values).flatten(0, 1), properties,
                  fit.repeat_interleave(ids.shape[1] - 1))
 
 
@@ -108,18 +105,10 @@ def best_scores(codes):
     return scores
 
 
-def purity(codes):
-    """The mean share of one token among the 20 highest activations of neurons with so many."""
-    alive = codes.values[:, (codes.values != 0).sum(0) >= 20]
-    top = alive.topk(min(20, len(alive)), 0).indices.numpy()
-    return float(np.mean([np.unique(ids, return_counts=True)[1].max() / len(ids)
-                          for ids in codes.ids[top].T]))
-
-
 def scored(codes):
-    """best_scores, their mean, and the purity."""
+    """best_scores, and their mean."""
     scores = best_scores(codes)
-    return scores | {"mean": float(np.mean([*scores.values()])), "purity": purity(codes)}
+    return scores | dict(mean=float(np.mean([*scores.values()])))
 
 
 def compared(codes, rotations, seed):
@@ -137,19 +126,13 @@ def compared(codes, rotations, seed):
     return rows
 
 
+def rows_of(loaded, c):
+    return compared(read_codes(loaded, c), c.rotations, c.seed)
+
+
 def main(argv):
     """The rows of --csv."""
-    c = parse(Neurons, argv, __doc__)
-    found = []
-    for loaded in each_model(c, "gpt"):
-        codes = read_codes(loaded, c)
-        rows = compared(codes, c.rotations, c.seed)
-        found += [described(loaded) | row for row in rows]
-        print(f"{loaded.label}: {codes.values.shape[1]} neurons, {c.rotations} rotations")
-        print_table(rows)
-    if c.csv:
-        write_csv(found, c.csv)
-    return found
+    return report(parse(Neurons, argv, __doc__), rows_of, "gpt")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 import torch
 
-from checkpoint import each_model
 from experiments import shared
 from flags import option, parse, UserError
-from measure import at_norm, print_table, traces, unit_size
+from measure import at_norm, traces, unit_size
 from model import coding_rate, subspace_coding_rate
 from processes import cli
 
@@ -78,29 +77,24 @@ def added(traced, together, centred, seed, eps=0.1):
 
 
 @torch.no_grad()
+def rows_of(loaded, c):
+    """What the layers of a model add, nats: a row for each number of samples, centred or not."""
+    batches, rows = [*traces(loaded, c)], []
+    for together, centred in itertools.product(TOGETHER, (False, True)):
+        parts = [added(traced, together, centred, c.seed) for traced in batches]
+        changes = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+        row = dict(together=together, centred=centred, seed=c.seed,
+                   first=changes["later"][0].item())
+        rows.append(row | {name: change[1:].sum().item() for name, change in changes.items()})
+    return rows
+
+
 def main(argv):
-    """The rows of the table, in nats."""
+    """The rows of --csv."""
     c = parse(Objective, argv, __doc__)
     if c.samples % TOGETHER[-1] or c.batch_size % TOGETHER[-1]:
         raise UserError(f"--samples and --batch_size are multiples of {TOGETHER[-1]}")
-    rows = []
-    for loaded in each_model(c):
-        batches = {key: [] for key in itertools.product(TOGETHER, (False, True))}
-        for traced in traces(loaded, c):
-            for key, parts in batches.items():
-                parts.append(added(traced, *key, c.seed))
-        for (together, centred), parts in batches.items():
-            changes = {name: torch.stack([part[name] for part in parts]).mean(0)
-                       for name in parts[0]}
-            first = dict(together=together, centred=centred, seed=c.seed,
-                         first=changes["later"][0].item())
-            rows.append(shared.described(loaded) | first | {
-                name: change[1:].sum().item() for name, change in changes.items()})
-    print("what layers add, nats")
-    print_table(rows)
-    if c.csv:
-        shared.write_csv(rows, c.csv)
-    return rows
+    return shared.report(c, rows_of)
 
 
 if __name__ == "__main__":

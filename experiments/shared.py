@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from checkpoint import each_model
 from flags import option, SampleFlags, UserError
+from measure import print_table
 
 CRATES = ",".join(f"pretrained:{name}" for name in (
     "shapes-crate", "cifar10-crate", "cifar10-crate-large", "pydoc-crate-plain", "pydoc-crate"))
@@ -51,6 +53,20 @@ def write_csv(rows, path):
         writer.writeheader()
         writer.writerows({key: f"{value:.4g}" if isinstance(value, float) else value
                           for key, value in row.items()} for row in rows)
+
+
+def report(c, rows_of, *tasks):
+    """Prints the rows, dicts, that rows_of(loaded, c) has of each model of c.ckpt, and writes those
+    of all models to c.csv. Returns these."""
+    found = []
+    for loaded in each_model(c, *tasks):
+        rows = rows_of(loaded, c)
+        print(loaded.label)
+        print_table(rows)
+        found += [described(loaded) | row for row in rows]
+    if c.csv:
+        write_csv(found, c.csv)
+    return found
 
 
 def one_set(T, together):

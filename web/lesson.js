@@ -211,13 +211,13 @@ function leftOut(box) {
   return {attention_Rc: added, attention_Rc_normed: afterNorm};
 }
 // ---- 8 and 12: what a model with switches says of the picture, and its score on forty
-function classify(box, model, switches) {
+function classify(box, model, switches, name) {
   const chances = chancesOf(model, pixels, switches);
   const best = [...chances.keys()].sort((i, j) => chances[j] - chances[i]).slice(0, 4);
   bars(box, best.map((k, i) =>
     [data.classes[k], chances[k], i ? "" : "hot", percent(chances[k])]), 1);
   score(box, model, {...switches});
-  return {chance: chances[0]};
+  return {[name]: chances[0]};
 }
 async function score(box, model, switches) {        // ends as soon as another one begins
   let right = 0;
@@ -230,8 +230,8 @@ async function score(box, model, switches) {        // ends as soon as another o
     fill(box, ".score", `<b>${right} of ${i + 1}</b> drawn pictures right`);
   }
 }
-const wayBack = box => classify(box, models[0], {...asTrained, out: knobs.out});
-const ablations = box => classify(box, model(), knobs);
+const wayBack = box => classify(box, models[0], {...asTrained, out: knobs.out}, "way_back");
+const ablations = box => classify(box, model(), knobs, "chance");
 // ---- 9: the two approximations of R(X)
 function dictionary(box) {
   const {L, X, code} = trace();

@@ -95,13 +95,12 @@ def measured():
                         ImageData(**loaded.meta, val=Split(images, labels)))
     x = augment.normalize(augment.to_float(torch.from_numpy(images)), data["mean"], data["std"])
     x, trained, drawn = x.double(), loaded.model.double(), untrained.model.double()
-    first, (plane, known) = x[labels == 0][:1], points()
-    numbers, chances = in_layers(trained.encoder, first), trained(first).softmax(1)
+    first, (of_steps, known) = x[labels == 0][:1], points()
+    numbers, chance = in_layers(trained.encoder, first), trained(first).softmax(1)[0, 0]
     shown = "attention_Rc_normed", "attention_Rc", "objective_added", "lasso", "miss"
     known |= {name: numbers[name][-1] for name in shown}
-    data |= dict(points=plane,
-                 known=known | dict(chance=chances[0, 0]), many_labels=labels[:40],
-                 many=page.base64_of(torch.from_numpy(images[:40])))
+    data |= dict(points=of_steps, many=page.base64_of(torch.from_numpy(images[:40])),
+                 known=known | dict(way_back=chance, chance=chance), many_labels=labels[:40])
     words = {}
     for prefix, net in (("", trained), ("random_", drawn)):
         for name, values in in_layers(net.encoder, x).items():
