@@ -86,28 +86,33 @@ def length(T):
     return (T - T.mean(1, keepdim=True)).norm(dim=(1, 2), keepdim=True)
 
 
+def as_long(steps, norm):
+    """The steps, each scaled to this length (B, 1, 1)."""
+    return {name: step * norm / length(step) for name, step in steps.items()}
+
+
+def added(steps, Z, U, eps, together=1, seen=centred_normed):
+    """{"before": R^c of the tokens Z (B, n, d), and for each step what it adds}, a number for each
+    sample, or each set of samples."""
+    def rate(T):
+        return subspace_coding_rate(seen(shared.one_set(T, together)), U, eps)
+    before = rate(Z)
+    return dict(before=before) | {name: rate(Z + step) - before for name, step in steps.items()}
+
+
 def changes(layer, Z, generator, eps, together=1):
     """{table: {column: a number for each sample of Z (B, n, d), or each set of samples}}."""
     U = unit_size(layer.attention.bases())
     V = shared.random_subspaces(U.shape[1], U.shape[0], generator).to(U)
-    own = steps(layer, Z, generator, eps)
-
-    def as_long(norm):
-        return {name: step * norm / length(step) for name, step in own.items()}
-
-    def added(steps, seen=centred_normed, subspaces=U):
-        def rate(T):
-            return subspace_coding_rate(seen(shared.one_set(T, together)), subspaces, eps)
-        before = rate(Z)
-        return dict(before=before) | {name: rate(Z + step) - before for name, step in steps.items()}
-
+    own, how = steps(layer, Z, generator, eps), dict(eps=eps, together=together)
     attentions = length(own["attention"])
+    scaled = as_long(own, attentions)
     lengths = {name: (length(step) / attentions).flatten() for name, step in own.items()}
     longer = ((Z + own["attention"]).norm(dim=2) / Z.norm(dim=2)).mean(1)
     return dict(
-        raw=added(own, seen=torch.nn.Identity()), normed=added(as_long(attentions)),
-        own_length=added(own), short=added(as_long(length(Z) / 100)),
-        elsewhere=added(as_long(attentions), subspaces=V), lengths=dict(tokens=longer) | lengths)
+        raw=added(own, Z, U, **how, seen=torch.nn.Identity()), normed=added(scaled, Z, U, **how),
+        own_length=added(own, Z, U, **how), short=added(as_long(own, length(Z) / 100), Z, U, **how),
+        elsewhere=added(scaled, Z, V, **how), lengths=dict(tokens=longer) | lengths)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from data.images import ImageData, Split
 from data.shapes import draw_shapes
 from experiments import compression, derivation
 from flags import ROOT
-from measure import layer_numbers
+from measure import layer_numbers, unit_size
 from model import lasso
 from web import page
 
@@ -77,8 +77,12 @@ def in_layers(backbone, x):
     and of the experiments derivation and, of R^c after a LayerNorm, compression."""
     rows = derivation.by_layer(backbone, x)
     for row, layer, trace in zip(rows, backbone.layers, backbone.trace(x)):
-        added = compression.changes(layer, trace.tokens, torch.Generator().manual_seed(0), eps=0.1)
-        numbers = layer_numbers(layer, trace, lambd=0) | costs(layer, trace) | added["normed"]
+        Z, U = trace.tokens, unit_size(layer.attention.bases())
+        steps = compression.steps(layer, Z, torch.Generator().manual_seed(0), eps=0.1)
+        steps = {name: steps[name] for name in ("attention", "alone", "turned")}
+        steps = compression.as_long(steps, compression.length(steps["attention"]))
+        added = compression.added(steps, Z, U, eps=0.1)
+        numbers = layer_numbers(layer, trace, lambd=0) | costs(layer, trace) | added
         row |= {name: value.mean().item() for name, value in numbers.items()}
     return {name: [row[name] for row in rows] for name in rows[0]}
 
