@@ -116,18 +116,19 @@ def boolean(text):
 
 
 def converter(f, kind, optional):
-    """The function that turns a flag's text into its value. If it raises ValueError, argparse says
-    "invalid int value", after its __name__."""
+    """The function that turns a flag's text into its value."""
     def convert(text):
         if optional and text.lower() in ("none", "auto"):
             return None
-        value = boolean(text) if kind is bool else kind(text)
+        try:
+            value = boolean(text) if kind is bool else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"invalid {kind.__name__} value: {text!r}") from None
         for name, limit in f.metadata["limits"].items():
             words, holds = LIMITS[name]
             if not holds(value, limit):
                 raise argparse.ArgumentTypeError(f"{text} is not {words} {limit}")
         return value
-    convert.__name__ = kind.__name__
     return convert
 
 
