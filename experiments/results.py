@@ -194,6 +194,22 @@ def recall():
     return figure
 
 
+def segmentation():
+    """How well attention covers the object in each of ten runs of records/segmentation.csv."""
+    figure, ((ax,),) = new_figure(1, 1, 7, 1.6)
+    archs, rows = ("crate", "transformer"), rows_of("segmentation")
+    dot_rows(ax, [NAMES[arch] for arch in archs], "intersection over union with the object, %")
+    for row in rows:
+        look = dict(mfc="none") if row["weights"] == "trained" else dict(color="0.3")
+        ax.plot(float(row["iou"]), archs.index(row["arch"]), "o",
+                **dict(color=COLORS[row["arch"]]) | look)
+    ax.axvline(56, color="0.3", ls="--")        # the mean mask of the training pictures
+    ax.text(56.5, 0.72, "one mask for all")
+    ax.text(21, 0.72, "grey: random weights", color="0.3")
+    ax.set_xlim(20, 70)
+    return figure
+
+
 def pretraining():
     """Accuracy by cost of the runs labels-* of records/, from scratch and after an MAE, whose own
     cost is that of 240 epochs of the 1,000 pictures."""
@@ -241,7 +257,7 @@ def lesson(layer=0, head=2, picture=34, patch=51):
 
 FIGURES = dict(compression=compression, attention=partial(compression, short=True),
                ista=ista, objective=objective, images=images, text=text, recall=recall,
-               pretraining=pretraining, lesson=lesson)
+               segmentation=segmentation, pretraining=pretraining, lesson=lesson)
 
 
 def main(argv):
