@@ -43,13 +43,13 @@ def scores(folder, key):
     return [(line["step"], line[key]) for line in lines if line.get("split") == "val"]
 
 
-def by_model(rows, xlabel, values, markers):
-    """A panel for each model of MODELS, pictures on one scale and text on another: a row for each
-    of `rows` with dots at values(model, row), a list for each of the looks `markers`. Controls are
-    grey."""
+def by_model(rows, xlabel, values, markers, on_one_scale=5):
+    """A panel for each model of MODELS, of which so many are on one scale: a row for each of `rows`
+    with dots at values(model, row), a list for each of the looks `markers`. Controls are grey."""
     figure, (axes,) = new_figure(1, len(MODELS), 7.6 / len(MODELS), 1 + 0.26 * len(rows))
+    for ax in axes[1:on_one_scale]:
+        ax.sharex(axes[0])
     for ax, model in zip(axes, MODELS):
-        ax.sharex(axes[3 if "pydoc" in model else 0])
         dot_rows(ax, rows, "")
         for place, row in enumerate(rows):
             for value, marker in zip(values(model, row), markers):
@@ -71,6 +71,7 @@ def compression(short=False):
     if not short:
         rows |= {"other tokens only": ("trained", "normed", "others"),
                  "one map for all": ("trained", "normed", "one_map"),
+                 "weights dealt at random": ("trained", "normed", "shuffled"),
                  "turned": ("trained", "normed", "turned"),
                  "the term left out": ("trained", "normed", "shrink"),
                  "random weights": ("random", "normed", "attention")}
@@ -81,7 +82,8 @@ def compression(short=False):
         weights, table, step = rows[row]
         of = whole[model, weights, table]
         return [[100 * float(of[step]) / float(of["before"])]]
-    return by_model(rows, "change of $R^c$, % (left: it compresses)", change, [{}])
+    return by_model(rows, "change of $R^c$, % (left: it compresses)", change, [{}],
+                    on_one_scale=3)
 
 
 def ista():
