@@ -281,15 +281,18 @@ def lasso(A, X, D, lambd):
 
 
 class Sparsification(nn.Module, ABC):
-    """The second operator of a layer: ISTA, its variants, or an MLP. Its output is the code, or is
-    made of the code alone."""
+    """The second operator of a layer: ISTA, its variants, or an MLP."""
 
     @abstractmethod
     def code(self, Z):
         """The sparse code (B, n, m) of Z (B, n, d); of an MLP its hidden layer."""
 
+    def decode(self, A):
+        """The output (B, n, d) of the code A; of ISTA the code itself."""
+        return A
+
     def forward(self, Z):
-        return self.code(Z)
+        return self.decode(self.code(Z))
 
 
 class ISTA(Sparsification):
@@ -318,8 +321,8 @@ class ISTA(Sparsification):
 class LayerTrace(NamedTuple):
     tokens: torch.Tensor                # Z^l (B, n, d)
     half: torch.Tensor                  # Z^{l+1/2} (B, n, d)
-    code: torch.Tensor | None           # of ISTA and ODL, or an MLP after its GELU, (B, n, m)
     out: torch.Tensor                   # Z^{l+1} (B, n, d)
+    code: torch.Tensor | None           # of ISTA and ODL, or an MLP after its GELU, (B, n, m)
     attention: torch.Tensor             # (B, K, n, n); of TSSA its memberships Pi (B, K, n)
 
 
@@ -369,21 +372,19 @@ class Layer(nn.Module):
         return Z + self.scale_and_drop(out, self.scale1)
 
     def sparsify(self, Z):
-        """Z^{l+1/2} -> Z^{l+1}."""
+        """Z^{l+1/2} -> (Z^{l+1}, its code)."""
         if self.sparsification is None:
-            return Z
-        out = self.sparsification(self.norm2(Z))
-        return Z + self.scale_and_drop(out, self.scale2) if self.residual else out
+            return Z, None
+        code = self.sparsification.code(self.norm2(Z))
+        out = self.sparsification.decode(code)
+        return Z + self.scale_and_drop(out, self.scale2) if self.residual else out, code
 
     def forward(self, Z, cache=None):
-        return self.sparsify(self.compress(Z, cache))
+        return self.sparsify(self.compress(Z, cache))[0]
 
     def trace(self, Z):
-        """In evaluation mode: half, code and out are computed without each other's dropout."""
         half = self.compress(Z)
-        operator = self.sparsification
-        code = None if operator is None else operator.code(self.norm2(half))
-        return LayerTrace(Z, half, code, self.sparsify(half), self.attention.map(self.norm1(Z)))
+        return LayerTrace(Z, half, *self.sparsify(half), self.attention.map(self.norm1(Z)))
 
 
 def make_layers(config):
@@ -618,8 +619,8 @@ class ODL(Sparsification):
             a = F.relu(a + self.eta * (Z - a @ self.D.mT) @ self.D - threshold)
         return a
 
-    def forward(self, Z):
-        return self.code(Z) @ (self.D if self.tied else self.D_hat).mT
+    def decode(self, A):
+        return A @ (self.D if self.tied else self.D_hat).mT
 
 
 class TiedODL(ODL):
@@ -640,8 +641,8 @@ class MLP(Sparsification):
     def code(self, Z):
         return F.gelu(self.up(Z))           # dense
 
-    def forward(self, Z):
-        return F.dropout(self.down(self.code(Z)), self.dropout, self.training)
+    def decode(self, A):
+        return F.dropout(self.down(A), self.dropout, self.training)
 
 
 # ---- The archs, their sizes, and a model's config -----------------------------------------------

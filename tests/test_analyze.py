@@ -103,7 +103,7 @@ def test_rates_of_large_tokens_and_bases():
         width=16, heads=2, layers=1, image_size=32, patch_size=8)).encoder.layers[0]
 
     def numbers(Z, **flags):
-        trace = models.LayerTrace(Z, Z, None, Z, None)
+        trace = models.LayerTrace(Z, Z, Z, None, None)
         return measure.layer_numbers(layer, trace, **flags)
     Z = 1e4 * torch.randn(1, 1, 16) + torch.randn(5, 64, 16)
     assert models.coding_rate(Z, 0.1).isnan().any()
