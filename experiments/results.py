@@ -67,12 +67,11 @@ def compression(short=False):
     compression.csv; short: README's rows."""
     rows = {"attention, tokens as they are": ("trained", "raw", "attention"),
             "attention, centred": ("trained", "normed", "attention"),
+            "its opposite": ("trained", "normed", "reversed"),
             "each token alone": ("trained", "normed", "alone")}
     if not short:
-        rows |= {"other tokens only": ("trained", "normed", "others"),
-                 "one map for all": ("trained", "normed", "one_map"),
+        rows |= {"one map for all": ("trained", "normed", "one_map"),
                  "weights dealt at random": ("trained", "normed", "shuffled"),
-                 "turned": ("trained", "normed", "turned"),
                  "the term left out": ("trained", "normed", "shrink"),
                  "random weights": ("random", "normed", "attention")}
     whole = {(row["model"], row["weights"], row["table"]): row for row in rows_of("compression")
