@@ -8,10 +8,10 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))          one matrix U in place of query, key and value
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))          in place of the MLP, and without a residual
 
-Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2) Eq. (34) is
-(1 - beta kappa) Z + beta kappa MSSA(Z), MSSA with beta [U_1 .. U_K] in place of W. The layer, Eq.
-(45), keeps all of Z and adds MSSA(Z): the second term of a step downhill, which by itself points
-uphill, with a softmax in it. A learned W may reverse it: see `look`.
+Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2), and if the sum
+of U_k U_k^* is I, Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z), MSSA with beta [U_1 .. U_K]
+in place of W. The layer, Eq. (45), keeps all of Z and adds MSSA(Z): the second term of a step
+downhill, which by itself points uphill, with a softmax in it. A learned W may reverse it, `look`.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""

@@ -4,7 +4,7 @@ A layer takes two steps that are derived from the sparse rate reduction,
 max R(Z) - R^c(Z | U) - lambda ||Z||_0:
 
     Z^{l+1/2} = Z^l + MSSA(LN(Z^l))       compress tokens against learned subspaces U_1 .. U_K:
-                                          derived from a descent step on R^c, which it can raise
+                                          derived from a step down R^c, though it can raise R^c
     Z^{l+1}   = ISTA(LN(Z^{l+1/2}))       sparsify them in a learned dictionary D:
                                           a proximal gradient step on a LASSO
 
@@ -144,7 +144,8 @@ def mssa(Z, U, W=None, bias=None, scale=1.0, causal=False):
     without W:  [U_1 .. U_K] stack_k SSA(Z | U_k), up to a factor beta   [J] Eq. (36), [N] Eq. (12)
     with W:     W stack_k SSA(Z | U_k)        (+ bias: [N] Algorithm 3)  [J] Eq. (37), [N] Eq. (115)
 
-    [J] Eq. (34) derives (1 - beta kappa) Z + beta kappa MSSA(Z); a layer is Z + MSSA(Z), Eq. (45).
+    [J] Eq. (34) derives (1 - beta kappa) Z + beta kappa MSSA(Z), where the sum of U_k U_k^* is I; a
+    layer is Z + MSSA(Z), Eq. (45).
     Z (..., n, d), U (K, d, p), W (d, K p) -> (..., n, d). causal: token i attends to tokens
     <= i, [B] Eq. (7.4.4)-(7.4.7). `scale` is 1 in the equations of [N], [J] and [S], but p^-1/2 in
     [N] Algorithm 3, [B] Eq. (7.2.16), (7.3.5), the released code and class MSSA."""

@@ -34,11 +34,11 @@ def of_attention(layer, trace):
     attention, U, X = layer.attention, layer.attention.bases(), layer.norm1(trace.tokens)
     w, Q = by_head(attention.U(X), len(U)), torch.linalg.qr(U)[0]
     n, p = w.shape[2:]                                                  # w (B, K, n, p)
-    singular = torch.linalg.svdvals(U)
+    singular, strengths = torch.linalg.svdvals(U), p / (n * EPS ** 2) * torch.linalg.svdvals(w) ** 2
     near = (X[:, None] @ Q).square().sum(-1).amax(1) / X.square().sum(-1)
     return dict(
-        # beta ||U_k^*X||^2, spectral norm: below 1 the series (32) converges
-        strength=p / (n * EPS ** 2) * torch.linalg.matrix_norm(w, 2) ** 2,
+        # beta tau^2 of the singular values tau of U_k^*X. If all are below 1, (32) converges
+        strength=strengths[..., 0], beyond=100 * (strengths > 1).double(),      # %: 0
         length=X.norm(dim=-1),                                          # of a token: 1
         near=100 * near,                # of a token's square length, in its best subspace: 100
         u_least=singular.min(), u_largest=singular.max(),               # singular values: 1
