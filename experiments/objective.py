@@ -31,6 +31,7 @@ class Objective(shared.Flags):
     untrained: bool = option(True, "each a second time, with random weights")
     samples: int = option(64, "images or windows of text, a multiple of 64", low=64)
     batch_size: int = option(64, "samples at once, a multiple of 64", low=64)
+    eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
 
 
 def turned(Z, out, rotation):
@@ -48,7 +49,7 @@ def random_heads(U, rotation):
     return (U.transpose(0, 1).flatten(1) @ rotation).view(d, K, p).transpose(0, 1)
 
 
-def added(traced, together, centred, seed, eps=0.1):
+def added(traced, together, centred, seed, eps):
     """{column: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
     `together` samples' tokens as one set, or of these minus their mean (centred)."""
     rows = []
@@ -81,7 +82,7 @@ def rows_of(loaded, c):
     """What the layers of a model add, nats: a row for each number of samples, centred or not."""
     batches, rows = [*traces(loaded, c)], []
     for together, centred in itertools.product(TOGETHER, (False, True)):
-        parts = [added(traced, together, centred, c.seed) for traced in batches]
+        parts = [added(traced, together, centred, c.seed, c.eps) for traced in batches]
         changes = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
         row = dict(together=together, centred=centred, seed=c.seed,
                    first=changes["later"][0].item())
