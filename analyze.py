@@ -27,7 +27,7 @@ from flags import (
     UserError,
 )
 from measure import layer_table, print_table, saliency, spread
-from model import patchify, unpatchify
+from model import ARCHS, patchify, unpatchify
 from processes import cli, Processes
 from run import read_metrics
 from web import page
@@ -274,8 +274,8 @@ def write_page(c):
     """Raises UserError for a model that the page cannot run."""
     loaded, untrained = (load_model(c.ckpt, c.heads, ("vit", "mae", "gpt"), seed)
                          for seed in (None, 0))
-    if (arch := loaded.model.config.arch) != "crate":       # before the data is prepared
-        raise UserError(f"{c.ckpt} is of arch {arch}; the page runs crate")
+    if loaded.model.config.row != ARCHS["crate"]:           # before the data is prepared
+        raise UserError(f"{c.ckpt} is of arch {loaded.model.config.arch}; the page runs crate")
     if loaded.task == "gpt":
         data, _, ids = text.tokens_for(c.data, "val", loaded.meta, c.data_dir)
     else:

@@ -235,7 +235,8 @@ class Run:
         self.bar = tqdm(total=total, initial=self.step, unit="step", dynamic_ncols=True,
                         disable=None if is_main() and self.step < total else True)
         with self.bar, signals_kept(self.say, self.processes.world == 1) as received:
-            for self.step in range(self.step + 1, total + 1):
+            for step in range(self.step + 1, total + 1):
+                self.step = step
                 self.evaluation_due = self.step == total or self.step % eval_every == 0
                 self.meter.start()
                 yield self.step - 1
@@ -307,8 +308,8 @@ class Run:
     def save(self, *names):
         """Writes checkpoints of these names; only ckpt.pt also holds what a resume needs. If a
         weight is not finite, it raises RunEnded, and the last good checkpoint stays."""
-        sizes = torch.stack([p.detach().abs().sum() for p in self.model.parameters()])
-        self._check_finite(sizes.sum().item(), self.step)
+        size = sum(p.detach().abs().sum() for p in self.model.parameters())
+        self._check_finite(size.item(), self.step)
         content = dict(task=self.task, step=self.step, best=self.best, run_config=self.flags,
                        model=self.model.state_dict(), model_config=asdict(self.model.config),
                        data_meta=self.data_meta, optimizer={}, extra={})
