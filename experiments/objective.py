@@ -7,6 +7,8 @@ below 0. Later layers have controls:
 
     turned        the layer's step turned by a random rotation, at the same angle to the tokens of
                   the set, which are taken for one vector
+    sparse        the same with as many nonzero entries in each token as the layer's output has,
+                  none below 0; of a transformer, whose output is dense, `turned` again
     heads         R^c of random subspaces that have the sum of U_k U_k^* in common with the learned
     elsewhere     R^c of random orthogonal subspaces that fill the space
 
@@ -16,6 +18,7 @@ import itertools
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 
 from experiments import shared
 from flags import option, parse, UserError
@@ -34,13 +37,34 @@ class Objective(shared.Flags):
     eps: float = option(0.1, "distortion of the rates; 0.1 is [N]'s figure", low=1e-6)
 
 
-def turned(Z, out, rotation):
-    """Tokens as far from Z (B, n, d) as `out`, of the same norm and at the same angle to Z."""
-    step = (out - Z) @ rotation
-    norm, inner = ((Z * T).sum((1, 2), keepdim=True) for T in (Z, out))
-    across = step - (Z * step).sum((1, 2), keepdim=True) / norm * Z
-    cos = inner / norm
+def cosine(T, Z):
+    """Of each set of tokens T (B, n, d) with that of Z: (B, 1, 1)."""
+    return F.cosine_similarity(T.flatten(1), Z.flatten(1))[:, None, None]
+
+
+def turned(Z, out, rotation, cos=None):
+    """Tokens of the norm of Z (B, n, d), at the angle to Z that `out` has, or of another cosine, in
+    a random direction."""
+    step, cos = (out - Z) @ rotation, cosine(out, Z) if cos is None else cos
+    across = step - (Z * step).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
     return cos * Z + (1 - cos ** 2).clamp_min(0).sqrt() * at_norm(across, Z)
+
+
+def sparse(Z, out, rotation):
+    """The same with at most as many entries above 0 in each token as `out` has, and none below: a
+    ReLU, of whose entries the largest stay, of tokens at another angle, found by bisection."""
+    kept = (out > 0).sum(-1, keepdim=True)
+
+    def at(cos):
+        T = F.relu(turned(Z, out, rotation, cos))
+        rank = T.argsort(-1, descending=True).argsort(-1)
+        return at_norm(T * (rank < kept), Z)
+    low, high = -torch.ones_like(cosine(out, Z)), torch.ones_like(cosine(out, Z))
+    for _ in range(20):
+        middle = (low + high) / 2
+        wide = cosine(at(middle), Z) < cosine(out, Z)
+        low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
+    return at(high)
 
 
 def random_heads(U, rotation):
@@ -55,14 +79,17 @@ def added(traced, together, centred, seed, eps):
     rows = []
     for layer, trace in traced:
         generator = torch.Generator().manual_seed(seed)
-        Z, out = shared.one_set(trace.tokens, together), shared.one_set(trace.out, together)
-        if centred:
-            Z, out = Z - Z.mean(1, keepdim=True), out - out.mean(1, keepdim=True)
-        out, U = at_norm(out, Z), unit_size(layer.attention.bases().double())
+        U = unit_size(layer.attention.bases().double())
         K, d, p = U.shape
         V = shared.random_subspaces(d, K, generator).to(U)
         mixed = random_heads(U, shared.random_rotation(K * p, generator).to(U))
-        other = turned(Z, out, shared.random_rotation(d, generator).to(U))
+        rotation = shared.random_rotation(d, generator).to(U)
+        Z, out = shared.one_set(trace.tokens, together), shared.one_set(trace.out, together)
+        same_zeros = (sparse if out.min() >= 0 else turned)(Z, out, rotation)
+        if centred:
+            Z, out, same_zeros = (T - T.mean(1, keepdim=True) for T in (Z, out, same_zeros))
+        out, same_zeros = at_norm(out, Z), at_norm(same_zeros, Z)
+        other = turned(Z, out, rotation)
 
         def R(T):
             return (coding_rate(T, eps) - coding_rate(Z, eps)).mean()
@@ -73,7 +100,8 @@ def added(traced, together, centred, seed, eps):
         R_out, Rc_out = R(out), Rc(out)
         rows.append(dict(later=R_out - Rc_out, later_R=R_out, later_Rc=Rc_out,
                          later_turned=R(other) - Rc(other), later_heads=R_out - Rc(out, mixed),
-                         later_elsewhere=R_out - Rc(out, V)))
+                         later_elsewhere=R_out - Rc(out, V),
+                         later_sparse=R(same_zeros) - Rc(same_zeros)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 

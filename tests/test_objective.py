@@ -59,3 +59,14 @@ def test_turned():
     for product in ((other * other, Z * Z), (other * Z, out * Z)):
         torch.testing.assert_close(*(part.sum((1, 2)) for part in product))
     assert not torch.allclose(other, out)
+
+
+def test_sparse():
+    """This one has the zeros of the layer's output, too, token by token."""
+    Z, noise = torch.randn(2, 3, 40, 50).double()
+    Z, out = Z.relu(), at_norm((Z + noise / 2 - 0.5).relu(), Z.relu())
+    other = objective.sparse(Z, out, random_rotation(50, torch.Generator()))
+    assert (other >= 0).all() and other.ne(0).sum(-1).equal(out.ne(0).sum(-1))
+    for product in ((other * other, Z * Z), (other * Z, out * Z)):
+        torch.testing.assert_close(*(part.sum((1, 2)) for part in product), rtol=1e-3, atol=0)
+    assert not torch.allclose(other, out)
