@@ -139,7 +139,7 @@ def train(model, x, y, steps=2400, batch=50, peak=5e-3, decay=0.5):
 
     m = 0.95 m + 0.05 g;   M = (1 - lr decay) M - lr scale newton_schulz(0.05 g + 0.95 m)"""
     matrices = [M for M in model.layers.parameters() if M.ndim == 2]
-    rest = [w for w in model.parameters() if w not in {*matrices}]
+    rest = [w for w in model.parameters() if all(w is not M for M in matrices)]
     adamw, momenta = torch.optim.AdamW(rest, weight_decay=0), [0 * M.data for M in matrices]
     for step in range(steps):
         rows = torch.randint(len(x), (batch,))

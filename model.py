@@ -1031,7 +1031,8 @@ class MaskedAutoencoder(nn.Module):
         self.encoder = ImageEncoder(c)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, c.width))
         # DecoderLayer reverses the ISTA step; a residual branch has no such reverse
-        layer = DecoderLayer if c.row.sparsification is ISTA and not c.row.residual else Layer
+        step = c.row.sparsification or object
+        layer = DecoderLayer if issubclass(step, ISTA) and not c.row.residual else Layer
         self.decoder = nn.Sequential(*(layer(c) for _ in range(c.decoder_layers)))
         self.decoder_norm = nn.LayerNorm(c.width, FINAL_EPS)
         self.predict = nn.Linear(c.width, 3 * c.patch_size ** 2)

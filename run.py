@@ -243,15 +243,20 @@ class Run:
                 self.bar.update()
                 if self.step in self.keep:
                     self.save(f"ckpt-{self.step}.pt")
-                signalled = received
-                if self.processes.world > 1:            # it may have come to another one only
-                    signalled = self.processes.sum(torch.tensor(len(received)))
-                if self.step < total and signalled:
-                    number = (received or [signal.SIGTERM])[0]
-                    self.save("ckpt.pt")
-                    self.close()
-                    raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "
-                                   f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
+                if step < total:
+                    self._end_after_signals(received)
+
+    def _end_after_signals(self, received):
+        """Saves ckpt.pt and raises RunEnded if a signal has come to any process."""
+        signalled = received
+        if self.processes.world > 1:
+            signalled = self.processes.sum(torch.tensor(len(received)))
+        if signalled:
+            number = (received or [signal.SIGTERM])[0]
+            self.save("ckpt.pt")
+            self.close()
+            raise RunEnded(128 + number, f"stopped by {signal.Signals(number).name}: "
+                           f"{self.dir}/ckpt.pt has step {self.step}, --resume goes on")
 
     def _begin_files(self):
         """Writes config.json, and drops the lines of metrics.jsonl that will be written again."""

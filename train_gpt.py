@@ -160,7 +160,7 @@ def main(argv):
         if run.evaluation_due:
             scores = validate(model, val)
             chosen_by = scores["loss"]
-            if run.step == run.total and len(val) < len(data.val):
+            if step + 1 == c.steps and len(val) < len(data.val):
                 scores = validate(model, data.val)
             run.record(scores, chosen_by)
     sample = [] if masked else ["python sample.py --ckpt={dir}/best.pt --prompt='The '"]

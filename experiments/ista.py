@@ -27,7 +27,7 @@ from data.images import split_for
 from experiments.shared import averages, each_sample, Flags, report
 from flags import option, parse, UserError
 from measure import inputs, print_table, traces
-from model import ISTA, ista, lasso, ODL, TiedODL
+from model import ISTA, ista, lasso, ODL
 from processes import cli
 
 
@@ -90,7 +90,7 @@ def codes(X, operator):
 def table(loaded, c):
     """The rows of the table."""
     loaded.model.cpu().double()
-    if type(loaded.backbone.layers[0].sparsification) not in (ISTA, ODL, TiedODL):
+    if not isinstance(loaded.backbone.layers[0].sparsification, (ISTA, ODL)):
         raise UserError(f"{loaded.model.config.arch} has no sparse code in a dictionary D")
     samples = {}
     for traced in traces(loaded, c):
@@ -124,7 +124,7 @@ def scores(loaded, c):
 def without_dictionary(loaded, c):
     """{"score", "score_without_D", "difference", their errors}, or None. It sets every D to 0."""
     layers = loaded.backbone.layers
-    if loaded.task not in ("vit", "gpt") or type(layers[0].sparsification) is not ISTA:
+    if loaded.task not in ("vit", "gpt") or not isinstance(layers[0].sparsification, ISTA):
         return None
     before = scores(loaded, c)
     for layer in layers:

@@ -81,27 +81,29 @@ def f1(says, has):
     return (2 * (says & has).sum() / (says.sum() + has.sum())).item()
 
 
+def best_threshold(values, order, has):
+    """(F1, neuron, threshold) of the best rule "this neuron is at least that" for a property has
+    (n,). values (n, m) are sorted, and order has their tokens."""
+    n, m = values.shape
+    above = has[order].float().flip(0).cumsum(0).flip(0)    # how many have it, from each value up
+    says = torch.arange(n, 0, -1)[:, None]                  # how many the rule names
+    scores = 2 * above / (says + has.sum())
+    scores[1:][values[1:] == values[:-1]] = 0               # of equal values all are named
+    i, j = divmod(scores.argmax().item(), m)
+    return scores[i, j], j, values[i, j]
+
+
 def best_scores(codes):
     """{property: F1 score of the best neuron}; without those that 20 tokens or fewer have."""
-    values, order = codes.values[codes.fit].sort(0)                     # (n, m)
-    n, test, scores = len(values), codes.values[~codes.fit], {}
-    up_to = torch.arange(1, n + 1)[:, None]             # how many lie at or below each value
-    ends = torch.ones_like(values, dtype=torch.bool)    # of equal values the last counts
-    ends[:-1] = values[1:] > values[:-1]
-    starts = ends.roll(1, 0)
-    for name, has in codes.properties.items():
-        total = has[codes.fit].sum()
-        if total <= 20 or has[~codes.fit].sum() <= 20:
+    values, order = codes.values[codes.fit].sort(0)
+    test, scores = codes.values[~codes.fit], {}
+    for name, each in codes.properties.items():
+        has, wanted = each[codes.fit], each[~codes.fit]
+        if has.sum() <= 20 or wanted.sum() <= 20:
             continue
-        hits = has[codes.fit][order].float()
-        below = hits.cumsum(0)
-        above = total - below + hits
-        low = (2 * below / (up_to + total) * ends).flatten().max(0)
-        high = (2 * above / (n + 1 - up_to + total) * starts).flatten().max(0)
-        best = torch.maximum(low.values, high.values)
-        i, j = divmod((high if high.values == best else low).indices.item(), values.shape[1])
-        says = test[:, j] >= values[i, j] if high.values == best else test[:, j] <= values[i, j]
-        scores[name] = f1(says, has[~codes.fit])
+        up, j, least = best_threshold(values, order, has)
+        down, k, most = best_threshold(-values.flip(0), order.flip(0), has)     # at most
+        scores[name] = f1(test[:, j] >= least if up >= down else test[:, k] <= -most, wanted)
     return scores
 
 

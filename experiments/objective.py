@@ -1,9 +1,9 @@
 """Do the layers raise R - R^c, and what else would?
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
-weights, if 1, 4, 16 or 64 samples are coded as one set: the first layer, and later the others.
-Centred: of the set's tokens minus their mean, which ISTA moves, since its output has no entries
-below 0. Later layers have controls:
+weights, if 1, 4, 16 or 64 samples are coded as one set: `first` the first layer, `layers` all
+others, with `R` and `Rc` alone. Centred: of the set's tokens minus their mean, which ISTA moves,
+since its output has no entries below 0. The layers after the first have controls:
 
     turned        the layer's step turned by a random rotation, at the same angle to the tokens of
                   the set, which are taken for one vector
@@ -98,10 +98,9 @@ def added(traced, together, centred, seed, eps):
             before = subspace_coding_rate(Z, subspaces, eps)
             return (subspace_coding_rate(T, subspaces, eps) - before).mean()
         R_out, Rc_out = R(out), Rc(out)
-        rows.append(dict(later=R_out - Rc_out, later_R=R_out, later_Rc=Rc_out,
-                         later_turned=R(other) - Rc(other), later_heads=R_out - Rc(out, mixed),
-                         later_elsewhere=R_out - Rc(out, V),
-                         later_sparse=R(same_zeros) - Rc(same_zeros)))
+        rows.append(dict(layers=R_out - Rc_out, R=R_out, Rc=Rc_out, turned=R(other) - Rc(other),
+                         sparse=R(same_zeros) - Rc(same_zeros), heads=R_out - Rc(out, mixed),
+                         elsewhere=R_out - Rc(out, V)))
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
@@ -113,7 +112,7 @@ def rows_of(loaded, c):
         parts = [added(traced, together, centred, c.seed, c.eps) for traced in batches]
         changes = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
         row = dict(together=together, centred=centred, seed=c.seed,
-                   first=changes["later"][0].item())
+                   first=changes["layers"][0].item())
         rows.append(row | {name: change[1:].sum().item() for name, change in changes.items()})
     return rows
 

@@ -111,10 +111,10 @@ def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
     minus their mean."""
-    rows = {"their step, turned": ("trained", "later_turned"),
-            "random subspaces": ("trained", "later_elsewhere"),
-            "random heads": ("trained", "later_heads"),
-            "random weights": ("random", "later")}
+    rows = {"random step": ("trained", "turned"),
+            "random step, same zeros": ("trained", "sparse"),
+            "random subspaces": ("trained", "elsewhere"),
+            "random heads": ("trained", "heads")}
     found = {}
     for row in rows_of("objective"):
         if row["together"] == "64":
@@ -122,7 +122,7 @@ def objective():
 
     def shares(model, row):
         weights, column = rows[row]
-        return [[100 * float(draw[column]) / float(found[model, "trained", centred][0]["later"])
+        return [[100 * float(draw[column]) / float(found[model, "trained", centred][0]["layers"])
                  for draw in found[model, weights, centred]] for centred in ("False", "True")]
     figure = by_model(rows, "added to $R-R^c$, % of what the layers add (blue)", shares,
                       [{}, dict(mfc="white")])

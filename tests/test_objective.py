@@ -35,11 +35,11 @@ def test_added(centred):
         R, Rc, elsewhere = (after_rate - rate for rate, after_rate in zip(*(
             [crate.coding_rate(T, 0.3), crate.subspace_coding_rate(T, U, 0.3),
              crate.subspace_coding_rate(T, V, 0.3)] for T in (before, after))))
-        for name, wanted in (("later", R - Rc), ("later_R", R), ("later_Rc", Rc),
-                             ("later_elsewhere", R - elsewhere)):
+        for name, wanted in (("layers", R - Rc), ("R", R), ("Rc", Rc),
+                             ("elsewhere", R - elsewhere)):
             torch.testing.assert_close(found[name][l], wanted.mean(), rtol=1e-4, atol=1e-4)
-    for name in ("later_turned", "later_heads"):
-        assert not torch.allclose(found[name], found["later"])
+    for name in ("turned", "sparse", "heads"):
+        assert not torch.allclose(found[name], found["layers"])
 
 
 def test_random_heads():
