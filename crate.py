@@ -41,7 +41,6 @@ def sparse_rate_reduction(Z, U, eps=0.5, lambd=0.1):
     return coding_rate(Z, eps) - subspace_coding_rate(Z, U, eps) - lambd * Z.ne(0).to(Z).sum((1, 2))
 
 
-# The derivation of attention: the lesson runs these two, the model does not
 def subspace_coding_rate_grad(Z, U, eps=0.5):
     """The gradient of R^c, Eq. (31): beta sum_k U_k (U_k^*Z) (I + beta (U_k^*Z)^* U_k^*Z)^-1."""
     w = Z[:, None] @ U                                      # (U_k^*Z)^*, (B, K, n, p)

@@ -241,9 +241,7 @@ class MSSA(SoftmaxAttention):
     negative    - s [U_1 .. U_K] stack_k SSA     crate-n   [S]: the sign of [J] Eq. (34) reversed
     transpose   s [U_1 .. U_K]^* stack_k SSA     crate-t   [S]; needs p K = d
 
-    s is step_size, SSA as in `mssa` with scale p^-1/2 ([N] Eq. (12) has s = beta and scale 1, which
-    `mssa` computes up to beta). One tensor w = U^* Z is query, key and value: generation caches one
-    tensor a layer."""
+    s is step_size, SSA as in `mssa` with scale p^-1/2. A generation caches w = U^* Z alone."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -385,7 +383,8 @@ class Layer(nn.Module):
 
     def trace(self, Z):
         half = self.compress(Z)
-        return LayerTrace(Z, half, *self.sparsify(half), self.attention.map(self.norm1(Z)))
+        out, code = self.sparsify(half)
+        return LayerTrace(Z, half, out, code, self.attention.map(self.norm1(Z)))
 
 
 def make_layers(config):
@@ -710,8 +709,7 @@ ARCHS = {
     # [B] Eq. (7.5.3)-(7.5.5); Bai and Ma 2025
     "crate-alpha": Arch(MSSA, ODL, AS_ALPHA, residual=True, sizes="transformer"),
     "crate-lm": Arch(MSSA, TiedODL, AS_ALPHA, in_text=AS_CRATE_LM, sizes="transformer"),
-    # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text too, which leaves the last
-    # LN little but the embedding: at d = 768 the first loss is 7 % above ln V, else 1 to 2 %
+    # [B] Eq. (7.5.6)-(7.5.7). Released ToST has LayerScale 1e-5 in text, with a higher first loss
     "tost": Arch(TSSA, MLP, AS_VIT, residual=True, layer_scale=1.0, sizes="transformer"),
     "aot": Arch(MSSA, None, AS_VIT),                                # [B] Eq. (7.5.8)
     "aot-mhsa": Arch(MHSA, None, AS_VIT),                           # [B] Eq. (7.5.8) with MHSA
@@ -867,6 +865,7 @@ class TextConfig(BackboneConfig):
     context: int = 1024
     vocab_size: int = 50304         # GPT-2's 50257, padded to a multiple of 64
     causal: bool = True             # False: every token sees all others (masked language modelling)
+
 
 def make_config(cls, size=None, arch="crate", **given):
     """A config: the size's row of SIZES, then `given`; what both leave open, the arch decides."""
@@ -1130,8 +1129,7 @@ class LanguageModel(Backbone):
         """The texts `ids` (B, m) with n tokens after them, or fewer once all have ended.
 
         temperature 0 is greedy; top_k keeps the likeliest tokens; ids from n_text on, padding, are
-        never drawn. When the context is full, the model rereads its last half. After its first
-        `stop` a text has only stops."""
+        never drawn. After `stop` come only stops. Of a full context the last half is reread."""
         half = self.config.context // 2
         caches = self.new_caches()
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)

@@ -112,9 +112,6 @@ class Meter:
         self.processes, self.samples, self.flops, self.tokens = processes, samples, flops, tokens
         self.losses, self.seconds, self.started = [], [], None
 
-    def start(self):
-        self.started = time.perf_counter()
-
     def stop(self, loss, read):
         """Ends a step. If `read`, it returns the losses since they were read last, each the mean
         over the processes; else []. Reading waits for the GPU, so the clock stops after it."""
@@ -238,7 +235,7 @@ class Run:
             for step in range(self.step + 1, total + 1):
                 self.step = step
                 self.evaluation_due = self.step == total or self.step % eval_every == 0
-                self.meter.start()
+                self.meter.started = time.perf_counter()
                 yield self.step - 1
                 self.bar.update()
                 if self.step in self.keep:

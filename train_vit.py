@@ -73,8 +73,7 @@ PRESETS = {
         batch_size=2048, epochs=150, warmup_epochs=5,     # "a total of 150 epochs"
         # as in the released main.py; it crops whole pictures, ours are central squares of 256 px
         crop="resized"),
-    # width and depth are [S]'s, which gives no recipe: this is cifar10-cpu's with CutMix, and with
-    # larger batches for a GPU. 86.2 % after nine minutes
+    # width and depth are [S]'s, which gives no recipe: cifar10-cpu's, CutMix, a GPU's batches
     "cifar10": dict(
         data="cifar10", width=384, heads=6, layers=12, patch_size=4, epochs=200, warmup_epochs=2,
         batch_size=1024, optimizer="muon", lr=4e-3, weight_decay=0.2, randaugment=2, cutmix=0.5,
@@ -82,7 +81,6 @@ PRESETS = {
     "cifar10-small": dict(  # minutes on a laptop CPU
         data="cifar10", width=192, heads=6, layers=6, patch_size=4, compile=True,
         micro_batch=32,     # as below
-        # AdamW at 1e-3 is 8 points behind; decay 0.05 is as accurate, but makes tokens denser
         optimizer="muon", lr=5e-3, weight_decay=0.5),
     "cifar10-cpu": dict(    # 83.9 %, eight hours of one CPU core
         data="cifar10", width=256, heads=8, layers=8, patch_size=4, epochs=150, warmup_epochs=2,
@@ -92,7 +90,6 @@ PRESETS = {
         eval_every=780),    # two epochs
     "shapes": dict(         # the README's first command
         data="shapes", width=64, heads=4, layers=4, patch_size=4, batch_size=50, epochs=12,
-        # a class token is 1.3 points behind; decay 0.05 is 0.8 ahead, but two layers become denser
         optimizer="muon", lr=5e-3, weight_decay=0.5, pool="mean", log_every=50,
         padding=2, label_smoothing=0.0),        # objects reach close to the border
     "finetune-cifar10": dict(   # [N] B.1.2 and the released finetune.py: any checkpoint, at 224 px
@@ -101,7 +98,6 @@ PRESETS = {
         beta2=0.999, batch_size=512, epochs=200, warmup_epochs=0, label_smoothing=0.0,
         crop="resized",     # bicubic, as all resampling here; the released code's is bilinear
         randaugment=2, magnitude=14, eval_every=388),       # four epochs
-    # our choice: --layer_decay lets the head learn fast and the pretrained layers slowly
     "finetune-mine": dict(      # as the README prepares them
         data="mine", init_from="pretrained:cifar10-crate", image_size=48, batch_size=32, epochs=30,
         optimizer="muon", lr=2e-2, layer_decay=0.5),
