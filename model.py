@@ -771,9 +771,8 @@ class BackboneConfig:
     dropout: float = 0.0
     drop_path: float = 0.0              # of the last layer, rising linearly from 0
     layer_scale: float | None = None    # at initialization; 0: none; None: the arch's
-    # of text, with MSSA or MHSA
-    rotary: bool = False                # rotary positions in place of the learned ones: `rotate`
-    shift: bool = False                 # keys and values that see the previous token: `shift`
+    rotary: bool = False                # of text: rotary positions for the learned ones, `rotate`
+    shift: bool = False                 # of text: keys, values that see the token before, `shift`
 
     @property
     def row(self):

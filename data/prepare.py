@@ -224,6 +224,7 @@ def pydoc():
 IMAGES = {
     "shapes": DrawnSet(),
     "cifar10": ImageSet(32, hub="uoft-cs/cifar10", val="test", image="img", streamed=True),
+    "pets": ImageSet(256, hub="timm/oxford-iiit-pet", val="test"),
     # the labels of its test split are not public; its terms ask for `hf auth login`
     "imagenet": ImageSet(256, hub="ILSVRC/imagenet-1k", val="validation", streamed=True,
                          disk="262 GB"),

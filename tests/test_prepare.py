@@ -334,8 +334,7 @@ def test_a_set_that_is_prepared_anew_has_another_version(tmp_path):
             parquet(tmp_path / f"pets/{split}.parquet", [f"class {k}" for k in range(6)],
                     image=[noise(8, 8, k) for k in order], label=[k // 10 for k in order])
         (tmp_path / "words/a.txt").write_text("abc" * 30 + ["ab", "ab", "ba"][i] + "abc" * 30)
-        row = prepare.ImageSet(256, hub="a/b", val="test")
-        prepare.prepare("pets", row, tmp_path / "pets", tmp_path / str(i))
+        prepare.prepare("pets", prepare.SETS["pets"], tmp_path / "pets", tmp_path / str(i))
         prepare.prepare("words", CHARACTERS, tmp_path / "words", tmp_path / str(i))
         data = images.load("pets", tmp_path / str(i))
         metas.append((data.meta(), text.load("words", tmp_path / str(i)).meta()))
@@ -358,8 +357,8 @@ def test_missing_sets_say_how_to_get_them(tmp_path):
     """An image set is not answered with texts."""
     assert_fails("imagenet: data/prepare.py imagenet makes it", images.load,
                  "imagenet", tmp_path)
-    assert_fails("cifar10: .*it comes by network, or .*prepare.py cifar10 .*--source DIR",
-                 images.load, "cifar10", tmp_path)
+    assert_fails("pets: .*it comes by network, or .*prepare.py pets .*--source DIR", images.load,
+                 "pets", tmp_path)
     assert_fails("for texts with --tokenizer", text.load, "books", tmp_path)
     prepare.prepare("pydoc", prepare.SETS["pydoc"], cache=tmp_path)
     assert_fails("this is a set of text, not of images", images.load, "pydoc", tmp_path)
