@@ -111,8 +111,8 @@ def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
     minus their mean."""
-    rows = {"random step": ("trained", "turned"),
-            "random step, same zeros": ("trained", "sparse"),
+    rows = {"random step, same zeros": ("trained", "sparse"),
+            "random step, dense": ("trained", "turned"),
             "random subspaces": ("trained", "elsewhere"),
             "random heads": ("trained", "heads")}
     found = {}
