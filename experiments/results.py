@@ -62,27 +62,20 @@ def by_model(rows, xlabel, values, markers, on_one_scale=5):
     return figure
 
 
-def compression(short=False):
-    """What attention and controls add to R^c, in % of R^c before, all layers together, from
-    compression.csv; short: README's rows."""
-    rows = {"attention, tokens as they are": ("trained", "raw", "attention"),
-            "attention, centred": ("trained", "normed", "attention"),
-            "its opposite": ("trained", "normed", "reversed"),
-            "each token alone": ("trained", "normed", "alone")}
-    if not short:
-        rows |= {"one map for all": ("trained", "normed", "one_map"),
-                 "weights dealt at random": ("trained", "normed", "shuffled"),
-                 "the term left out": ("trained", "normed", "shrink"),
-                 "random weights": ("random", "normed", "attention")}
-    whole = {(row["model"], row["weights"], row["table"]): row for row in rows_of("compression")
-             if row["layer"] == "all"}
+def compression(brief=False):
+    """How far short steps lower R^c, in % of the gradient's, all layers together, from
+    compression.csv; brief: README's rows."""
+    rows = {"attention": "attention", "its opposite": "reversed", "each token alone": "alone"}
+    if not brief:
+        rows |= {"one map for all": "one_map", "weights dealt at random": "shuffled",
+                 "the term left out": "shrink"}
+    whole = {row["model"]: row for row in rows_of("compression")
+             if (row["weights"], row["table"], row["layer"]) == ("trained", "short", "all")}
 
-    def change(model, row):
-        weights, table, step = rows[row]
-        of = whole[model, weights, table]
-        return [[100 * float(of[step]) / float(of["before"])]]
-    return by_model(rows, "change of $R^c$, % (left: it compresses)", change, [{}],
-                    on_one_scale=3)
+    def share(model, row):
+        return [[100 * float(whole[model][rows[row]]) / float(whole[model]["gradient"])]]
+    label = "how far short steps lower $R^c$, % of the gradient's (right: they compress)"
+    return by_model(rows, label, share, [{}], on_one_scale=1)
 
 
 def ista():
@@ -256,7 +249,7 @@ def lesson(layer=0, head=2, picture=34, patch=51):
     return figure
 
 
-FIGURES = dict(compression=compression, attention=partial(compression, short=True),
+FIGURES = dict(compression=compression, attention=partial(compression, brief=True),
                ista=ista, objective=objective, images=images, text=text, recall=recall,
                segmentation=segmentation, pretraining=pretraining, lesson=lesson)
 
