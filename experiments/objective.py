@@ -2,20 +2,20 @@
 
 What layers add to the rate reduction R - R^c at the norm of their input, trained and at random
 weights, if 1, 4, 16 or 64 samples are coded as one set: `first` the first layer, `layers` all
-others, with `R` and `Rc` alone. Centred: of the set's tokens minus their mean, which ISTA moves,
-since its output has no entries below 0. The layers after the first have controls:
+others, with `R` and `Rc` alone. Centred: of the set's tokens minus their mean. The layers after the
+first have controls. Three are steps that end at the same angle to the tokens of the set, which are
+taken for one vector, and with as many nonzero entries in each token, none below 0:
 
-    turned        the layer's step turned by a random rotation, at the same angle to the tokens of
-                  the set, which are taken for one vector
-    sparse        the same with as many nonzero entries in each token as the layer's output has,
-                  none below 0; of a transformer, whose output is dense, `turned` again
+    random        in a random direction, the layer's step turned by a rotation
+    reversed      in the opposite of the layer's direction
+    aimed         along the gradient of R - R^c
     heads         R^c of random subspaces that have the sum of U_k U_k^* in common with the learned
     elsewhere     R^c of random orthogonal subspaces that fill the space
 
     python -m experiments.objective --csv=a.csv         # objective.csv also has --seed=1, 2 and 3
 """
-import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from experiments import shared
 from flags import option, parse, UserError
 from measure import at_norm, traces, unit_size
-from model import coding_rate, subspace_coding_rate
+from model import coding_rate, sparse_rate_reduction, subspace_coding_rate
 from processes import cli
 
 TOGETHER = 1, 4, 16, 64      # samples coded together
@@ -42,29 +42,36 @@ def cosine(T, Z):
     return F.cosine_similarity(T.flatten(1), Z.flatten(1))[:, None, None]
 
 
-def turned(Z, out, rotation, cos=None):
-    """Tokens of the norm of Z (B, n, d), at the angle to Z that `out` has, or of another cosine, in
-    a random direction."""
-    step, cos = (out - Z) @ rotation, cosine(out, Z) if cos is None else cos
-    across = step - (Z * step).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True) * Z
-    return cos * Z + (1 - cos ** 2).clamp_min(0).sqrt() * at_norm(across, Z)
+def along(Z, out, direction):
+    """Tokens of the norm of Z (B, n, d), at the angle to Z that `out` has, in another direction. If
+    `out` has no entry below 0, they have none, and in each token at most as many above 0: those of
+    a ReLU that are largest, at an angle before it that bisection finds."""
+    share = (Z * direction).sum((1, 2), keepdim=True) / Z.square().sum((1, 2), keepdim=True)
+    across, wanted = at_norm(direction - share * Z, Z), cosine(out, Z)
 
+    def dense(cos):
+        return cos * Z + (1 - cos ** 2).clamp_min(0).sqrt() * across
 
-def sparse(Z, out, rotation):
-    """The same with at most as many entries above 0 in each token as `out` has, and none below: a
-    ReLU, of whose entries the largest stay, of tokens at another angle, found by bisection."""
+    def sparse(cos):
+        T = F.relu(dense(cos))
+        least = T.sort(-1, descending=True).values.gather(-1, (kept - 1).clamp_min(0))
+        return at_norm(T * ((T >= least) & (kept > 0)), Z)
+    if out.min() < 0:
+        return dense(wanted)
     kept = (out > 0).sum(-1, keepdim=True)
-
-    def at(cos):
-        T = F.relu(turned(Z, out, rotation, cos))
-        rank = T.argsort(-1, descending=True).argsort(-1)
-        return at_norm(T * (rank < kept), Z)
-    low, high = -torch.ones_like(cosine(out, Z)), torch.ones_like(cosine(out, Z))
-    for _ in range(20):
+    low, high = -torch.ones_like(wanted), torch.ones_like(wanted)
+    for _ in range(16):
         middle = (low + high) / 2
-        wide = cosine(at(middle), Z) < cosine(out, Z)
+        wide = cosine(sparse(middle), Z) < wanted
         low, high = torch.where(wide, middle, low), torch.where(wide, high, middle)
-    return at(high)
+    return sparse(high)
+
+
+def uphill(Z, U, eps):
+    """The gradient of R - R^c at Z (B, n, d)."""
+    with torch.enable_grad():
+        Z = Z.detach().requires_grad_()
+        return torch.autograd.grad(sparse_rate_reduction(Z, U, eps, lambd=0).sum(), Z)[0]
 
 
 def random_heads(U, rotation):
@@ -73,10 +80,10 @@ def random_heads(U, rotation):
     return (U.transpose(0, 1).flatten(1) @ rotation).view(d, K, p).transpose(0, 1)
 
 
-def added(traced, together, centred, seed, eps):
-    """{column: (L,), what each of the traced layers adds} at the norm of its input, in nats, of
-    `together` samples' tokens as one set, or of these minus their mean (centred)."""
-    rows = []
+def added(traced, together, seed, eps):
+    """{centred: {column: (L,), what each of the traced layers adds}} at the norm of its input, in
+    nats, of `together` samples' tokens as one set."""
+    rows = {False: [], True: []}
     for layer, trace in traced:
         generator = torch.Generator().manual_seed(seed)
         U = unit_size(layer.attention.bases().double())
@@ -84,36 +91,40 @@ def added(traced, together, centred, seed, eps):
         V = shared.random_subspaces(d, K, generator).to(U)
         mixed = random_heads(U, shared.random_rotation(K * p, generator).to(U))
         rotation = shared.random_rotation(d, generator).to(U)
-        Z, out = shared.one_set(trace.tokens, together), shared.one_set(trace.out, together)
-        same_zeros = (sparse if out.min() >= 0 else turned)(Z, out, rotation)
-        if centred:
-            Z, out, same_zeros = (T - T.mean(1, keepdim=True) for T in (Z, out, same_zeros))
-        out, same_zeros = at_norm(out, Z), at_norm(same_zeros, Z)
-        other = turned(Z, out, rotation)
+        start = shared.one_set(trace.tokens, together)
+        end = at_norm(shared.one_set(trace.out, together), start)
+        directions = dict(random=(end - start) @ rotation, reversed=start - end,
+                          aimed=uphill(start, U, eps))
+        controls = {name: along(start, end, step) for name, step in directions.items()}
+        for centred, found in rows.items():
+            Z = start - start.mean(1, keepdim=True) if centred else start
 
-        def R(T):
-            return (coding_rate(T, eps) - coding_rate(Z, eps)).mean()
-
-        def Rc(T, subspaces=U):
-            before = subspace_coding_rate(Z, subspaces, eps)
-            return (subspace_coding_rate(T, subspaces, eps) - before).mean()
-        R_out, Rc_out = R(out), Rc(out)
-        rows.append(dict(layers=R_out - Rc_out, R=R_out, Rc=Rc_out, turned=R(other) - Rc(other),
-                         sparse=R(same_zeros) - Rc(same_zeros), heads=R_out - Rc(out, mixed),
-                         elsewhere=R_out - Rc(out, V)))
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+            def rates(T, subspaces=U):
+                """What T adds to R and R^c."""
+                T = at_norm(T - T.mean(1, keepdim=True) if centred else T, Z)
+                return [(rate(T) - rate(Z)).mean() for rate in (
+                    partial(coding_rate, eps=eps),
+                    partial(subspace_coding_rate, U=subspaces, eps=eps))]
+            R, Rc = rates(end)
+            found.append(dict(layers=R - Rc, R=R, Rc=Rc)
+                         | {name: torch.sub(*rates(T)) for name, T in controls.items()}
+                         | dict(heads=R - rates(end, mixed)[1], elsewhere=R - rates(end, V)[1]))
+    return {centred: {name: torch.stack([row[name] for row in found]) for name in found[0]}
+            for centred, found in rows.items()}
 
 
 @torch.no_grad()
 def rows_of(loaded, c):
     """What the layers of a model add, nats: a row for each number of samples, centred or not."""
     batches, rows = [*traces(loaded, c)], []
-    for together, centred in itertools.product(TOGETHER, (False, True)):
-        parts = [added(traced, together, centred, c.seed, c.eps) for traced in batches]
-        changes = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
-        row = dict(together=together, centred=centred, seed=c.seed,
-                   first=changes["layers"][0].item())
-        rows.append(row | {name: change[1:].sum().item() for name, change in changes.items()})
+    for together in TOGETHER:
+        parts = [added(traced, together, c.seed, c.eps) for traced in batches]
+        for centred, names in parts[0].items():
+            changes = {name: torch.stack([part[centred][name] for part in parts]).mean(0)
+                       for name in names}
+            row = dict(together=together, centred=centred, seed=c.seed,
+                       first=changes["layers"][0].item())
+            rows.append(row | {name: change[1:].sum().item() for name, change in changes.items()})
     return rows
 
 

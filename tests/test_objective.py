@@ -20,7 +20,7 @@ def test_added(centred):
         width=16, heads=2, layers=2, image_size=16, patch_size=8)))
     x = torch.randn(8, 3, 16, 16)
     traced = [*zip(net.layers, net.trace(x))]
-    found = objective.added(traced, 2, centred, seed=3, eps=0.3)
+    found = objective.added(traced, 2, seed=3, eps=0.3)[centred]
     Zs = [net.tokens(x).detach().double()]
     for layer in copy.deepcopy(net.layers).double():
         Zs.append(layer(Zs[-1]).detach())
@@ -38,7 +38,7 @@ def test_added(centred):
         for name, wanted in (("layers", R - Rc), ("R", R), ("Rc", Rc),
                              ("elsewhere", R - elsewhere)):
             torch.testing.assert_close(found[name][l], wanted.mean(), rtol=1e-4, atol=1e-4)
-    for name in ("turned", "sparse", "heads"):
+    for name in ("random", "reversed", "aimed", "heads"):
         assert not torch.allclose(found[name], found["layers"])
 
 
@@ -49,24 +49,32 @@ def test_random_heads():
     assert V.shape == U.shape and not torch.allclose(V[0] @ V[0].mT, U[0] @ U[0].mT)
 
 
-def test_turned():
-    """The step of the control moves the tokens by the same angle, and keeps their norm."""
+def test_along():
+    """A control is at the same angle to Z, of its norm; in the same direction it is the same."""
     Z, out = torch.randn(2, 3, 7, 5).double()
     out = at_norm(out, Z)
-    eye = torch.eye(5).double()
-    torch.testing.assert_close(objective.turned(Z, out, eye), out)          # not turned
-    other = objective.turned(Z, out, random_rotation(5, torch.Generator()))
+    torch.testing.assert_close(objective.along(Z, out, out - Z), out)
+    other = objective.along(Z, out, (out - Z) @ random_rotation(5, torch.Generator()))
     for product in ((other * other, Z * Z), (other * Z, out * Z)):
         torch.testing.assert_close(*(part.sum((1, 2)) for part in product))
     assert not torch.allclose(other, out)
 
 
-def test_sparse():
+def test_along_with_zeros():
     """This one has the zeros of the layer's output, too, token by token."""
     Z, noise = torch.randn(2, 3, 40, 50).double()
     Z, out = Z.relu(), at_norm((Z + noise / 2 - 0.5).relu(), Z.relu())
-    other = objective.sparse(Z, out, random_rotation(50, torch.Generator()))
+    torch.testing.assert_close(objective.along(Z, out, out - Z), out, rtol=1e-3, atol=1e-3)
+    other = objective.along(Z, out, (out - Z) @ random_rotation(50, torch.Generator()))
     assert (other >= 0).all() and other.ne(0).sum(-1).equal(out.ne(0).sum(-1))
     for product in ((other * other, Z * Z), (other * Z, out * Z)):
         torch.testing.assert_close(*(part.sum((1, 2)) for part in product), rtol=1e-3, atol=0)
     assert not torch.allclose(other, out)
+
+
+def test_uphill():
+    """A small step along it raises R - R^c."""
+    Z, U = torch.randn(2, 9, 6).double(), torch.randn(2, 6, 3).double()
+    before, after = (crate.sparse_rate_reduction(T, U, 0.3, 0)
+                     for T in (Z, Z + 1e-3 * objective.uphill(Z, U, 0.3)))
+    assert (after > before).all()
