@@ -113,8 +113,7 @@ def make_optimizers(model, name, lr, weight_decay, betas, hidden=(), scale=None)
 
     `hidden` are layers, MLPs, MAE's map to pixels. As Jordan advises, embeddings, classifiers and
     prototypes stay AdamW's, and MHSA's Q, K, V count as three matrices. Matrices are decayed;
-    vectors, positions, special tokens and TSSA's b (K, T, 1) are not, as in timm (nanoGPT decays
-    positions, released CRATE all)."""
+    vectors, positions, special tokens and TSSA's b (K, T, 1) are not, as in timm."""
     inside = {p for module in hidden for p in module.parameters()} if name == "muon" else set()
     three = {module.QKV.weight for module in model.modules() if isinstance(module, MHSA)}
     muon, rest = {}, {}         # lists of groups, by what a group's parameters have in common

@@ -263,7 +263,8 @@ def prepare(name, row, source=None, cache=CACHE):
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    print(f"{name} is ready in {folder}: {meta.get('images') or meta['tokens']}", file=sys.stderr)
+    what = ", ".join([str(meta.get("images") or meta["tokens"]), *meta.get("classes", [])[:12]])
+    print(f"{name} is ready in {folder}: {what}", file=sys.stderr)
 
 
 def mapped(path, dtype, shape):

@@ -104,19 +104,16 @@ def objective():
     """What the layers after the first of five models add to R - R^c of 64 samples together, and
     what controls add, in % of it, from objective.csv: filled, of the tokens as they are; hollow,
     minus their mean."""
-    rows = {"random step, same zeros": ("trained", "sparse"),
-            "random step, dense": ("trained", "turned"),
-            "random subspaces": ("trained", "elsewhere"),
-            "random heads": ("trained", "heads")}
+    rows = {"random step": "random", "the reverse": "reversed", "random subspaces": "elsewhere",
+            "random heads": "heads"}
     found = {}
     for row in rows_of("objective"):
-        if row["together"] == "64":
-            found.setdefault((row["model"], row["weights"], row["centred"]), []).append(row)
+        if row["together"] == "64" and row["weights"] == "trained":
+            found.setdefault((row["model"], row["centred"]), []).append(row)
 
     def shares(model, row):
-        weights, column = rows[row]
-        return [[100 * float(draw[column]) / float(found[model, "trained", centred][0]["layers"])
-                 for draw in found[model, weights, centred]] for centred in ("False", "True")]
+        return [[100 * float(draw[rows[row]]) / float(draw["layers"])
+                 for draw in found[model, centred]] for centred in ("False", "True")]
     figure = by_model(rows, "added to $R-R^c$, % of what the layers add (blue)", shares,
                       [{}, dict(mfc="white")])
     for ax in figure.axes:
