@@ -9,6 +9,7 @@ taken for one vector, and with as many nonzero entries in each token, none below
     random        in a random direction, the layer's step turned by a rotation
     reversed      in the opposite of the layer's direction
     aimed         along the gradient of R - R^c
+    short_*       the layer's step and these three, 1 % as long as the tokens, any zeros
     heads         R^c of random subspaces that have the sum of U_k U_k^* in common with the learned
     elsewhere     R^c of random orthogonal subspaces that fill the space
 
@@ -96,6 +97,8 @@ def added(traced, together, seed, eps):
         directions = dict(random=(end - start) @ rotation, reversed=start - end,
                           aimed=uphill(start, U, eps))
         controls = {name: along(start, end, step) for name, step in directions.items()}
+        for name, step in dict(layers=end - start, **directions).items():
+            controls[f"short_{name}"] = start + 0.01 * at_norm(step, start)
         for centred, found in rows.items():
             Z = start - start.mean(1, keepdim=True) if centred else start
 

@@ -38,6 +38,7 @@ def test_added(centred):
         for name, wanted in (("layers", R - Rc), ("R", R), ("Rc", Rc),
                              ("elsewhere", R - elsewhere)):
             torch.testing.assert_close(found[name][l], wanted.mean(), rtol=1e-4, atol=1e-4)
+    assert (found["short_aimed"] > found["short_random"]).all() and (found["short_aimed"] > 0).all()
     for name in ("random", "reversed", "aimed", "heads"):
         assert not torch.allclose(found[name], found["layers"])
 
