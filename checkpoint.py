@@ -64,7 +64,7 @@ def read_file(path):
         raise
     except Exception:                           # any kind, and a page of text
         raise UserError("it is damaged, not of torch, or holds more than tensors and plain "
-                         "values, which could run code") from None
+                        "values, which could run code") from None
 
 
 def read_checkpoint(path, *tasks, heads=None):

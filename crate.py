@@ -11,7 +11,7 @@ max R(Z) - R^c(Z | U) - lambda ||Z||_0. A layer takes two steps towards that:
 Attention comes from a gradient step of size kappa on R^c: with beta = p / (n eps^2), and if the sum
 of U_k U_k^* is I, Eq. (34) is (1 - beta kappa) Z + beta kappa MSSA(Z), MSSA with beta [U_1 .. U_K]
 in place of W. The layer, Eq. (45), keeps all of Z and adds MSSA(Z): the second term of a step
-downhill, which by itself points uphill, with a softmax in it. A learned W may reverse it, `look`.
+downhill, which by itself points uphill, with a softmax in it. A learned W may undo it: see `look`.
 
 Equations are those of arXiv 2311.13110, where Z is d x n, a token a column; here it is (B, n, d), a
 token a row. model.py has the same operators made fast, and their variants."""
